@@ -1,0 +1,87 @@
+"""`phalanx VERB ...`: finds the verb, runs it, and turns what went wrong into one message and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import signal
+import sys
+from collections.abc import Sequence
+
+import phalanx
+from phalanx.errors import JobError, PhalanxError
+from phalanx.job.fields import nearest
+
+VERBS = {
+    "train": "run a job: start its processes, train, validate, save; resumes where it stopped",
+    "generate": "text from a checkpoint of a run",
+    "data": "prepare a corpus: tokenize it into memory-mapped shards",
+}
+
+USAGE = """\
+phalanx {version}: N-D parallel language-model training from one job file
+
+usage: phalanx VERB [JOB.yaml ...] [key=value ...] [--key value ...]
+
+{verbs}
+
+examples:
+  phalanx train examples/main.yaml                   two processes of this machine, a few minutes
+  phalanx train examples/main.yaml train.steps=50 --dp-replicate 1
+  phalanx generate runs/main --prompt "def " --max-new-tokens 200
+
+`phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.
+Exit codes: 0 done, 1 failed, 2 bad usage or job, 4 data or checkpoint invalid, 5 stopped on NaN,
+75 stopped cleanly (run the same command again to go on), 128+n ended by signal n.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code. A user's mistake is a message; a bug keeps its traceback."""
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except PhalanxError as error:
+        print(message_of(error), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("phalanx: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def run(argv: Sequence[str]) -> int:
+    """The same, but errors are raised: what a rank started by the launcher calls."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        width = max(map(len, VERBS))
+        verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
+        print(USAGE.format(version=phalanx.__version__, verbs=verbs).rstrip())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        torch = importlib.metadata.version("torch")
+        print(f"phalanx {phalanx.__version__}  torch {torch}  python {platform.python_version()}")
+        return 0
+    verb, *rest = argv
+    if verb not in VERBS:
+        meant = nearest(verb, VERBS)
+        hint = f"did you mean `phalanx {meant}`?" if meant else f"the verbs are: {', '.join(VERBS)}"
+        if verb.endswith((".yaml", ".yml")):
+            hint = f"the verb comes first: `phalanx train {verb}`"
+        raise JobError(f"no verb {verb!r}; {hint}")
+    return importlib.import_module(f"phalanx.cli.{verb}").run(rest)
+
+
+def message_of(error: PhalanxError) -> str:
+    """What a user is shown: one line, or a numbered head with a line for each problem of a job."""
+    if isinstance(error, JobError) and len(error.problems) > 1:
+        lines = "\n".join(f"  {problem}" for problem in error.problems)
+        return f"phalanx: {len(error.problems)} problems:\n{lines}"
+    return f"phalanx: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

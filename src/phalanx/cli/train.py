@@ -1,0 +1,125 @@
+"""`phalanx train JOB`: start the job's processes, or be one of them, and train."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli.job_words import JobVerb
+from phalanx.data.prepare import prepare
+from phalanx.data.progress import stderr_progress
+from phalanx.errors import JobError
+from phalanx.job.check import untrainable
+from phalanx.job.job import Job
+from phalanx.job.load import LoadedJob
+from phalanx.launch.environment import LOG_DIR
+from phalanx.launch.ranks import SINGLE, Ranks, detect
+from phalanx.train.run_directory import RunDirectory
+
+VERB = JobVerb(
+    "train",
+    "Train a job: start its processes on this machine (unless torchrun, srun or mpiexec already did), train, validate, "
+    "save, and print a sample of text. A run that was stopped goes on where it was.",
+    {"fresh": "Start over; the run that is there is kept beside it under another name."},
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    words = VERB.parse(argv)
+    if words is None:
+        return 0
+    loaded, job = words.loaded, words.job
+    if missing := untrainable(job):
+        raise JobError([f"{path}: {message}" for path, message in missing])
+    as_json = "json" in words.switches
+    if LOG_DIR in os.environ:  # the launcher below started this process, with everything in place
+        return _be_a_rank(job, detect(os.environ) or SINGLE, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)
+    directory = RunDirectory.of(job)
+    ranks = detect(os.environ)
+    if ranks is not None:
+        return _be_a_foreign_rank(loaded, ranks, "fresh" in words.switches, as_json)
+    if "fresh" in words.switches and (kept := directory.move_aside()):
+        print(f"{directory.path} is kept as {kept}", file=sys.stderr)
+    with directory.lock():
+        if _is_finished(directory, job, as_json):
+            return 0
+        with stderr_progress() as progress:
+            prepare(job.data, progress=progress)
+        directory.start(loaded)
+        if job.layout.processes == 1:
+            return _be_a_rank(job, SINGLE, directory.next_log_dir() / "stderr.log", as_json)
+        return _launch(job, directory, as_json)
+
+
+def _launch(job: Job, directory: RunDirectory, as_json: bool) -> int:
+    from phalanx.launch.local import launch_local
+    from phalanx.train.device import threads_for
+
+    processes = job.layout.processes
+    if job.cluster.nodes > 1:
+        raise JobError(
+            f"cluster.nodes is {job.cluster.nodes}, and nobody started the processes: run this command on every node "
+            f"with torchrun, srun or mpiexec, {processes // job.cluster.nodes} processes each"
+        )
+    argv = ["train", str(directory.config), *(["--json"] if as_json else [])]
+    return launch_local(
+        argv,
+        processes=processes,
+        log_dir=directory.logs,
+        threads=threads_for(job.run.threads, processes),
+        all_ranks=job.run.all_ranks,
+    )
+
+
+def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool) -> int:
+    from phalanx.train.loop import train
+
+    summary = train(job, ranks, log_file)
+    if ranks.rank == 0:
+        print(json.dumps(summary, indent=1) if as_json else _text(summary))
+    return 0
+
+
+def _be_a_foreign_rank(loaded: LoadedJob, ranks: Ranks, fresh: bool, as_json: bool) -> int:
+    """One of the processes that torchrun, srun or mpiexec started. Rank 0 looks after the directory and the data; the
+    others meet it in the process group, where its failures reach them."""
+    if fresh:
+        raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
+    directory = RunDirectory.of(loaded.job)
+    if ranks.rank:
+        return _be_a_rank(loaded.job, ranks, None, as_json)
+    with directory.lock():
+        directory.start(loaded)
+        return _be_a_rank(loaded.job, ranks, directory.next_log_dir() / "stderr.log", as_json)
+
+
+def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
+    """Whether the run has done all its steps already; then says so."""
+    manifest = directory.resume_from(job)
+    if manifest is None or manifest.step < job.train.steps:
+        return False
+    if as_json:
+        print(json.dumps({"run": str(directory.path), "step": manifest.step, "val_loss": manifest.meta["val_loss"]}))
+        return True
+    loss = manifest.meta["val_loss"]
+    print(
+        f"{directory.path} is finished: step {manifest.step} of {job.train.steps}"
+        + (f", validation loss {loss:.4f}" if loss is not None else "")
+        + f".\n  go on:       train.steps={2 * manifest.step}\n  start over:  --fresh (this run is kept beside it)\n"
+        f"  text:        phalanx generate {directory.path} --prompt ..."
+    )
+    return True
+
+
+def _text(summary: dict[str, Any]) -> str:
+    lines = [f"trained {summary['tokens']:,} tokens in {summary['step']} steps; training loss {summary['loss']:.4f}"]
+    if summary["val_loss"] is not None:
+        lines.append(f"validation loss: {summary['val_loss']:.4f}")
+    if summary["sample"]:
+        lines.append(f"sample:\n{summary['sample']}")
+    lines.append(f"run directory: {summary['run']}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What ranks say to each other besides the collectives of training."""

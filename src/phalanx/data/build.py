@@ -1,0 +1,67 @@
+"""Making the shards of a folder one after the other, entering each in the index, and keeping those that are there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.progress import Progress
+from phalanx.data.shards import SPLITS, Index, Shard, damage, shard_file, write_index, write_shard
+
+
+@dataclass(frozen=True)
+class Work:
+    """A shard to be made. `start` begins to make its tokens, (tokens,); `size` is its share of the progress."""
+
+    split: str
+    size: int
+    start: Callable[[], Future[np.ndarray]]
+
+
+class ShardMaker:
+    """Makes the shards of `folder`. Those that `old`, the index of an interrupted preparation, lists are kept if they
+    were made of the same text by the same tokenizer and are intact; all others are removed."""
+
+    def __init__(self, folder: Path, index: Index, old: Index | None, progress: Progress):
+        same = old and (old.corpus.sha256, old.tokenizer) == (index.corpus.sha256, index.tokenizer)
+        self._folder, self._index, self._progress = folder, index, progress
+        self._old = old if same else None
+        self._begun: deque[tuple[Work, Shard | Future[np.ndarray]]] = deque()
+        self._done = 0
+        if not same:
+            for stale in folder.glob("*.bin"):
+                stale.unlink()
+
+    def run(self, work: Iterable[Work], total: int, *, ahead: int) -> None:
+        """Make the shards in order, at most `ahead` begun beyond the one that is written; `total` is all their size."""
+        begun = dict.fromkeys(SPLITS, 0)
+        write_index(self._folder, self._index)
+        for item in work:
+            self._begun.append((item, self._intact(item.split, begun[item.split]) or item.start()))
+            begun[item.split] += 1
+            if len(self._begun) > ahead:
+                self._finish(total)
+        while self._begun:
+            self._finish(total)
+        write_index(self._folder, replace(self._index, complete=True))
+
+    def _intact(self, split: str, number: int) -> Shard | None:
+        if self._old is None or number >= len(self._old.splits[split]):
+            return None
+        shard = self._old.splits[split][number]
+        return None if damage(self._folder, self._old, shard, verify=True) else shard
+
+    def _finish(self, total: int) -> None:
+        item, made = self._begun.popleft()
+        shards = self._index.splits[item.split]
+        if isinstance(made, Future):
+            made = write_shard(self._folder, shard_file(item.split, len(shards)), made.result(), self._index.dtype)
+        self._index = replace(self._index, splits={**self._index.splits, item.split: (*shards, made)})
+        write_index(self._folder, self._index)
+        self._done += item.size
+        self._progress("tokenizing", self._done, total)

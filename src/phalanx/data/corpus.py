@@ -1,0 +1,238 @@
+"""Corpora: where the text comes from, cut into segments that can be tokenized one by one.
+
+The text of a corpus is its documents in order, with one separator between each two. Which separator, the tokenizer
+says; in lengths and limits it counts as one character.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.shakespeare import find_shakespeare
+from phalanx.errors import DataError
+from phalanx.job.data import Data
+
+SEGMENT_CHARACTERS = 1 << 20
+"""The longest text that is tokenized at once; a longer document is cut after a line (this shapes the token stream)."""
+READ_BYTES = 1 << 20
+TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".py", ".c", ".h", ".cc", ".cpp"}
+TEXT_SUFFIXES |= {".rs", ".go", ".java", ".js", ".ts", ".sh"}
+JSONL_SUFFIXES = {".jsonl", ".ndjson"}
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
+"""Installed packages, tests, and code-point tables: not the library's own prose and code."""
+STDLIB_OF_THIS_MACHINE = ("_sysconfigdata", "config-")
+"""Names that begin so hold paths of the machine that built Python."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A document or a part of one. `separated`: another document ends before it, so a separator comes first."""
+
+    text: str
+    separated: bool
+
+    def __len__(self) -> int:
+        return len(self.text) + self.separated
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one reading of the whole corpus found."""
+
+    documents: int
+    characters: int
+    """With the separators, each as one character."""
+    bytes: int
+    """Of the documents in UTF-8, without separators."""
+    sha256: str
+    """Of the documents in UTF-8 with a byte 0xFF (never part of UTF-8) between each two."""
+    counts: np.ndarray
+    """How often each code point occurs: (0x110000,) int64."""
+
+
+def sources(data: Data) -> list[Path]:
+    """The files of a text corpus, in the order in which they are read. Raises DataError if there are none."""
+    match data.corpus:
+        case "stdlib":
+            return _stdlib_files(Path(sysconfig.get_path("stdlib")))
+        case "shakespeare_char":
+            return [find_shakespeare(data.path, Path(data.dir))]
+        case _:
+            return _text_files(Path(data.path).expanduser())
+
+
+def describe(data: Data) -> str:
+    """The corpus in words."""
+    match data.corpus:
+        case "stdlib":
+            return f"the standard library of {platform.python_implementation()} {platform.python_version()}"
+        case "shakespeare_char":
+            return "tiny Shakespeare"
+        case _:
+            return data.path
+
+
+def stamp(files: list[Path]) -> str:
+    """A digest of the files' names, sizes and modification times: while it stays the same they need no new reading."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def segments(files: list[Path], data: Data) -> Iterator[Segment]:
+    """The corpus's text in order, at most data.limit_mb megabytes of it.
+
+    Raises DataError, naming file and line, for what is not UTF-8, not JSON, or lacks data.text_field.
+    """
+    left = round(data.limit_mb * 1e6) or sys.maxsize
+    first = True
+    for file in files:
+        for document in _documents(file, data.text_field):
+            starts = True
+            for text in _cut(document):
+                content = text.encode()[:left]
+                left -= len(content)
+                kept = content.decode(errors="ignore")  # the limit may fall inside a character
+                if kept:
+                    yield Segment(kept, separated=starts and not first)
+                    first = starts = False
+                if left == 0:
+                    return
+
+
+def scan(parts: Iterable[Segment]) -> Scan:
+    """Read everything once: validates it, measures it and counts its characters."""
+    digest = hashlib.sha256()
+    counts = np.zeros(0x110000, dtype=np.int64)
+    documents = characters = size = 0
+    for part in parts:
+        encoded = part.text.encode()
+        if part.separated:
+            digest.update(b"\xff")
+        digest.update(encoded)
+        found = np.bincount(code_points(part.text))
+        counts[: found.size] += found
+        documents += part.separated or characters == 0
+        characters += len(part)
+        size += len(encoded)
+    return Scan(documents, characters, size, digest.hexdigest(), counts)
+
+
+def code_points(text: str) -> np.ndarray:
+    """The text's Unicode code points: (characters,) uint32."""
+    return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+    files = _walk(root, lambda name: name in STDLIB_SKIPPED or name.startswith(STDLIB_OF_THIS_MACHINE))
+    names = [file.relative_to(root).as_posix() for file in files if file.suffix == ".py"]
+    if not names:
+        raise DataError(f"corpus stdlib: {root} holds no .py files (Python without its source); use data.corpus=text")
+    # In the order of the alphabet the validation part, the last tenth, would be turtledemo to zoneinfo and nothing
+    # else. The order of the names' digests is as fixed, and every part is a mixture of the whole.
+    return [root / name for name in sorted(names, key=lambda name: hashlib.blake2b(name.encode()).digest())]
+
+
+def _text_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"data.path={path}: there is no such file or folder (corpus text)")
+    found = _walk(path, lambda name: name.startswith("."))
+    files = [file for file in found if file.suffix.lower() in TEXT_SUFFIXES | JSONL_SUFFIXES]
+    if not files:
+        known = " ".join(sorted(TEXT_SUFFIXES | JSONL_SUFFIXES))
+        raise DataError(f"data.path={path}: of {len(found)} files none is text; a folder's files are chosen by {known}")
+    return sorted(files, key=lambda file: file.relative_to(path).as_posix())
+
+
+def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
+    """All files below `root` but those whose name, or a folder's name above them, is skipped."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not skipped(name)]
+        found += [Path(folder) / name for name in names if not skipped(name)]
+    return found
+
+
+def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
+    """Each document of a file as a series of texts: a JSONL file holds one a line, any other file is one."""
+    if file.suffix.lower() in JSONL_SUFFIXES:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield [_json_text(line, field, f"{file}:{number}")]
+    else:
+        yield _read_text(file)
+
+
+def _read_text(file: Path) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line = 1
+    with file.open("rb") as stream:
+        while True:
+            content = stream.read(READ_BYTES)
+            try:
+                text = decoder.decode(content, final=not content)
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                raise _not_utf8(f"{file}:{line}", error) from error
+            line += text.count("\n")
+            yield text
+            if not content:
+                return
+
+
+def _json_text(line: bytes, field: str, where: str) -> str:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not a line of JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected a JSON object with the field {field!r}, found {type(record).__name__}")
+    if field not in record:
+        names = ", ".join(map(repr, record)) or "none"
+        raise DataError(f"{where}: no field {field!r} (its fields: {names}); set data.text_field")
+    text = record[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: the field {field!r} holds {type(text).__name__}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # "\ud800" is legal JSON and half a character
+        raise DataError(f"{where}: the field {field!r} holds half a surrogate pair at {error.start}") from error
+    return text
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
+    byte = error.object[error.start]
+    return DataError(f"{where}: byte 0x{byte:02x} is not UTF-8 ({error.reason}); convert the file to UTF-8 first")
+
+
+def _cut(document: Iterable[str]) -> Iterator[str]:
+    """The document in texts of at most SEGMENT_CHARACTERS, each but the last ending with a line if it holds one.
+
+    Where the cuts fall depends on the text alone, not on how it was read.
+    """
+    rest = ""
+    for text in document:
+        rest += text
+        while len(rest) > SEGMENT_CHARACTERS:
+            end = rest.rfind("\n", 0, SEGMENT_CHARACTERS) + 1 or SEGMENT_CHARACTERS
+            yield rest[:end]
+            rest = rest[end:]
+    yield rest

@@ -1,0 +1,193 @@
+"""From token shards to the micro-batches of each step.
+
+Which sample a step reads follows from its global sample number alone (see order.py): the same at any number of ranks,
+and resuming is `first_sample`. Every rank maps all shards into memory but touches only its own samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from phalanx.data.order import sample_ids
+from phalanx.data.readahead import ReadAhead
+from phalanx.data.shards import SPLITS, check_tokenizer, map_shard, open_shards, repair_command
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import DataError, JobError
+
+IGNORE = -100
+"""A target that counts for nothing (torch's ignore_index)."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass of one data rank reads."""
+
+    tokens: np.ndarray
+    """(micro_batch, seq_len) int64."""
+    targets: np.ndarray
+    """(micro_batch, seq_len) int64: the next token at every place, or IGNORE."""
+    sample_ids: np.ndarray
+    """(micro_batch,) int64: global sample numbers, each used once in a run; -1 for padding."""
+
+
+class TokenData:
+    """The samples of one split of a prepared folder. Sample i is the tokens from i × seq_len to (i + 1) × seq_len, both
+    included: the inputs, and one more, because the targets are the inputs shifted by one.
+
+    Raises DataError if the folder is damaged (`verify` reads everything to find out) or holds not even one sample.
+    """
+
+    def __init__(self, folder: Path, split: str, seq_len: int, *, verify: bool = False):
+        if split not in SPLITS:
+            raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
+        self.folder, self.split, self.seq_len = folder, split, seq_len
+        self.index = open_shards(folder, verify=verify)
+        self.tokens = self.index.tokens(split)
+        self.sample_count = (self.tokens - 1) // seq_len
+        if self.sample_count < 1:
+            raise DataError(
+                f"{folder}: split {split} has {self.tokens:,} tokens: samples = (tokens - 1) // seq_len = "
+                f"({self.tokens:,} - 1) // {seq_len:,} = 0. Use a longer corpus, a shorter sequence or another "
+                "data.val_fraction"
+            )
+        shards = self.index.splits[split]
+        self._shards = [map_shard(folder, self.index, shard) for shard in shards]
+        self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are below this."""
+        return self.index.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) over the tokenizer and all tokens of all splits."""
+        return self.index.fingerprint
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the shards. Raises DataError if another lies in its place."""
+        check_tokenizer(self.folder, self.index)
+        return Tokenizer.load(self.folder)
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """The tokens first .. first+count-1 of the split, across shards: (count,) of the shards' dtype."""
+        if first < 0 or count < 1 or first + count > self.tokens:
+            raise ValueError(f"{count} tokens from {first} on, of {self.tokens}")
+        parts = []
+        shard = int(np.searchsorted(self._starts, first, side="right")) - 1
+        while count:
+            part = self._shards[shard][first - self._starts[shard] :][:count]
+            parts.append(part)
+            first, count, shard = first + part.size, count - part.size, shard + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def samples(self, ids: np.ndarray) -> np.ndarray:
+        """The samples' tokens: (n, seq_len + 1) int64. Raises DataError for a token outside the vocabulary."""
+        length = self.seq_len + 1
+        out = np.empty((len(ids), length), dtype=np.int64)
+        for row, sample in zip(out, ids, strict=True):
+            row[:] = self.read(int(sample) * self.seq_len, length)
+        if out.max(initial=0) >= self.vocab_size:
+            raise DataError(
+                f"{self.folder}: split {self.split} holds token {out.max()}, expected tokens below the vocabulary size "
+                f"{self.vocab_size}: a shard is damaged. Make it again with: {repair_command(self.folder, self.index)}"
+            )
+        return out
+
+
+class Batches:
+    """The micro-batches of one data rank, step by step and without end, read ahead in a background thread.
+
+    Step s takes the global samples first_sample + s × global_batch and the global_batch - 1 after it; rank r takes the
+    r-th of `ranks` equal parts of them, in order, as global_batch / (ranks × micro_batch) micro-batches. `prefetch`
+    steps are read ahead; 0 reads in the caller's thread. Use it in a `with` block, or close it.
+
+    Raises JobError if global_batch is not a multiple of ranks × micro_batch.
+    """
+
+    def __init__(
+        self,
+        data: TokenData,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        first_sample: int = 0,
+        prefetch: int = 4,
+    ):
+        if micro_batch < 1 or global_batch < 1 or global_batch % (ranks * micro_batch):
+            raise JobError(
+                "global batch = micro-batch × accumulation × data ranks: there is no whole accumulation with "
+                f"{global_batch} = {micro_batch} × accumulation × {ranks}"
+            )
+        steps = _steps(
+            data,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            rank=rank,
+            ranks=ranks,
+            seed=seed,
+            first_sample=first_sample,
+        )
+        self._steps = ReadAhead(steps, prefetch) if prefetch > 0 else steps
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        return self
+
+    def __next__(self) -> list[MicroBatch]:
+        return next(self._steps)
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading ahead. May be called twice; the next step is then a StopIteration."""
+        self._steps.close()
+
+
+def evaluation_batches(
+    data: TokenData, *, samples: int, micro_batch: int, rank: int, ranks: int
+) -> Iterator[MicroBatch]:
+    """The first `samples` samples (the whole split at most) in order, shared out to `ranks`.
+
+    Every rank gets equally many micro-batches, as a collective needs; what is too much is padding, whose targets are
+    IGNORE, so that sums over valid targets are exact at any number of ranks. A micro-batch may be all padding.
+    """
+    samples = min(samples, data.sample_count)
+    for first in range(0, samples, ranks * micro_batch):
+        ids = first + rank * micro_batch + np.arange(micro_batch)
+        real = ids < samples
+        batch = _micro_batch(data.samples(np.where(real, ids, 0)), np.where(real, ids, -1))
+        batch.targets[~real] = IGNORE
+        yield batch
+
+
+def _steps(
+    data: TokenData, *, global_batch: int, micro_batch: int, rank: int, ranks: int, seed: int, first_sample: int
+) -> Generator[list[MicroBatch]]:
+    share = global_batch // ranks
+    first = first_sample + rank * share
+    while True:
+        numbers = np.arange(first, first + share)
+        samples = data.samples(sample_ids(first, share, data.sample_count, seed))
+        yield [
+            _micro_batch(samples[start : start + micro_batch], numbers[start : start + micro_batch])
+            for start in range(0, share, micro_batch)
+        ]
+        first += global_batch
+
+
+def _micro_batch(samples: np.ndarray, numbers: np.ndarray) -> MicroBatch:
+    return MicroBatch(np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:]), numbers)

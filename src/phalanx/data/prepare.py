@@ -1,0 +1,246 @@
+"""Making token shards of a corpus: `phalanx data prepare`.
+
+Every shard is written whole and then entered in the index, so a preparation that was stopped, however, goes on where
+it was. What the shards hold depends on the corpus and the settings alone, not on the number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data import corpus
+from phalanx.data.build import ShardMaker, Work
+from phalanx.data.corpus import Segment
+from phalanx.data.encode import Encoder
+from phalanx.data.files import TEMPORARY, locked
+from phalanx.data.progress import Progress, silent
+from phalanx.data.settings import overrides, prepared_path, tokenizer_path
+from phalanx.data.shards import (
+    INDEX,
+    SPLITS,
+    CorpusRecord,
+    Index,
+    damage,
+    dtype_for,
+    read_index,
+    repair_command,
+)
+from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
+from phalanx.errors import DataError
+from phalanx.job.data import Data
+
+SHARD_CHARACTERS = 1 << 21
+"""A shard takes segments until it holds at least this many characters …"""
+MAX_SHARDS = 512
+"""… or this fraction of the corpus, so that a large corpus does not end in countless files."""
+RANDOM_SHARD_TOKENS = 1 << 22
+BPE_CHARACTERS = 100_000_000
+"""BPE is trained on at most this much of the training part: more costs hours and hardly changes the merges."""
+
+
+def prepare(data: Data, *, force: bool = False, progress: Progress | None = None) -> Path:
+    """Make the token shards of `data`, or find them made, and return their folder.
+
+    A call that finds everything in place returns at once; one that finds a part makes the rest; `force` makes all of
+    it again. Several processes may call at once: one works, the others wait for it.
+
+    Raises JobError for settings that mean nothing, DataError for a corpus or a folder that cannot be used.
+    """
+    show = progress or silent
+    folder = prepared_path(data)
+    if not force and _is_ready(folder, data):
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / ".lock", lambda pid: show(f"waiting for process {pid}, which makes {folder}", 0, 0)):
+            if force:
+                (folder / INDEX).unlink(missing_ok=True)
+            if not _is_ready(folder, data):
+                _build(folder, data, show)
+    except OSError as error:
+        raise DataError(
+            f"preparing {folder} stopped: {error.filename or 'writing'}: {error.strerror}. What is finished is kept; "
+            "when the cause is gone, run the same command again"
+        ) from error
+    return folder
+
+
+def _is_ready(folder: Path, data: Data) -> bool:
+    """Whether the folder holds all shards of `data`. Raises DataError if the corpus changed since they were made."""
+    if not (folder / INDEX).exists():
+        return False
+    index = read_index(folder)
+    shards = [shard for split in SPLITS for shard in index.splits[split]]
+    if not index.complete or any(damage(folder, index, shard, verify=False) for shard in shards):
+        return False
+    if not index.corpus.stamp:
+        return True
+    try:
+        files = corpus.sources(data)
+    except DataError:
+        return True  # only the shards were brought to this machine, and they are all that is needed
+    if corpus.stamp(files) == index.corpus.stamp:
+        return True
+    found = corpus.scan(corpus.segments(files, data))
+    if found.sha256 != index.corpus.sha256:
+        raise DataError(
+            f"{folder}: the corpus ({index.corpus.description}) changed since these shards were made: expected "
+            f"{index.corpus.characters:,} characters with sha256 {index.corpus.sha256}, found {found.characters:,} "
+            f"with {found.sha256}. Bring the old corpus back, or make new shards with: {repair_command(folder, index)}"
+        )
+    return True
+
+
+def _build(folder: Path, data: Data, progress: Progress) -> None:
+    for leftover in folder.glob(f".*{TEMPORARY}"):
+        leftover.unlink()
+    old = read_index(folder) if (folder / INDEX).exists() else None
+    if data.corpus == "random":
+        _build_random(folder, data, old, progress)
+    else:
+        _build_text(folder, data, old, progress)
+
+
+def _build_random(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
+    index = _begin(
+        folder, data, CorpusRecord("random", "random tokens", 0, 0, 0, "", ""), NumberTokenizer(data.random_vocab)
+    )
+    cut = int(data.random_tokens * (1 - data.val_fraction))
+    with ThreadPoolExecutor(1) as thread:
+        work = (
+            Work(split, size, partial(thread.submit, partial(_random_tokens, split, number, size, data.random_vocab)))
+            for split, tokens in zip(SPLITS, (cut, data.random_tokens - cut), strict=True)
+            for number, size in enumerate(_chunks(tokens, RANDOM_SHARD_TOKENS))
+        )
+        ShardMaker(folder, index, old, progress).run(work, data.random_tokens, ahead=1)
+
+
+def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
+    files = corpus.sources(data)
+    stamp = "" if data.corpus == "shakespeare_char" else corpus.stamp(files)
+    scan = corpus.scan(_watched(corpus.segments(files, data), files, progress))
+    if not scan.characters:
+        raise DataError(f"the corpus is empty: {len(files)} files of {corpus.describe(data)} hold no text")
+    record = CorpusRecord(
+        data.corpus, corpus.describe(data), scan.documents, scan.characters, scan.bytes, scan.sha256, stamp
+    )
+    cut = int(scan.characters * (1 - data.val_fraction))
+
+    def parts() -> Iterator[tuple[str, Segment]]:
+        return _split(corpus.segments(files, data), cut)
+
+    tokenizer = _stored_tokenizer(folder, old, record) or _make_tokenizer(data, scan.counts, parts, progress)
+    index = _begin(folder, data, record, tokenizer)
+    size = max(SHARD_CHARACTERS, scan.characters // MAX_SHARDS)
+    workers = min(data.workers or len(os.sched_getaffinity(0)), -(-scan.characters // size))
+    with Encoder(tokenizer, folder, workers if tokenizer.slow and workers > 1 else 0) as encoder:
+        work = (
+            Work(split, sum(map(len, group)), partial(encoder.submit, group)) for split, group in _group(parts(), size)
+        )
+        ShardMaker(folder, index, old, progress).run(work, scan.characters, ahead=2 * workers)
+
+
+def _stored_tokenizer(folder: Path, old: Index | None, record: CorpusRecord) -> Tokenizer | None:
+    """The tokenizer of an interrupted preparation of the same text, so that it need not be trained again."""
+    if old is None or old.corpus.sha256 != record.sha256:
+        return None
+    try:
+        tokenizer = Tokenizer.load(folder)
+    except DataError:
+        return None
+    return tokenizer if tokenizer.fingerprint == old.tokenizer else None
+
+
+def _make_tokenizer(
+    data: Data, counts: np.ndarray, parts: Callable[[], Iterator[tuple[str, Segment]]], progress: Progress
+) -> Tokenizer:
+    match data.tokenizer:
+        case "char":
+            return CharTokenizer.of_counts(counts)
+        case "byte":
+            return ByteTokenizer()
+        case "bpe":
+            progress(f"training BPE of {data.bpe_vocab} tokens", 0, 0)
+            return train_bpe(_training_texts(parts()), data.bpe_vocab)
+        case _:
+            return Tokenizer.load(tokenizer_path(data))
+
+
+def _begin(folder: Path, data: Data, record: CorpusRecord, tokenizer: Tokenizer) -> Index:
+    """Store the tokenizer and return the index of no shards yet."""
+    tokenizer.save(folder)
+    return Index(
+        settings=tuple(overrides(data)),
+        corpus=record,
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        dtype=dtype_for(tokenizer.vocab_size),
+        splits=dict.fromkeys(SPLITS, ()),
+        complete=False,
+    )
+
+
+def _split(segments: Iterable[Segment], cut: int) -> Iterator[tuple[str, Segment]]:
+    """The segments with their split: the first `cut` characters of the corpus are for training, the rest is val."""
+    train, val = SPLITS
+    left = cut
+    for segment in segments:
+        if len(segment) <= left:
+            yield train, segment
+        elif left == 0:
+            yield val, segment
+        else:
+            place = left - segment.separated
+            yield train, Segment(segment.text[:place], segment.separated)
+            yield val, Segment(segment.text[place:], False)
+        left = max(0, left - len(segment))
+
+
+def _group(parts: Iterable[tuple[str, Segment]], size: int) -> Iterator[tuple[str, list[Segment]]]:
+    """What each shard is made of: consecutive segments of one split until they hold `size` characters."""
+    group: list[Segment] = []
+    held, of_split = 0, ""
+    for split, segment in parts:
+        if group and (split != of_split or held >= size):
+            yield of_split, group
+            group, held = [], 0
+        of_split = split
+        group.append(segment)
+        held += len(segment)
+    if group:
+        yield of_split, group
+
+
+def _training_texts(parts: Iterable[tuple[str, Segment]]) -> Iterator[str]:
+    left = BPE_CHARACTERS
+    for split, segment in parts:
+        if split != SPLITS[0] or left <= 0:
+            return
+        yield segment.text[:left]
+        left -= len(segment)
+
+
+def _watched(segments: Iterable[Segment], files: list[Path], progress: Progress) -> Iterator[Segment]:
+    """The segments, while the progress of reading is shown, in bytes of the files taken as characters."""
+    total = sum(file.stat().st_size for file in files)
+    done = 0
+    for segment in segments:
+        yield segment
+        done += len(segment)
+        progress("reading", min(done, total - 1), total)
+    progress("reading", total, total)
+
+
+def _random_tokens(split: str, number: int, size: int, vocab_size: int) -> np.ndarray:
+    generator = np.random.Generator(np.random.Philox(key=[SPLITS.index(split), number]))
+    return generator.integers(0, vocab_size, size)
+
+
+def _chunks(total: int, size: int) -> list[int]:
+    return [min(size, total - start) for start in range(0, total, size)]

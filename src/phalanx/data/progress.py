@@ -1,0 +1,63 @@
+"""How far long work has come: a bar on a terminal, a plain line now and then elsewhere; always on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is; (text, 0, 0) only tells something."""
+
+LINE_EVERY_S = 2.0
+
+
+@contextmanager
+def stderr_progress() -> Iterator[Progress]:
+    """A Progress that shows itself on standard error while the block runs."""
+    if sys.stderr.isatty():
+        with _bar() as progress:
+            yield progress
+    else:
+        yield _lines()
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """A Progress that shows nothing."""
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if not total:
+                bars.console.print(what, markup=False, highlight=False)
+                return
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield show
+
+
+def _lines() -> Progress:
+    shown_at = 0.0
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal shown_at
+        now = time.monotonic()
+        if not total:
+            print(what, file=sys.stderr, flush=True)
+        elif done >= total or now - shown_at >= LINE_EVERY_S:
+            print(f"{what}: {100 * done // total}%", file=sys.stderr, flush=True)
+            shown_at = now
+
+    return show

@@ -1,0 +1,250 @@
+"""Token shards: the format of a folder of prepared tokens, how it is read, checked and refused. See docs/data.md."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from phalanx.data.files import write_atomic
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import DataError
+
+INDEX = "index.json"
+FORMAT = "phalanx-tokens"
+VERSION = 1
+SPLITS: tuple[str, ...] = ("train", "val")
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens. `file` has no folder in it."""
+
+    file: str
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CorpusRecord:
+    """What the shards were made of."""
+
+    name: str
+    description: str
+    documents: int
+    characters: int
+    bytes: int
+    sha256: str
+    stamp: str
+    """corpus.stamp of the source files; empty where the corpus is fixed by its name."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """What index.json says: all there is to know about a folder of shards."""
+
+    settings: tuple[str, ...]
+    """The data.* overrides that make these shards."""
+    corpus: CorpusRecord
+    tokenizer: str
+    """Fingerprint of the tokenizer.json beside the index."""
+    vocab_size: int
+    dtype: str
+    splits: dict[str, tuple[Shard, ...]]
+    complete: bool
+    """False while shards are still to be made."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one token."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) over the tokenizer and the tokens of all splits: equal fingerprints train alike."""
+        digests = [[shard.sha256 for shard in self.splits[split]] for split in SPLITS]
+        return hashlib.sha256(json.dumps([self.tokenizer, self.vocab_size, digests]).encode()).hexdigest()
+
+    def tokens(self, split: str) -> int:
+        """Tokens of a split."""
+        return sum(shard.tokens for shard in self.splits[split])
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest dtype that holds every id."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def shard_file(split: str, number: int) -> str:
+    """The file name of a split's shard."""
+    return f"{split}-{number:05d}.bin"
+
+
+def write_shard(folder: Path, file: str, tokens: np.ndarray, dtype: str) -> Shard:
+    """Write one shard whole or not at all, and return its record."""
+    content = tokens.astype(DTYPES[dtype]).tobytes()
+    write_atomic(folder / file, content)
+    return Shard(file, tokens.size, len(content), hashlib.sha256(content).hexdigest())
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write index.json."""
+    stored = {"format": FORMAT, "version": VERSION, **asdict(index)}
+    write_atomic(folder / INDEX, (json.dumps(stored, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def open_shards(folder: Path, *, verify: bool = False) -> Index:
+    """The index of a finished folder of shards, after checking the size of every shard; with `verify` also the
+    digests, the tokens' range and the tokenizer.
+
+    Raises DataError, naming the file, what was expected, what was found, and the command that repairs it.
+    """
+    index = read_index(folder)
+    if not index.complete:
+        raise DataError(
+            f"{folder}: the shards are not finished. Go on with: {repair_command(folder, index, force=False)}"
+        )
+    for shard in (shard for split in SPLITS for shard in index.splits[split]):
+        problem = damage(folder, index, shard, verify=verify)
+        if problem:
+            raise DataError(f"{problem}. Make it again with: {repair_command(folder, index)}")
+    if verify:
+        check_tokenizer(folder, index)
+    return index
+
+
+def read_index(folder: Path) -> Index:
+    """The index as it stands in `folder`, checked in itself but not against the shards. Raises DataError."""
+    path = folder / INDEX
+    try:
+        stored = json.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror}. Make it with: {repair_command(folder, None)}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}. Make it again with: {repair_command(folder, None)}") from error
+    found = (stored.get("format"), stored.get("version")) if isinstance(stored, dict) else (type(stored).__name__, None)
+    if found != (FORMAT, VERSION):
+        raise DataError(
+            f"{path}: expected format {FORMAT!r} version {VERSION}, found {found[0]!r} version {found[1]!r}. Make the "
+            f"shards again with: {repair_command(folder, None)}"
+        )
+    try:
+        return _parse(stored)
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not a valid index: {error}. Make it again with: {repair_command(folder, None)}"
+        ) from error
+
+
+def damage(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | None:
+    """What is wrong with a shard's file, or None."""
+    path = folder / shard.file
+    if not path.is_file():
+        return f"{path}: the shard is missing (expected {shard.bytes:,} bytes)"
+    size = path.stat().st_size
+    if size != shard.bytes:
+        return f"{path}: expected {shard.bytes:,} bytes, found {size:,}"
+    if not verify:
+        return None
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != shard.sha256:
+        return f"{path}: expected sha256 {shard.sha256}, found {digest}"
+    largest = int(map_shard(folder, index, shard).max(initial=0))
+    if largest >= index.vocab_size:
+        return f"{path}: expected tokens below the vocabulary size {index.vocab_size}, found {largest}"
+    return None
+
+
+def check_tokenizer(folder: Path, index: Index) -> None:
+    """Raise DataError unless the tokenizer.json in `folder` is the one that made the shards."""
+    found = Tokenizer.load(folder).fingerprint
+    if found != index.tokenizer:
+        raise DataError(
+            f"{folder}: tokenizer.json is not the one that made the shards: expected fingerprint {index.tokenizer}, "
+            f"found {found}. Make both again with: {repair_command(folder, index)}"
+        )
+
+
+def map_shard(folder: Path, index: Index, shard: Shard) -> np.ndarray:
+    """A shard's tokens, memory-mapped and read-only: (tokens,)."""
+    dtype = DTYPES[index.dtype]
+    if not shard.tokens:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(folder / shard.file, dtype=dtype, mode="r", shape=(shard.tokens,))
+
+
+def repair_command(folder: Path, index: Index | None, *, force: bool = True) -> str:
+    """The command that makes the shards of `folder` (again)."""
+    settings = [*index.settings, f"data.dir={folder.parent}"] if index else ["JOB.yaml"]
+    return shlex.join(["phalanx", "data", "prepare", *(["--force"] if force else []), *settings])
+
+
+def _parse(stored: dict[str, Any]) -> Index:
+    """The index of parsed JSON. Raises ValueError in words."""
+    vocab_size, dtype = _field(stored, "vocab_size", int), _field(stored, "dtype", str)
+    if dtype not in DTYPES or vocab_size < 1:
+        raise ValueError(f"dtype {dtype!r}, vocab_size {vocab_size}: expected one of {list(DTYPES)} and at least 1")
+    corpus = _field(stored, "corpus", dict)
+    splits = _field(stored, "splits", dict)
+    return Index(
+        settings=tuple(str(setting) for setting in _field(stored, "settings", list)),
+        corpus=CorpusRecord(
+            name=_field(corpus, "name", str),
+            description=_field(corpus, "description", str),
+            documents=_field(corpus, "documents", int),
+            characters=_field(corpus, "characters", int),
+            bytes=_field(corpus, "bytes", int),
+            sha256=_field(corpus, "sha256", str),
+            stamp=_field(corpus, "stamp", str),
+        ),
+        tokenizer=_field(stored, "tokenizer", str),
+        vocab_size=vocab_size,
+        dtype=dtype,
+        splits={
+            split: tuple(
+                _shard(split, number, entry, DTYPES[dtype].itemsize)
+                for number, entry in enumerate(_field(splits, split, list))
+            )
+            for split in SPLITS
+        },
+        complete=_field(stored, "complete", bool),
+    )
+
+
+def _shard(split: str, number: int, entry: Any, itemsize: int) -> Shard:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{split} shard {number} is {type(entry).__name__}, expected an object")
+    shard = Shard(
+        file=_field(entry, "file", str),
+        tokens=_field(entry, "tokens", int),
+        bytes=_field(entry, "bytes", int),
+        sha256=_field(entry, "sha256", str),
+    )
+    # The name is derived, so that no index can lead a reader out of its folder.
+    if shard.file != shard_file(split, number):
+        raise ValueError(f"{split} shard {number} is called {shard.file!r}, expected {shard_file(split, number)!r}")
+    if shard.tokens < 0 or shard.bytes != shard.tokens * itemsize:
+        raise ValueError(f"{shard.file}: {shard.bytes} bytes are not {shard.tokens} tokens of {itemsize} bytes")
+    if not re.fullmatch("[0-9a-f]{64}", shard.sha256):
+        raise ValueError(f"{shard.file}: {shard.sha256!r} is not a sha256")
+    return shard
+
+
+def _field(entry: dict[str, Any], name: str, kind: type[T]) -> T:
+    value = entry.get(name)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{name!r} is {type(value).__name__}, expected {kind.__name__}")
+    return value

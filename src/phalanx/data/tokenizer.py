@@ -1,0 +1,241 @@
+"""Tokenizers: text to token ids and back. Characters, bytes, numbers, and whatever the `tokenizers` library can load.
+
+A tokenizer is stored as one file, tokenizer.json: the library's own format, or a small JSON object of ours that says
+`"format": "phalanx-tokenizer"`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.corpus import code_points
+from phalanx.data.files import write_atomic
+from phalanx.errors import DataError
+
+FILE = "tokenizer.json"
+FORMAT = "phalanx-tokenizer"
+VERSION = 1
+MAX_CHARACTERS = 256
+"""A char vocabulary larger than this keeps its 255 most frequent characters and one id for all others."""
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""What known tokenizers call the token between two documents, in the order in which they are looked for."""
+MIN_BPE_VOCAB = 257
+"""The 256 bytes and the end of text."""
+REPLACEMENT = 0xFFFD
+"""The code point that stands for what cannot be decoded."""
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back."""
+
+    vocab_size: int
+    """Ids are 0 .. vocab_size - 1."""
+    separator: tuple[int, ...]
+    """The ids put between two documents of a corpus."""
+    slow = False
+    """Whether encoding costs more than sending the text to another process."""
+
+    @abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """The token ids of a text: (tokens,) int64. Raises DataError for text outside the vocabulary."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """The text of token ids; ids that stand for no text become U+FFFD."""
+
+    @abstractmethod
+    def definition(self) -> str:
+        """All that determines this tokenizer, as JSON text."""
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of the definition: equal fingerprints encode alike."""
+        return hashlib.sha256(self.definition().encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write `folder/tokenizer.json`."""
+        write_atomic(folder / FILE, self.definition().encode())
+
+    @staticmethod
+    def load(path: Path) -> Tokenizer:
+        """Read a tokenizer.json, ours or of the `tokenizers` library, from a file or from the folder that holds it.
+
+        Raises DataError if it is missing or is no tokenizer.
+        """
+        file = path / FILE if path.is_dir() else path
+        try:
+            text = file.read_bytes().decode()
+            stored = json.loads(text)
+        except OSError as error:
+            raise DataError(f"cannot read the tokenizer {file}: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file} is not JSON and so no tokenizer: {error}") from error
+        if isinstance(stored, dict) and stored.get("format") == FORMAT:
+            return _from_definition(stored, file)
+        return LibraryTokenizer(text, str(file))
+
+
+class CharTokenizer(Tokenizer):
+    """One id a character, in the order of the code points; with `unknown`, one more for every other character."""
+
+    def __init__(self, characters: str, unknown: bool):
+        codes = code_points(characters)
+        self.characters, self.unknown = characters, unknown
+        self.vocab_size = len(characters) + unknown
+        # len(characters) means "none of them"; the last entry is met by every code point beyond the table.
+        self._ids = np.full(int(codes.max(initial=0)) + 2, len(characters), dtype=np.int64)
+        self._ids[codes] = np.arange(codes.size)
+        self._codes = np.append(codes, np.uint32(REPLACEMENT))
+        newline = characters.find("\n")
+        self.separator = () if newline < 0 else (newline,)
+
+    @classmethod
+    def of_counts(cls, counts: np.ndarray) -> CharTokenizer:
+        """The vocabulary of a text whose code point c occurs counts[c] times: (0x110000,) int64."""
+        codes = np.flatnonzero(counts)
+        unknown = codes.size > MAX_CHARACTERS
+        if unknown:  # stable: of two equally frequent characters the one with the smaller code point stays
+            codes = np.sort(codes[np.argsort(-counts[codes], kind="stable")[: MAX_CHARACTERS - 1]])
+        return cls(codes.astype("<u4").tobytes().decode("utf-32-le"), unknown)
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self._ids.take(np.frombuffer(_encoded(text, "utf-32-le"), dtype="<u4"), mode="clip")
+        if not self.unknown and ids.max(initial=0) == self.vocab_size:
+            place = int(ids.argmax())
+            raise DataError(
+                f"the character {text[place]!r} at {place} is not one of the {self.vocab_size} characters this "
+                "tokenizer was made of"
+            )
+        return ids
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        return self._codes.take(_array(ids), mode="clip").tobytes().decode("utf-32-le")
+
+    def definition(self) -> str:
+        return _definition("char", characters=self.characters, unknown=self.unknown)
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8."""
+
+    vocab_size = 256
+    separator = (ord("\n"),)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(_encoded(text, "utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        values = _array(ids)
+        values = np.where(values < self.vocab_size, values, 0xFF)  # 0xFF is never part of UTF-8
+        return values.astype(np.uint8).tobytes().decode(errors="replace")
+
+    def definition(self) -> str:
+        return _definition("byte")
+
+
+class NumberTokenizer(Tokenizer):
+    """Tokens without text, written as numbers: "5 0 17". For corpus random."""
+
+    separator = ()
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> np.ndarray:
+        words = text.split()
+        for word in words:
+            if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+                raise DataError(f"{word!r} is not a number from 0 to {self.vocab_size - 1} (tokens without text)")
+        return np.array([int(word) for word in words], dtype=np.int64)
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        return " ".join(str(i) for i in _array(ids))
+
+    def definition(self) -> str:
+        return _definition("number", vocab_size=self.vocab_size)
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library. Truncation, padding and special tokens of its own are not applied."""
+
+    slow = True
+
+    def __init__(self, definition: str, name: str):
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the library raises nothing more special
+            raise DataError(f"{name}: the tokenizers library cannot load it: {error}") from error
+        self._definition = definition
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a corpus is text, not the end of one
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values(), default=-1) + 1
+        if not self.vocab_size:
+            raise DataError(f"{name}: the tokenizer has no tokens")
+        end = next((ids[token] for token in END_OF_TEXT if token in ids), None)
+        self.separator = tuple(self.encode("\n").tolist()) if end is None else (end,)
+
+    def encode(self, text: str) -> np.ndarray:
+        _encoded(text, "utf-8")  # the library would stop with a TypeError
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int64)
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        return self._tokenizer.decode(_array(ids).tolist(), skip_special_tokens=False)
+
+    def definition(self) -> str:
+        return self._definition
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
+    """Train byte-level BPE (as GPT-2's) of at most `vocab_size` tokens: <|endoftext|>, the 256 bytes, and merges."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return LibraryTokenizer(library.to_str(), "the trained tokenizer")
+
+
+def _definition(kind: str, **values: object) -> str:
+    return json.dumps({"format": FORMAT, "version": VERSION, "kind": kind, **values}, ensure_ascii=False)
+
+
+def _from_definition(stored: dict[str, object], file: Path) -> Tokenizer:
+    match stored:
+        case {"version": 1, "kind": "char", "characters": str(characters), "unknown": bool(unknown)} if characters:
+            return CharTokenizer(characters, unknown)
+        case {"version": 1, "kind": "byte"}:
+            return ByteTokenizer()
+        case {"version": 1, "kind": "number", "vocab_size": int(vocab_size)} if vocab_size > 0:
+            return NumberTokenizer(vocab_size)
+    shown = {name: stored.get(name) for name in ("version", "kind")}
+    raise DataError(f"{file}: expected a char, byte or number tokenizer of version {VERSION}, found {shown}")
+
+
+def _array(ids: Iterable[int] | np.ndarray) -> np.ndarray:
+    return np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
+
+
+def _encoded(text: str, encoding: str) -> bytes:
+    try:
+        return text.encode(encoding)
+    except UnicodeEncodeError as error:
+        raise DataError(f"the text holds half a surrogate pair at {error.start}: it is not valid Unicode") from error

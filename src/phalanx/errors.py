@@ -1,0 +1,53 @@
+"""What can go wrong for a user, each with the exit code that the command returns.
+
+A user's mistake is one of these, shown as one message without a traceback; anything else is a bug and keeps its
+traceback. The codes are listed in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PhalanxError(Exception):
+    """Base of all errors that are shown as a message. `exit_code` is what the process returns."""
+
+    exit_code = 1
+
+
+class RunError(PhalanxError):
+    """The run failed (a rank died, an operation was refused by the machine)."""
+
+
+class JobError(PhalanxError):
+    """The job or the command line is wrong. Carries every problem that was found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[str] | str):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(PhalanxError):
+    """A corpus, token shard or tokenizer is missing, corrupt or of another kind."""
+
+    exit_code = 4
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint is missing, corrupt, or does not belong to this job."""
+
+    exit_code = 4
+
+
+class NotFiniteError(PhalanxError):
+    """Loss or gradients became NaN or infinite; the optimizer did not write them."""
+
+    exit_code = 5
+
+
+class StoppedError(PhalanxError):
+    """Stopped on request with a checkpoint on disk: run the same command again to go on (EX_TEMPFAIL)."""
+
+    exit_code = 75

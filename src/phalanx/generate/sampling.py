@@ -1,0 +1,97 @@
+"""Generates tokens one after another from a model, greedily or by sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import JobError
+from phalanx.model.cache import Cache
+from phalanx.model.seeding import derive_seed
+from phalanx.model.transformer import Transformer
+
+
+@torch.inference_mode()
+def generate(
+    model: Transformer,
+    prompt_tokens: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+    on_token: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """The prompts with `max_new_tokens` more tokens each, (batch, prompt + new), from `prompt_tokens` (batch, prompt).
+
+    `temperature` divides the logits; 0 takes the likeliest token. `top_k` keeps that many of the likeliest tokens
+    (0: all), `top_p` the fewest whose probabilities reach it (1: all; Holtzman et al. 2020). The same seed gives the
+    same text. `on_token` is called with each new token, (batch,), as soon as it is known.
+
+    Once the text is longer than the model's seq_len, the model sees its last seq_len tokens.
+    Raises JobError on values that make no sense."""
+    _check(
+        prompt_tokens,
+        vocab=model.embed.num_embeddings,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+    )
+    seq_len = model.model.seq_len
+    # Drawn on the CPU: the text is then the same whatever device computes the logits.
+    generator = torch.Generator().manual_seed(derive_seed(seed, "generate"))
+    tokens = prompt_tokens
+    cache = Cache(seq_len)
+    for _ in range(max_new_tokens):
+        if tokens.shape[1] <= seq_len:
+            logits = model(tokens[:, cache.length :], cache=cache)
+        else:
+            # The window slides, so every token has a new position and nothing that was cached holds any more.
+            logits = model(tokens[:, -seq_len:])
+        new = next_token(logits[:, -1], temperature, top_k, top_p, generator)
+        tokens = torch.cat((tokens, new[:, None]), dim=1)
+        if on_token:
+            on_token(new)
+    return tokens
+
+
+def next_token(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
+    """One token for each row of `logits` (batch, vocab): (batch,). The arguments are those of `generate`."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits.double() / temperature
+    if top_k:
+        weakest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < weakest, float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    if top_p < 1:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
+    drawn = torch.multinomial(probabilities.cpu(), 1, generator=generator)
+    return drawn[:, 0].to(logits.device)
+
+
+def _check(prompt: Tensor, *, vocab: int, max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+    problems = []
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        problems.append(f"the prompt has shape {tuple(prompt.shape)}: it needs (batch, tokens) with at least one token")
+    elif prompt.min() < 0 or prompt.max() >= vocab:
+        problems.append(
+            f"the prompt holds token {int(prompt.max())}, but the model's vocabulary has {vocab} (0 to {vocab - 1}): "
+            "encode it with the tokenizer that the model was trained with"
+        )
+    if max_new_tokens < 0:
+        problems.append(f"max_new_tokens={max_new_tokens}: it must be 0 or more")
+    if temperature < 0:
+        problems.append(f"temperature={temperature}: it must be 0 (the likeliest token) or more")
+    if top_k < 0:
+        problems.append(f"top_k={top_k}: it must be 0 (all tokens) or more")
+    if not 0 < top_p <= 1:
+        problems.append(f"top_p={top_p}: it must be above 0 and at most 1 (all tokens)")
+    if problems:
+        raise JobError(problems)

@@ -1,0 +1,262 @@
+"""What a resolved job gets wrong: every problem at once, each with its equation and the nearest legal values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.job import batch
+from phalanx.job.fields import get, nearest
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+
+CORPORA = ("stdlib", "shakespeare_char", "text", "random")
+
+Problem = tuple[str, str]
+"""The dotted path of the field at fault, and the message."""
+
+
+def problems_of(job: Job) -> list[Problem]:
+    """Everything that no run of this job could get past. Empty where the job is legal."""
+    found = [*_ranges(job)]
+    if found:
+        return found  # the equations below would only repeat a zero or negative number in other words
+    return [*_model(job.model), *_layout(job), *_batch(job), *_data(job), *_optimizer(job)]
+
+
+def untrainable(job: Job) -> list[Problem]:
+    """The legal parts of a job that this version of `phalanx train` does not run yet."""
+    layout, found = job.layout, []
+    later = {
+        "dp_shard": "ZeRO and FSDP",
+        "cp": "context parallel",
+        "tp": "tensor parallel",
+        "pp": "pipeline parallel",
+        "ep": "expert parallel",
+    }
+    for axis, technique in later.items():
+        if getattr(layout, axis) > 1:
+            found.append(
+                (
+                    f"layout.{axis}",
+                    f"{technique} ({axis} {getattr(layout, axis)}) is not trained by this version; nearest layout that "
+                    f"is: {axis} 1, dp_replicate {layout.world}",
+                )
+            )
+    if layout.recompute != "none":
+        found.append(("layout.recompute", "recomputation is not done by this version; the layout that is: none"))
+    if layout.offload != "none":
+        found.append(("layout.offload", "offloading is not done by this version; the layout that is: none"))
+    if job.model.moe.n_experts or job.model.mla.kv_rank:
+        found.append(
+            (
+                "model",
+                "mixture-of-experts and latent-attention models are counted, but not trained, by this version",
+            )
+        )
+    return found
+
+
+AT_LEAST_ONE = [
+    "model.n_layers",
+    "model.d_model",
+    "model.n_heads",
+    "model.seq_len",
+    "cluster.nodes",
+    "layout.dp_replicate",
+    "layout.dp_shard",
+    "layout.cp",
+    "layout.tp",
+    "layout.pp",
+    "layout.ep",
+    "train.steps",
+    "train.log_every",
+    "data.random_tokens",
+    "data.random_vocab",
+    "data.bpe_vocab",
+    "data.prefetch",
+]
+AT_LEAST_ZERO = [
+    "model.n_kv_heads",
+    "model.head_dim",
+    "model.d_ff",
+    "model.vocab_size",
+    "model.dropout",
+    "model.moe.n_experts",
+    "cluster.devices_per_node",
+    "cluster.peak_tflops",
+    "layout.micro_batch",
+    "layout.accumulation",
+    "optimizer.weight_decay",
+    "optimizer.clip",
+    "optimizer.warmup_steps",
+    "optimizer.decay_steps",
+    "optimizer.base_batch",
+    "train.global_batch",
+    "train.eval_every",
+    "train.eval_samples",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "run.threads",
+    "run.sample_tokens",
+    "data.limit_mb",
+    "data.workers",
+    "train.seed",
+]
+POSITIVE = [
+    "optimizer.lr",
+    "optimizer.eps",
+    "model.norm_eps",
+    "model.rope_theta",
+    "run.timeout_s",
+    "layout.bucket_mb",
+]
+SHARES = ["optimizer.min_lr_ratio", "optimizer.decay_fraction"]
+
+
+def _ranges(job: Job) -> Iterator[Problem]:
+    for path in AT_LEAST_ONE:
+        if get(job, path) < 1:
+            yield path, f"must be at least 1, is {get(job, path)}"
+    for path in AT_LEAST_ZERO:
+        if get(job, path) < 0:
+            yield path, f"must not be negative, is {get(job, path)}"
+    for path in POSITIVE:
+        if get(job, path) <= 0:
+            yield path, f"must be above 0, is {get(job, path)}"
+    for path in SHARES:
+        if not 0 <= get(job, path) <= 1:
+            yield path, f"must lie between 0 and 1, is {get(job, path)}"
+
+
+def _model(model: Model) -> Iterator[Problem]:
+    if not model.head_dim and not model.mla.kv_rank and model.d_model % model.n_heads:
+        yield (
+            "model.n_heads",
+            f"d_model {model.d_model} / n_heads {model.n_heads} is not whole; nearest n_heads: "
+            f"{nearest_divisors(model.d_model, model.n_heads)} (or set head_dim)",
+        )
+    if model.n_heads % model.kv_heads:
+        yield (
+            "model.n_kv_heads",
+            f"n_heads {model.n_heads} / n_kv_heads {model.kv_heads} is not whole; nearest n_kv_heads: "
+            f"{nearest_divisors(model.n_heads, model.kv_heads)}",
+        )
+    if model.positions == "rope" and model.head_size % 2:
+        yield "model.head_dim", f"rotary positions turn pairs: head_dim must be even, is {model.head_size}"
+    if not model.dropout < 1:
+        yield "model.dropout", f"must be below 1, is {model.dropout}"
+    if model.moe.n_experts and not 1 <= model.moe.top_k <= model.moe.n_experts:
+        yield (
+            "model.moe.top_k",
+            f"must lie between 1 and n_experts {model.moe.n_experts}, is {model.moe.top_k}",
+        )
+    if model.rope_scaling.factor < 1:
+        yield "model.rope_scaling.factor", f"must be at least 1, is {model.rope_scaling.factor}"
+
+
+def _layout(job: Job) -> Iterator[Problem]:
+    layout, model = job.layout, job.model
+    if model.n_heads % layout.tp:
+        yield (
+            "layout.tp",
+            f"n_heads {model.n_heads} / tp {layout.tp} is not whole; nearest tp: "
+            f"{nearest_divisors(model.n_heads, layout.tp)}",
+        )
+    if model.ff_size % layout.tp:
+        yield (
+            "layout.tp",
+            f"MLP width {model.ff_size} / tp {layout.tp} is not whole; nearest tp: "
+            f"{nearest_divisors(model.ff_size, layout.tp)}",
+        )
+    if layout.pp > model.n_layers:
+        yield "layout.pp", f"pp {layout.pp} stages need as many layers, the model has {model.n_layers}"
+    if model.seq_len % layout.cp:
+        yield (
+            "layout.cp",
+            f"seq_len {model.seq_len} / cp {layout.cp} is not whole; nearest cp: "
+            f"{nearest_divisors(model.seq_len, layout.cp)}",
+        )
+    if (layout.dp_shard * layout.cp) % layout.ep:
+        yield (
+            "layout.ep",
+            f"ep is taken from dp_shard {layout.dp_shard} × cp {layout.cp} = {layout.dp_shard * layout.cp}, which ep "
+            f"{layout.ep} does not divide; nearest ep: {nearest_divisors(layout.dp_shard * layout.cp, layout.ep)}",
+        )
+    if layout.data_parallel == "threads" and layout.world != layout.dp_replicate:
+        yield "layout.data_parallel", f"threads goes with dp_replicate alone, not with {layout.line()}"
+    yield from _world(layout, job.cluster.nodes, job.cluster.devices_per_node)
+
+
+def _world(layout: Layout, nodes: int, devices_per_node: int) -> Iterator[Problem]:
+    product = (
+        f"dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × cp {layout.cp} × tp {layout.tp} × pp "
+        f"{layout.pp} = {layout.world}"
+    )
+    if not devices_per_node:
+        if layout.world % nodes:
+            yield "cluster.nodes", f"{product} devices do not divide by nodes {nodes}"
+        return
+    devices = nodes * devices_per_node
+    if layout.world != devices:
+        others = layout.world // layout.dp_replicate
+        fits = devices // others
+        legal = (
+            f"dp_replicate={fits} makes it {devices}"
+            if fits and devices % others == 0
+            else f"the axes without dp_replicate make {others}, which must divide {devices}"
+        )
+        yield (
+            "layout",
+            f"{product}, but the cluster has nodes {nodes} × devices {devices_per_node} = {devices}; {legal}",
+        )
+
+
+def _batch(job: Job) -> Iterator[Problem]:
+    try:
+        batch.solve(job.train.global_batch, job.layout)
+    except ValueError as error:
+        yield "train.global_batch" if job.train.global_batch else "layout", str(error)
+
+
+def _data(job: Job) -> Iterator[Problem]:
+    data = job.data
+    if data.corpus not in CORPORA:
+        meant = nearest(data.corpus, CORPORA)
+        hint = f"; did you mean {meant}?" if meant else ""
+        yield (
+            "data.corpus",
+            f"no corpus {data.corpus!r}{hint} (known: {', '.join(CORPORA)}; your own: corpus text and path)",
+        )
+    if data.corpus == "text" and not data.path:
+        yield "data.path", "corpus text needs the path of a file or folder"
+    if not 0 < data.val_fraction < 1:
+        yield "data.val_fraction", f"must lie between 0 and 1, is {data.val_fraction}"
+    if data.corpus == "random" and job.model.vocab_size and job.model.vocab_size < data.random_vocab:
+        yield (
+            "data.random_vocab",
+            f"is {data.random_vocab}, but the model's vocabulary has {job.model.vocab_size}",
+        )
+
+
+def _optimizer(job: Job) -> Iterator[Problem]:
+    optimizer = job.optimizer
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield "optimizer.betas", f"must lie in [0, 1), are {optimizer.betas}"
+    if optimizer.warmup_steps > job.train.steps:
+        yield (
+            "optimizer.warmup_steps",
+            f"warmup_steps {optimizer.warmup_steps} is more than train.steps {job.train.steps}",
+        )
+    if optimizer.batch_scaling != "none" and not optimizer.base_batch:
+        yield (
+            "optimizer.base_batch",
+            f"batch_scaling {optimizer.batch_scaling} needs the batch for which lr was chosen",
+        )
+
+
+def nearest_divisors(n: int, wanted: int, count: int = 3) -> str:
+    """The divisors of n that lie nearest to `wanted`, as text: "2, 4, 8"."""
+    divisors = [d for d in range(1, n + 1) if n % d == 0] if n <= 1_000_000 else [1]
+    near = sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:count])
+    return ", ".join(map(str, near))

@@ -1,0 +1,17 @@
+"""When a run saves itself and how much it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saving and resuming."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 means only at the end and when stopped."""
+    keep: int = 2
+    """Checkpoints kept; older ones are deleted. 0 keeps all."""
+    verify: bool = True
+    """Check every file's digest when loading."""

@@ -1,0 +1,36 @@
+"""What a job reads: a corpus, a tokenizer, and where the token shards made of them lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is read: a corpus and a tokenizer."""
+
+    corpus: str = "stdlib"
+    """stdlib (the text of this Python's own library, nothing to download), shakespeare_char, text (your own: set
+    data.path), or random (tokens without text, for measuring)."""
+    path: str = ""
+    """A text or JSONL file, or a folder of them (corpus text); or a local copy of tiny Shakespeare."""
+    text_field: str = "text"
+    """The field of each JSON line that holds the text."""
+    tokenizer: str = "char"
+    """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json."""
+    bpe_vocab: int = 4096
+    """Vocabulary size to train for tokenizer bpe."""
+    val_fraction: float = 0.1
+    """The share of the corpus, from its end, that is kept for validation."""
+    limit_mb: float = 0.0
+    """Use only this many megabytes of the corpus's text; 0 means all."""
+    dir: str = "data"
+    """Where prepared token shards are kept."""
+    random_tokens: int = 1_000_000
+    """Corpus random: how many tokens."""
+    random_vocab: int = 256
+    """Corpus random: vocabulary size."""
+    workers: int = 0
+    """Processes that tokenize in `phalanx data prepare`; 0 means one a core."""
+    prefetch: int = 4
+    """Steps whose batches are read ahead in the background."""

@@ -1,0 +1,137 @@
+"""From job files and overrides to one checked Job. Later settings win: default < preset < files in order < command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import JobError
+from phalanx.job import overrides, values, yaml_file
+from phalanx.job.check import problems_of
+from phalanx.job.fields import get, leaves, nearest, replace
+from phalanx.job.job import Job
+from phalanx.job.presets import PRESETS
+from phalanx.job.yaml_file import Setting
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A resolved job, and where each value came from ("default", "preset gpt2", "job.yaml:12", "command line: --tp 2")."""
+
+    job: Job
+    origins: dict[str, str]
+
+
+def load_words(words: overrides.Words) -> LoadedJob:
+    """The job that a command line describes. Raises JobError with every problem of files, overrides and values."""
+    problems: list[str] = []
+    settings: list[Setting] = []
+    for path in words.files:
+        found, wrong = yaml_file.read(path)
+        settings += found
+        problems += wrong
+    settings += words.settings
+    problems += words.problems
+    name = words.files[-1].stem if words.files else "job"
+    return resolve(settings, problems, default_name=name)
+
+
+def load_file(path: Path, argv: Sequence[str] = ()) -> LoadedJob:
+    """The job in a file, with overrides such as ["train.steps=10"]. Raises JobError."""
+    words = overrides.parse(argv)
+    words.files.insert(0, path)
+    return load_words(words)
+
+
+def resolve(settings: Sequence[Setting], problems: Sequence[str] = (), default_name: str = "job") -> LoadedJob:
+    """Apply settings in order to the default job, then check the whole. Raises JobError with all problems."""
+    found = list(problems)
+    job, origins = _start(settings, found)
+    for setting in settings:
+        kind = leaves()[setting.path]
+        try:
+            value = values.convert(setting.text, kind)
+        except ValueError as error:
+            found.append(f"{setting.origin}: {setting.path}: {error}")
+            continue
+        if setting.path != "model.preset" or value in PRESETS:
+            job = replace(job, setting.path, value)
+        origins[setting.path] = setting.origin
+    if not job.run.name:
+        job = replace(job, "run.name", default_name)
+        origins["run.name"] = "the job file's name"
+    job = _fill_rest(job, found, origins)
+    found += [_at(path, message, origins) for path, message in problems_of(job)]
+    if found:
+        raise JobError(found)
+    return LoadedJob(job, origins)
+
+
+def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[str, str]]:
+    """The default job, or the default job with the model preset that the last setting of model.preset names."""
+    job = Job()
+    origins = dict.fromkeys(leaves(), "default")
+    chosen = next((setting for setting in reversed(settings) if setting.path == "model.preset"), None)
+    if chosen is None or chosen.text == "":
+        return job, origins
+    preset = str(chosen.text)
+    if preset not in PRESETS:
+        meant = nearest(preset, PRESETS)
+        hint = f"; did you mean {meant}?" if meant else ""
+        problems.append(f"{chosen.origin}: no model preset {preset!r}{hint} (known: {', '.join(PRESETS)})")
+        return job, origins
+    model = dataclasses.replace(PRESETS[preset], preset=preset)
+    for path in leaves():
+        if path.startswith("model.") and get(Job(model=model), path) != get(job, path):
+            origins[path] = f"preset {preset}"
+    return dataclasses.replace(job, model=model), origins
+
+
+def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
+    """Replace a -1 ("the rest of the devices") in dp_replicate or dp_shard."""
+    open_axes = [axis for axis in ("dp_replicate", "dp_shard") if getattr(job.layout, axis) == -1]
+    if not open_axes:
+        return job
+    devices = job.cluster.nodes * job.cluster.devices_per_node
+    closed = dataclasses.replace(job.layout, **dict.fromkeys(open_axes, 1))
+    known = closed.world
+    if len(open_axes) == 2:
+        problems.append("layout: only one of dp_replicate and dp_shard can be -1 (the rest of the devices)")
+    elif not devices:
+        problems.append(f"layout.{open_axes[0]}: -1 means the rest of the devices; set cluster.devices_per_node")
+    elif known < 1 or devices % known:
+        problems.append(
+            f"layout.{open_axes[0]}: -1 means the rest of the devices, but {devices} devices do not divide by the "
+            f"other axes' product {known}"
+        )
+    else:
+        closed = dataclasses.replace(closed, **{open_axes[0]: devices // known})
+        origins[f"layout.{open_axes[0]}"] += f" (-1: {devices} devices / {known})"
+    return dataclasses.replace(job, layout=closed)
+
+
+def _at(path: str, message: str, origins: dict[str, str]) -> str:
+    """A problem with the place where its value was written, where somebody wrote it."""
+    origin = origins.get(path, "default")
+    if origin == "default" or not path:
+        return f"{path}: {message}" if path else message
+    return f"{origin}: {path}: {message}"
+
+
+def from_dict(values: Mapping[str, Any], origin: str) -> Job:
+    """The job that `show.as_dict` turned into nested plain values. Raises JobError."""
+    return resolve(list(_flatten(values, "", origin))).job
+
+
+def _flatten(values: Mapping[str, Any], prefix: str, origin: str) -> Iterator[Setting]:
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{path}.", origin)
+        elif path not in leaves():
+            raise JobError(f"{origin}: unknown key {path}")
+        else:
+            yield Setting(path, [str(item) for item in value] if isinstance(value, list) else str(value), origin)

@@ -1,0 +1,140 @@
+"""The shape of a decoder-only transformer: numbers only, no tensors.
+
+One dataclass covers the GPT-2 kind (LayerNorm, learned positions, GELU, biases) and the Llama kind (RMSNorm, RoPE,
+SwiGLU, grouped-query attention), with mixture-of-experts and multi-head latent attention as parts that are off by
+default. `parameters.py` beside this file derives every parameter's name and shape from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretching rotary positions beyond the trained context (factor 1 = off)."""
+
+    kind: Literal["linear", "llama3"] = "llama3"
+    """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1)."""
+    factor: float = 1.0
+    """How many times longer the context becomes; 1 switches scaling off."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_seq_len / this are fully stretched."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_seq_len / this are left alone."""
+    original_seq_len: int = 8192
+    """llama3: the context length in tokens before stretching."""
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Mixture of experts in place of the MLP (n_experts 0 = dense)."""
+
+    n_experts: int = 0
+    """Routed experts a layer; 0 means a dense model."""
+    top_k: int = 2
+    """Routed experts that each token visits."""
+    d_ff: int = 0
+    """Hidden width of one expert; 0 means model.d_ff."""
+    n_shared: int = 0
+    """Experts that every token visits beside the routed ones."""
+    n_dense_layers: int = 0
+    """Leading layers that keep a dense MLP of width model.d_ff."""
+    bias_balanced: bool = False
+    """The router keeps one balancing bias an expert (DeepSeek-V3, section 2.1.2)."""
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1); kv_rank 0 = ordinary attention."""
+
+    q_rank: int = 0
+    """Rank of the query compression; 0 projects queries directly."""
+    kv_rank: int = 0
+    """Rank of the key/value compression; 0 switches latent attention off."""
+    rope_head_dim: int = 64
+    """Size of the part of a head that carries the rotary position."""
+    nope_head_dim: int = 128
+    """Size of the part of a head without position."""
+    v_head_dim: int = 128
+    """Size of a value head."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model's shape."""
+
+    preset: str = ""
+    """Start from a known model (gpt2, llama3-8b, ... ; `phalanx train --help` lists them); other fields override it."""
+    n_layers: int = 4
+    """Transformer blocks."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    n_heads: int = 4
+    """Query heads."""
+    n_kv_heads: int = 0
+    """Key/value heads (grouped-query attention); 0 means n_heads."""
+    head_dim: int = 0
+    """Size of one head; 0 means d_model / n_heads."""
+    d_ff: int = 0
+    """Hidden width of the MLP; 0 means 4 d_model (GELU) or 8/3 d_model rounded up to a multiple of 64 (SwiGLU)."""
+    vocab_size: int = 0
+    """Tokens in the vocabulary; 0 means the tokenizer's."""
+    seq_len: int = 256
+    """Context length in tokens: the length of a training sample, and the number of learned positions."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before attention, before the MLP and before the head."""
+    positions: Literal["learned", "rope"] = "learned"
+    """How a token's position enters."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """The MLP: two matrices with GELU (exact or tanh form), or three with a SiLU gate."""
+    bias: bool = True
+    """Biases in linear layers and LayerNorm."""
+    qkv_bias: bool = False
+    """Biases in the query, key and value projections even where `bias` is off (Qwen 2)."""
+    tied: bool = True
+    """The head shares the embedding's weights."""
+    dropout: float = 0.0
+    """Drop probability after the embedding, in attention and on each residual branch while training."""
+    norm_eps: float = 1e-5
+    """Added to the variance in a normalisation."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers) (GPT-2, section 2.3)."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    moe: MoE = field(default_factory=MoE)
+    mla: MLA = field(default_factory=MLA)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of a query/key head in elements."""
+        if self.mla.kv_rank:
+            return self.mla.nope_head_dim + self.mla.rope_head_dim
+        return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def v_head_size(self) -> int:
+        """Size of a value head in elements."""
+        return self.mla.v_head_dim if self.mla.kv_rank else self.head_size
+
+    @property
+    def ff_size(self) -> int:
+        """Hidden width of the dense MLP."""
+        if self.d_ff:
+            return self.d_ff
+        if self.activation == "swiglu":
+            return -(-8 * self.d_model // 3 // 64) * 64
+        return 4 * self.d_model
+
+    @property
+    def expert_ff_size(self) -> int:
+        return self.moe.d_ff or self.ff_size
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.moe.n_experts > 0 and layer >= self.moe.n_dense_layers

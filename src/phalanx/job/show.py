@@ -1,0 +1,37 @@
+"""A job as YAML: what a run directory keeps (config.yaml) and what --print-config shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import yaml
+
+from phalanx.job.batch import solve
+from phalanx.job.job import Job
+from phalanx.job.load import LoadedJob
+
+
+def as_dict(job: Job) -> dict[str, Any]:
+    """The job as nested plain values, tuples as lists: what JSON and YAML hold."""
+    return json.loads(json.dumps(dataclasses.asdict(job)))
+
+
+def as_yaml(loaded: LoadedJob) -> str:
+    """Every value of the job with, behind it, where it came from. Reading it back gives the same job."""
+    lines = [f"# {solve(loaded.job.train.global_batch, loaded.job.layout).equation()}"]
+    _section(as_dict(loaded.job), "", loaded.origins, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _section(values: dict[str, Any], prefix: str, origins: dict[str, str], lines: list[str]) -> None:
+    indent = "  " * prefix.count(".")
+    for name, value in values.items():
+        if isinstance(value, dict):
+            lines.append(f"{indent}{name}:")
+            _section(value, f"{prefix}{name}.", origins, lines)
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+            origin = origins.get(f"{prefix}{name}", "default").replace("\n", " ")
+            lines.append(f"{indent}{name}: {text}  # {origin}")

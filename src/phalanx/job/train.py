@@ -1,0 +1,30 @@
+"""What training does: how long, how large a batch, in which precision, and how often it looks up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Train:
+    """The training loop."""
+
+    steps: int = 200
+    """Optimizer steps."""
+    global_batch: int = 0
+    """Sequences a step over all ranks = micro-batch × accumulation × data ranks; 0 means the others decide."""
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights."""
+    seed: int = 1337
+    """The one seed: weights, order of samples and dropout derive from it by hashing."""
+    compile: bool = False
+    """Compile the blocks with torch.compile."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels only (a CPU run is deterministic anyway)."""
+    log_every: int = 10
+    """Steps between log lines; every step goes to metrics.jsonl."""
+    eval_every: int = 0
+    """Steps between validations; 0 means only at the end."""
+    eval_samples: int = 256
+    """Sequences of the validation split that a validation reads (the whole split at most)."""

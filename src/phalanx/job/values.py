@@ -1,0 +1,85 @@
+"""From the text a user wrote to a value of a field's type. YAML files and the command line go through the same rules."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from typing import Any
+
+from phalanx.job.fields import nearest
+
+TRUE = {"true", "yes", "on", "1"}
+FALSE = {"false", "no", "off", "0"}
+
+
+def convert(text: str | list[str], kind: Any) -> Any:
+    """Convert what was written to `kind`: int, float, bool, str, a Literal, or a tuple of those.
+
+    `text` is a scalar's text, or a list of them for a tuple. Whole numbers may be written 1e6 or 1_000_000.
+    Raises ValueError that says what was expected and what was found.
+    """
+    if typing.get_origin(kind) is tuple:
+        return _tuple(text, typing.get_args(kind))
+    if isinstance(text, list):
+        raise ValueError(f"expected {name_of(kind)}, not a list")
+    if typing.get_origin(kind) is typing.Literal:
+        return _choice(text, typing.get_args(kind))
+    if kind is str:
+        return text
+    if kind is bool:
+        return _bool(text)
+    return _number(text, kind)
+
+
+def name_of(kind: Any) -> str:
+    """A type in a user's words."""
+    if typing.get_origin(kind) is tuple:
+        return f"{len(typing.get_args(kind))} values"
+    if typing.get_origin(kind) is typing.Literal:
+        return "one of " + ", ".join(str(choice) for choice in typing.get_args(kind))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+
+
+def _tuple(text: str | list[str], kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    items = text if isinstance(text, list) else [item.strip() for item in text.strip("[]() ").split(",")]
+    if len(items) != len(kinds):
+        raise ValueError(f"expected {len(kinds)} values, found {len(items)}")
+    return tuple(convert(item, kind) for item, kind in zip(items, kinds, strict=True))
+
+
+def _choice(text: str, choices: tuple[Any, ...]) -> Any:
+    by_text = {str(choice): choice for choice in choices}
+    if text in by_text:
+        return by_text[text]
+    meant = nearest(text.lower(), by_text)
+    hint = f"; did you mean {meant}?" if meant else ""
+    raise ValueError(f"expected one of {', '.join(by_text)}, found {text!r}{hint}")
+
+
+def _bool(text: str) -> bool:
+    if text.lower() in TRUE:
+        return True
+    if text.lower() in FALSE:
+        return False
+    raise ValueError(f"expected true or false, found {text!r}")
+
+
+def _number(text: str, kind: type | types.UnionType) -> int | float:
+    try:
+        return int(text) if kind is int else _finite(float(text))
+    except ValueError:
+        pass
+    try:
+        value = _finite(float(text))
+    except ValueError:
+        raise ValueError(f"expected {name_of(kind)}, found {text!r}") from None
+    if not value.is_integer():
+        raise ValueError(f"expected a whole number, found {text!r}")
+    return int(value)
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError
+    return value

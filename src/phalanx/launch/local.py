@@ -1,0 +1,123 @@
+"""Starts the ranks of a command on this machine, waits for them, and returns the one true exit code."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from phalanx.errors import RunError, StoppedError
+from phalanx.launch.agent import RankAgent
+from phalanx.launch.environment import LAUNCHER_PID, LOOPBACK, thread_environment
+from phalanx.launch.logs import AttemptLogs
+from phalanx.launch.outcome import Outcome
+from phalanx.launch.supervisor import Exit, Supervisor
+from phalanx.launch.verdict import End, verdict
+
+_LAST_LINES = 10
+
+
+def launch_local(
+    argv: list[str],
+    *,
+    processes: int,
+    log_dir: Path,
+    threads: int,
+    all_ranks: bool,
+    grace_s: float = 30.0,
+    module: str = "phalanx.launch.worker",
+) -> int:
+    """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
+
+    To be called in the main thread: it takes the signals, and a rank dies with the thread that started it.
+
+    Args:
+        argv: the command line that every rank gets.
+        processes: number of ranks.
+        log_dir: where attempt_<k>/rank_<r>/ are made.
+        threads: CPU threads of each rank, unless the user has set OMP_NUM_THREADS.
+        all_ranks: show the output of every rank, with the rank in front.
+        grace_s: seconds that the ranks get to write a checkpoint after a signal.
+        module: what to run; it calls phalanx.launch.worker.main.
+
+    Returns:
+        0, or the code of the rank that failed first, or 75 when the ranks stopped with a checkpoint, or 128 + n when
+        signal n ended them before that. What happened has been told on standard error.
+
+    Raises:
+        RunError: the ranks could not be started.
+    """
+    _say_whose_threads(threads)
+    if all_ranks and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # the agent writes the ranks' lines here and never flushes
+    environment = {LAUNCHER_PID: str(os.getpid()), **LOOPBACK, **thread_environment(threads, os.environ)}
+    with tempfile.TemporaryDirectory(prefix="phalanx_") as store_dir:  # mode 0700
+        logs = AttemptLogs(log_dir.absolute(), Path(store_dir), environment, all_ranks)
+        supervisor = Supervisor(lambda rank: Outcome.read(logs.rank_dir(rank)), grace_s)
+        # -P: a torch.py in the current directory is not for the ranks to import
+        agent = RankAgent(["-P", "-m", module, *argv], processes, logs, supervisor)
+        try:
+            with _quiet_agent(), supervisor.handling_signals():
+                agent.run()
+        except OSError as error:
+            raise RunError(f"Cannot start {processes} ranks with logs in {log_dir}: {error}.") from error
+    ends = [_end(rank, ended, logs.rank_dir(rank)) for rank, ended in sorted(supervisor.exits.items())]
+    code, message = verdict(ends, supervisor.stop_signal)
+    _tell(code, message, logs.attempt_dir)
+    return code
+
+
+def _say_whose_threads(threads: int) -> None:
+    theirs = os.environ.get("OMP_NUM_THREADS")
+    if theirs not in (None, str(threads)):
+        print(f"phalanx: OMP_NUM_THREADS={theirs} is set and stays, instead of {threads} a rank", file=sys.stderr)
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """The agent neither takes signals (the supervisor does) nor logs (the verdict says what happened, once)."""
+    signals, before = "TORCHELASTIC_SIGNALS_TO_HANDLE", os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torchelastic-events-null")]
+    propagate = [logger.propagate for logger in loggers]
+    silence = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(silence)
+        logger.propagate = False
+    os.environ[signals] = ""
+    try:
+        yield
+    finally:
+        for logger, value in zip(loggers, propagate, strict=True):
+            logger.removeHandler(silence)
+            logger.propagate = value
+        if before is None:
+            del os.environ[signals]
+        else:
+            os.environ[signals] = before
+
+
+def _end(rank: int, ended: Exit, directory: Path) -> End:
+    """Both sides of a rank's end; its traceback goes to its own log too, where one would look for it."""
+    outcome, log = Outcome.read(directory), directory / "stderr.log"
+    last_words = ""
+    if outcome and outcome.traceback:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{outcome.traceback}\n")
+    elif log.exists():
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        last_words = "\n".join(lines[-_LAST_LINES:])
+    return End(rank, ended.code, ended.time, ended.killed, outcome, last_words)
+
+
+def _tell(code: int, message: str, attempt_dir: Path) -> None:
+    if code not in (0, StoppedError.exit_code) and sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")  # a rank that died inside its progress bar has left the cursor hidden
+    if message:
+        print(f"phalanx: {message}", file=sys.stderr)
+    if code not in (0, StoppedError.exit_code):
+        print(f"phalanx: the logs of all ranks are in {attempt_dir}", file=sys.stderr)

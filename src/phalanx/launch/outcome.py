@@ -1,0 +1,57 @@
+"""How a rank ended, in its own words: outcome.json in the rank's log directory, read by the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from phalanx.errors import PhalanxError
+
+_FILE = "outcome.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of one rank."""
+
+    rank: int
+    code: int
+    """Exit code; the table stands in phalanx.errors."""
+    message: str
+    """What to tell the user; empty when all went well."""
+    traceback: str | None
+    """Set for a bug only: a user's mistake is shown as a message."""
+    time: float
+    """Seconds since the epoch; the first to fail is the one to look at."""
+
+    def write(self, directory: Path) -> None:
+        """Writes directory/outcome.json, whole or not at all."""
+        temporary = directory / f".{_FILE}.{os.getpid()}"
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(directory / _FILE)
+
+    @classmethod
+    def read(cls, directory: Path) -> Outcome | None:
+        """The outcome in `directory`, or None when the rank ended without writing one."""
+        try:
+            return cls(**json.loads((directory / _FILE).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+
+def describe(error: BaseException) -> tuple[int, str, str | None]:
+    """Exit code, message and traceback of what a run raised."""
+    if isinstance(error, PhalanxError):
+        return error.exit_code, str(error), None
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted before training had begun", None
+    if isinstance(error, SystemExit):
+        code = error.code or 0
+        return (code, "", None) if isinstance(code, int) else (1, str(code), None)
+    return 1, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)).rstrip()

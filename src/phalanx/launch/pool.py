@@ -1,0 +1,259 @@
+"""A pool of warm rank processes: runs a function on a group of gloo ranks, again and again, for milliseconds a call.
+
+For tests and `phalanx verify`, which compare many layouts with one process. A launch pays for starting Python and
+importing torch in every rank; here a fork server imports torch once and the ranks are forked from it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.launch import process_group
+from phalanx.launch.environment import STORE
+from phalanx.launch.lifeline import die_with_parent
+from phalanx.launch.ranks import Ranks
+
+_STACKS_SIGNAL = signal.SIGUSR2
+_STACKS_WAIT_S = 0.5
+_PEER_GRACE_S = 0.5  # after one rank's error: when all ranks raise it, all of them are heard and none is killed
+_LONGER_S = 60.0  # a group's own timeout comes after the pool's, which shows where every rank stands
+
+
+class Pool:
+    """Up to `max_ranks` processes on this machine, started when first needed and used for every call.
+
+    Each call has a process group of its own, and finds seed and default dtype as in a fresh process. After an error
+    the processes that took part are replaced. Use from one thread.
+
+    Args:
+        max_ranks: the largest world.
+        preload: modules that the fork server imports once, on top of torch, so that no rank has to.
+    """
+
+    def __init__(self, max_ranks: int, preload: Sequence[str] = ()):
+        self.max_ranks = max_ranks
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__, *preload])
+        self._directory = tempfile.TemporaryDirectory(prefix="phalanx_pool_")  # mode 0700
+        self._ranks: dict[int, _Process] = {}
+        self._calls = itertools.count()
+        atexit.register(self.close)
+
+    def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+        """The results of `fn(ranks, *args, **kwargs)` on `world` ranks, by rank.
+
+        Args:
+            fn: a function at the top of a module that can be imported; gets its `Ranks` first.
+            world: number of ranks.
+            args, kwargs: sent to every rank; as the results they are copied, tensors included.
+            timeout: seconds for the whole call.
+
+        Raises:
+            Exception: what the first failing rank raised, with that rank's traceback as a note.
+            TimeoutError: a rank did not come back; says where every rank stands.
+            RuntimeError: a rank died.
+        """
+        if not 1 <= world <= self.max_ranks:
+            raise ValueError(f"world {world} is not between 1 and this pool's {self.max_ranks} ranks")
+        deadline = time.monotonic() + timeout
+        processes = [self._process(rank) for rank in range(world)]
+        store = str(Path(self._directory.name) / f"store_{next(self._calls)}")
+        call = pickle.dumps((fn, args, kwargs))
+        for rank, process in enumerate(processes):
+            ranks = Ranks(rank, world, rank, world, 0, "pool")
+            process.connection.send((sys.path, str(Path.cwd()), ranks, store, timeout + _LONGER_S, call))
+        answers = _collect(processes, deadline)
+        results = {rank: answer.value for rank, answer in answers.items() if isinstance(answer, _Result)}
+        if len(results) == world:
+            for process in processes:
+                process.connection.send(None)  # only now may a rank leave: its peers might still read from it
+            return [pickle.loads(results[rank]) for rank in range(world)]
+        try:
+            raise _error(fn, processes, answers, timeout)
+        finally:
+            for rank in range(world):
+                self._ranks.pop(rank).kill()
+
+    def close(self) -> None:
+        """Ends all processes; also called when the interpreter exits."""
+        atexit.unregister(self.close)
+        for process in self._ranks.values():
+            process.kill()
+        self._ranks.clear()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _process(self, rank: int) -> _Process:
+        process = self._ranks.get(rank)
+        if process is None or not process.process.is_alive():
+            process = self._ranks[rank] = _Process(self._context, Path(self._directory.name))
+        return process
+
+
+@dataclass(frozen=True)
+class _Result:
+    value: bytes
+    """Pickled by value: a tensor sent the multiprocessing way is a handle that dies with the process."""
+
+
+@dataclass(frozen=True)
+class _Raised:
+    error: BaseException
+    trace: str
+
+
+@dataclass(frozen=True)
+class _Died:
+    exit_code: int | None
+    """As multiprocessing has it: -n for a death by signal n."""
+
+
+_Answer = _Result | _Raised | _Died
+
+
+class _Process:
+    """One rank process as the caller sees it."""
+
+    def __init__(self, context: ForkServerContext, directory: Path):
+        file, name = tempfile.mkstemp(prefix="stacks_", dir=directory)
+        os.close(file)
+        self.stacks = Path(name)
+        """Where the process writes the stacks of its threads, when it is asked to or when it dies."""
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, name))
+        self.process.start()
+        theirs.close()
+
+    def ask_for_stacks(self) -> None:
+        """Has the process write where it stands, also from inside a collective."""
+        if self.process.pid and self.process.is_alive():
+            os.kill(self.process.pid, _STACKS_SIGNAL)
+
+    def kill(self) -> None:
+        """Ends the process and collects it."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _collect(processes: Sequence[_Process], deadline: float) -> dict[int, _Answer]:
+    """What the ranks answer before the deadline, in the order in which they do."""
+    answers: dict[int, _Answer] = {}
+    pending = dict(enumerate(processes))
+    while pending and (ready := wait([p.connection for p in pending.values()], deadline - time.monotonic())):
+        for rank in [rank for rank, process in pending.items() if process.connection in ready]:
+            process = pending.pop(rank)
+            try:
+                answers[rank] = process.connection.recv()
+            except (EOFError, ConnectionResetError):
+                process.process.join()
+                answers[rank] = _Died(process.process.exitcode)
+            if not isinstance(answers[rank], _Result):
+                deadline = min(deadline, time.monotonic() + _PEER_GRACE_S)
+    return answers
+
+
+def _error(
+    fn: Callable[..., Any], processes: Sequence[_Process], answers: dict[int, _Answer], timeout: float
+) -> BaseException:
+    """What to raise for a call that failed."""
+    world = len(processes)
+    died = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Died)}
+    for rank, answer in died.items():  # before the errors of its peers, which only lost the connection
+        return RuntimeError(
+            f"rank {rank} of {world} died in {fn.__qualname__} (exit code {answer.exit_code}).\n"
+            f"{processes[rank].stacks.read_text(errors='replace')}"
+        )
+    for rank, answer in answers.items():
+        if isinstance(answer, _Raised):
+            answer.error.add_note(f"Raised on rank {rank} of {world}:\n{answer.trace}")
+            return answer.error
+    for process in processes:
+        process.ask_for_stacks()
+    time.sleep(_STACKS_WAIT_S)
+    lines = [f"{fn.__qualname__} on {world} ranks took longer than {timeout:g} s. Where the ranks stand:"]
+    for rank, process in enumerate(processes):
+        stacks = "finished" if rank in answers else process.stacks.read_text(errors="replace").rstrip()
+        lines.append(f"rank {rank}: {stacks}")
+    return TimeoutError("\n".join(lines))
+
+
+def _serve(connection: Connection, stacks: str) -> None:
+    """The life of a rank process: one call after the other, until the caller is gone."""
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who ends this process
+    torch.set_num_threads(1)
+    with open(stacks, "w", encoding="utf-8") as file, suppress(EOFError):
+        faulthandler.enable(file)
+        faulthandler.register(_STACKS_SIGNAL, file)
+        while True:
+            path, directory, *call = connection.recv()
+            sys.path[:] = path  # the function's module has to be importable here as it is there
+            os.chdir(directory)
+            environment = dict(os.environ)
+            connection.send(_answer(*call))
+            connection.recv()
+            if dist.is_initialized():
+                process_group.shutdown()
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+def _answer(ranks: Ranks, store: str, timeout_s: float, call: bytes) -> _Answer:
+    os.environ.update(_launched(ranks), OMP_NUM_THREADS="1")
+    os.environ[STORE] = store
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    try:
+        fn, args, kwargs = pickle.loads(call)
+        process_group.init(ranks, device=torch.device("cpu"), timeout_s=timeout_s)
+        return _Result(pickle.dumps(fn(ranks, *args, **kwargs)))
+    except BaseException as error:
+        return _Raised(_portable(error), "".join(traceback.format_exception(error)))
+
+
+def _launched(ranks: Ranks) -> dict[str, str]:
+    """The variables of a launched rank, for code that looks itself up."""
+    return {
+        "RANK": str(ranks.rank),
+        "WORLD_SIZE": str(ranks.world),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "LOCAL_WORLD_SIZE": str(ranks.world),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or its text where it does not survive the way to the caller."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception as reason:  # whatever its __reduce__ or __init__ may raise
+        return RuntimeError(f"{type(error).__name__}: {error} (cannot be sent as it is: {reason})")
+    return error

@@ -1,0 +1,109 @@
+"""Joins the ranks into torch's process group, and leaves it again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, Store  # torch.distributed.*, to the type stubs
+
+from phalanx.errors import RunError, StoppedError
+from phalanx.launch.environment import LOOPBACK, STORE
+from phalanx.launch.ranks import Ranks
+
+
+@contextmanager
+def process_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> Iterator[None]:
+    """The process group for the length of a `with` block.
+
+    After an error the group of several ranks is left as it is: peers may be inside a collective, and waiting for them
+    would hide the error. The process is about to end. A planned stop is no such error, all ranks take it together.
+
+    Raises:
+        RunError: as `init`.
+    """
+    init(ranks, device=device, timeout_s=timeout_s)
+    try:
+        yield
+    except BaseException as error:
+        if ranks.world == 1 or isinstance(error, StoppedError):
+            shutdown()
+        raise
+    shutdown()
+
+
+def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
+    """Initialises the default process group: gloo, and nccl beside it for a CUDA device.
+
+    A world of one gets a group too, so that nobody has to ask whether there is one. Ranks of our own launcher meet in
+    its file, others at MASTER_ADDR:MASTER_PORT. Where all ranks are on this machine, the sockets stay on loopback.
+
+    Args:
+        ranks: the place of this process.
+        device: the rank's own, cpu or cuda:<local rank>.
+        timeout_s: seconds that this and every later collective may wait for a peer.
+
+    Raises:
+        RunError: nowhere to meet, or a peer did not come in time.
+    """
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    if ranks.one_node:
+        os.environ.update(LOOPBACK)
+    store = _local_store(ranks)
+    if store is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise RunError(
+            f"{ranks.source} started {ranks.world} ranks, but did not say where they meet: set MASTER_ADDR to a "
+            "host name of rank 0's node and MASTER_PORT to a free port, the same for every rank."
+        )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            init_method="env://" if store is None else None,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if cuda else None,
+        )
+    except RuntimeError as error:
+        raise RunError(_no_group(ranks, store, timeout_s, error)) from error
+
+
+def shutdown() -> None:
+    """Leaves the process group."""
+    dist.destroy_process_group()
+
+
+def _local_store(ranks: Ranks) -> Store | None:
+    """Where ranks of one machine meet without a port: our launcher's file, or nothing but memory for a lone rank."""
+    if STORE in os.environ:
+        store = FileStore(os.environ[STORE], ranks.world)
+        store.set(_joined(ranks.rank), "yes")
+        return store
+    return HashStore() if ranks.world == 1 else None
+
+
+def _joined(rank: int) -> str:
+    return f"phalanx/joined/{rank}"
+
+
+def _no_group(ranks: Ranks, store: Store | None, timeout_s: float, error: RuntimeError) -> str:
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    failed = f"Rank {ranks.rank} of {ranks.world} could not join the others (waited at most {timeout_s:g} s): {said}"
+    if store is None:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        return (
+            f"{failed}\nCheck that all {ranks.world} ranks were started, that every node reaches {where} "
+            "(name, firewall, port not in use), and that GLOO_SOCKET_IFNAME, where set, names an interface of "
+            "every node."
+        )
+    missing = [str(rank) for rank in range(ranks.world) if not store.check([_joined(rank)])]
+    if missing:
+        return f"{failed}\nNot there: rank {', '.join(missing)}. Look at what its log says last."
+    return f"{failed}\nAll ranks came; look for the first error in their logs."

@@ -1,0 +1,99 @@
+"""From the ends of all ranks to one exit code and one message: which rank failed first, and why."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import StoppedError
+from phalanx.launch.outcome import Outcome
+
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL remote process exited")
+"""What a rank says that failed only because another one had."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of one rank as the launcher saw it and as the rank told it."""
+
+    rank: int
+    code: int
+    """As a shell shows it: 128 + n for a death by signal n."""
+    time: float
+    """Seconds since the epoch."""
+    killed: bool
+    """The launcher ended it."""
+    outcome: Outcome | None
+    """None when the rank had no time to say anything."""
+    last_words: str = ""
+    """The end of its standard error, where that went to a file."""
+
+    @property
+    def said(self) -> Outcome | None:
+        """What it said about this end; None too when it died of something else on its way out."""
+        return self.outcome if self.outcome and self.outcome.code == self.code else None
+
+    @property
+    def lost_peer(self) -> bool:
+        """True when it failed only because another rank was gone."""
+        return self.outcome is not None and any(words in self.outcome.message for words in _LOST_PEER)
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Sorts the cause before its consequences. A killed rank says nothing, and its peers may report the
+        lost connection before its death is seen: hence those come last."""
+        return self.lost_peer, self.outcome.time if self.outcome else self.time
+
+
+def verdict(ends: Sequence[End], stop_signal: signal.Signals | None) -> tuple[int, str]:
+    """Exit code of the launch and what to tell the user (empty when all went well)."""
+    by_signal = 128 + stop_signal if stop_signal else None
+    planned = (0, StoppedError.exit_code, by_signal)
+    failures = [end for end in ends if not end.killed and end.code not in planned]
+    if failures:
+        first = min(failures, key=lambda end: end.order)
+        return first.code, _failure(first, failures, ends)
+    unfinished = [end for end in ends if end.killed or end.code == by_signal]
+    if stop_signal and unfinished:
+        return 128 + stop_signal, (
+            f"Stopped by {stop_signal.name} before {len(unfinished)} of {len(ends)} ranks could write a checkpoint; "
+            "the same command goes on from the last complete one."
+        )
+    stopped = [end for end in ends if end.code == StoppedError.exit_code]
+    if stopped:
+        return StoppedError.exit_code, stopped[0].outcome.message if stopped[0].outcome else ""
+    return 0, ""
+
+
+def _failure(first: End, failures: Sequence[End], ends: Sequence[End]) -> str:
+    said = first.said
+    same = [end for end in failures if said and end.said and end.said.message == said.message]
+    if said and said.traceback is None and len(same) == len(ends):
+        return said.message  # every rank found the user's mistake: no rank needs to be named
+    lines = [_reason(first, len(ends))]
+    if len(same) > 1:
+        lines.append(f"{_others(len(same) - 1)} stopped by the same error.")
+    if rest := len(ends) - max(1, len(same)):
+        lines.append(f"{_others(rest)} stopped because of it.")
+    return "\n".join(lines)
+
+
+def _reason(end: End, world: int) -> str:
+    who = f"Rank {end.rank} of {world}"
+    if end.said:
+        return f"{who} failed: {end.said.traceback or end.said.message}"
+    if end.code <= 128:
+        return f"{who} ended with exit code {end.code} and no message.{_tail(end)}"
+    number = end.code - 128
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    memory = " The kernel does this when memory runs out (see dmesg)." if number == signal.SIGKILL else ""
+    return f"{who} was killed by {name}.{memory}{_tail(end)}"
+
+
+def _tail(end: End) -> str:
+    return f" Its last words:\n{end.last_words}" if end.last_words else ""
+
+
+def _others(count: int) -> str:
+    return f"{count} other {'rank was' if count == 1 else 'ranks were'}"

@@ -1,0 +1,59 @@
+"""One rank of a local launch: `python -m phalanx.launch.worker ARGV…` runs the command and notes how it ended.
+
+Nothing heavy is imported before the rank has tied its life to the launcher's.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from phalanx.errors import StoppedError
+from phalanx.launch.environment import LAUNCHER_PID, LOG_DIR
+from phalanx.launch.lifeline import die_with_parent
+from phalanx.launch.outcome import Outcome, describe
+
+
+def main(run: Callable[[list[str]], int]) -> NoReturn:
+    """Runs `run(argv)` as a rank: dies with the launcher, notes the outcome, exits with its code."""
+    die_with_parent(int(os.environ[LAUNCHER_PID]))
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, errors="replace")  # a log file is read while it grows
+    code = report(Path(os.environ[LOG_DIR]), lambda: run(sys.argv[1:]))
+    if code in (0, StoppedError.exit_code):
+        sys.exit(code)
+    # A failed rank leaves at once: the interpreter's way out may wait for peers in a half-done collective.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report(directory: Path, run: Callable[[], int]) -> int:
+    """Exit code of `run()`, whatever it raises; the outcome is written to `directory`.
+
+    Nothing is printed: the launcher shows one failure for all ranks.
+    """
+    try:
+        code, message, trace = run(), "", None
+    except BaseException as error:
+        code, message, trace = describe(error)
+    Outcome(int(os.environ["RANK"]), code, message, trace, time.time()).write(directory)
+    return code
+
+
+def _command(argv: list[str]) -> int:
+    from phalanx.cli.main import run
+
+    return run(argv)
+
+
+if __name__ == "__main__":
+    main(_command)

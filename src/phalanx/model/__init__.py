@@ -1,0 +1,1 @@
+"""The transformer as plain single-device PyTorch; it knows no process group."""

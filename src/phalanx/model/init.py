@@ -1,0 +1,42 @@
+"""Initial weights: each parameter from a stream of its own, a function of (seed, name) alone.
+
+So the values do not depend on the order of construction, on the data type, on the device, or on which parameters a
+process holds: a rank that holds a shard draws the whole parameter and takes its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.job.model import Model
+from phalanx.model.seeding import derive_seed
+
+_RESIDUAL_OUTPUTS = ("wo.weight", "down.weight")
+
+
+def initial_value(name: str, shape: Sequence[int], model: Model, seed: int) -> Tensor:
+    """The value that the parameter `name` of the whole `shape` starts with, in float32 on the CPU.
+
+    Norms start at one and biases at zero; the rest is normal with standard deviation init_std, divided by
+    √(2 n_layers) for the matrices that write to the residual stream (Radford et al. 2019, section 2.3)."""
+    if name.endswith("norm.weight"):
+        return torch.ones(*shape)
+    if name.endswith(".bias"):
+        return torch.zeros(*shape)
+    std = model.init_std
+    if name.endswith(_RESIDUAL_OUTPUTS):
+        std /= (2 * model.n_layers) ** 0.5
+    generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
+    return torch.empty(*shape).normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, model: Model, seed: int) -> None:
+    """Gives every parameter of a `Transformer`, or of a part of one that keeps its names, its initial value in place.
+
+    A module built on the meta device is first given memory with `module.to_empty(device=...)`."""
+    for name, parameter in module.named_parameters():
+        parameter.copy_(initial_value(name, parameter.shape, model, seed))

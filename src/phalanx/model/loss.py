@@ -1,0 +1,23 @@
+"""The loss as a sum, with the count to divide it by kept apart: only the trainer knows the global count of tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+"""Target of a position that does not count."""
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over valid tokens of -log p(target), in nats: a scalar of at least float32.
+
+    `logits` (batch, seq, vocab), `targets` (batch, seq) with IGNORE where a position does not count."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def valid_tokens(targets: Tensor) -> Tensor:
+    """How many of `targets` count, as an integer scalar tensor (on the device: no synchronisation)."""
+    return (targets != IGNORE).sum()

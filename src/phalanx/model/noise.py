@@ -1,0 +1,68 @@
+"""Dropout whose masks do not depend on the layout.
+
+The mask of a site (a place in the model, such as `blocks.3.attn.residual`) for one sample is a function of the run's
+seed, the step and the sample's number alone. However a global batch is split over ranks and micro-batches, each sample
+meets the same masks; and a recomputed forward pass meets them again without any saved generator state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from phalanx.model.seeding import derive_seed
+
+_LEVELS = 2**16
+_LOWEST_INT64 = torch.iinfo(torch.int64).min
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What the masks of one forward pass derive from. Dropout is active exactly where a Noise is given."""
+
+    seed: int
+    step: int
+    """Optimizer step."""
+    sample_ids: Sequence[int]
+    """Number of each sample of the batch within the global batch or the epoch."""
+    heads: slice = field(default_factory=lambda: slice(None))
+    """Attention heads held here, among all of the model's (tensor parallelism)."""
+
+    def dropout(self, x: Tensor, p: float, site: str) -> Tensor:
+        """Drops elements of `x` (batch, ...) with probability `p` and scales up the others."""
+        return self._drop(x, p, self._keep(site, x.shape[1:], p, x.device))
+
+    def dropout_heads(self, probabilities: Tensor, p: float, site: str, n_heads: int) -> Tensor:
+        """The same for attention probabilities (batch, local heads, queries, keys) of a model with `n_heads` heads."""
+        keep = self._keep(site, (n_heads, *probabilities.shape[2:]), p, probabilities.device)
+        return self._drop(probabilities, p, keep[:, self.heads])
+
+    def _drop(self, x: Tensor, p: float, keep: Tensor) -> Tensor:
+        # Without this check one sample's mask would be broadcast over the batch.
+        if x.shape != keep.shape:
+            raise ValueError(f"dropout mask {tuple(keep.shape)} for activations {tuple(x.shape)}: sample_ids or heads")
+        # A boolean mask takes one byte an element until the backward pass; the scale is that of the rounded p.
+        return (x * keep).mul_(_LEVELS / (_LEVELS - round(p * _LEVELS)))
+
+    def _keep(self, site: str, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """Boolean mask (samples, *shape), true where an element stays.
+
+        Each element compares 16 random bits with p, four elements to a 64-bit draw: some ten times faster on a CPU
+        than torch's dropout, and independent of the data type. p is thereby rounded to a multiple of 2^-16."""
+        size = prod(shape)
+        generator = torch.Generator(device)
+        words = torch.empty(len(self.sample_ids), -(-size // 4), dtype=torch.int64, device=device)
+        for row, sample in zip(words, self.sample_ids, strict=True):
+            generator.manual_seed(derive_seed(self.seed, "dropout", site, self.step, sample))
+            row.random_(_LOWEST_INT64, None, generator=generator)
+        bits = words.view(torch.int16)[:, :size].unflatten(1, tuple(shape))
+        return bits >= round(p * _LEVELS) - _LEVELS // 2
+
+
+def dropout(x: Tensor, p: float, noise: Noise | None, site: str) -> Tensor:
+    """`x` (batch, ...) with elements dropped with probability `p`, or `x` itself where there is no noise."""
+    return x if noise is None or p == 0 else noise.dropout(x, p, site)

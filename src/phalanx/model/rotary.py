@@ -1,0 +1,48 @@
+"""Rotary position embedding (Su et al. 2021), with linear and Llama 3.1 frequency scaling.
+
+Pairs of elements half a head apart are rotated together, the convention of Hugging Face's Llama; Meta's own checkpoints
+pair neighbours and need their query and key rows permuted.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from phalanx.job.model import Model
+
+
+def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
+    """Radians per position of each pair of a head, (head_size / 2,), in float64."""
+    exponents = torch.arange(0, model.head_size, 2, dtype=torch.float64, device=device) / model.head_size
+    frequencies = model.rope_theta**-exponents
+    scaling = model.rope_scaling
+    if scaling.factor == 1:
+        return frequencies
+    stretched = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return stretched
+    # Llama 3.1: keep what turns more than high_freq_factor times within the original context, stretch what turns
+    # less than low_freq_factor times, and blend in between (meta-llama/llama-models, apply_scaling).
+    turns = scaling.original_seq_len * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(stretched, frequencies, kept.clamp(0, 1))
+
+
+def rotary_table(model: Model, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines of `positions` (seq,): (2, seq, 1, head_size / 2), in at least float32.
+
+    It is made anew in each forward pass: that costs next to nothing, and a table kept in a buffer would be lost on the
+    way from the meta device and rounded by a cast to bfloat16."""
+    angles = torch.outer(positions.double(), rotary_frequencies(model, positions.device))
+    table = torch.stack((angles.cos(), angles.sin())).unsqueeze(2)
+    return table.to(torch.promote_types(dtype, torch.float32))
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turns queries or keys `x` (batch, seq, heads, head_size) to their positions."""
+    cos, sin = table
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,37 @@
+"""The one function that turns a plain model into a parallel one: the techniques, in the order in which they compose."""
+
+from __future__ import annotations
+
+import logging
+
+from phalanx.job.job import Job
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.data import DDPReplica, Replica, ThreadReplicas
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.objective import Objective
+
+log = logging.getLogger(__name__)
+
+
+def apply(model: Transformer, job: Job, mesh: Mesh) -> Replica:
+    """Apply the job's techniques to `model`, whose weights are initialised and lie on the device.
+
+    Inner techniques come first: what changes a layer (tensor, context, expert parallel), then what wraps blocks
+    (recompute, compile), then what spreads the whole over data ranks. Each is one log line.
+    """
+    log.info("mesh: %s", mesh)
+    if job.train.compile:
+        for block in model.blocks.values():
+            block.compile()
+        log.info("compile: %d blocks, each on its own", len(model.blocks))
+    objective = Objective(model)
+    layout = job.layout
+    if layout.data_parallel == "threads" and layout.dp_replicate > 1:
+        log.info("data parallel: %d threads of one process", layout.dp_replicate)
+        return ThreadReplicas(objective, layout.dp_replicate)
+    if mesh.sizes["dp_replicate"] > 1:
+        replica = DDPReplica(objective, mesh, layout.bucket_mb)
+        replica.warm_up()
+        log.info("data parallel: DDP over %d ranks, buckets of %g MiB", layout.dp_replicate, layout.bucket_mb)
+        return replica
+    return Replica(objective)

@@ -1,0 +1,43 @@
+"""Precisions: the type that parameters, activations and gradients have, and fp16's loss scale."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def needs_master_weights(dtype: torch.dtype) -> bool:
+    """Half precisions lose updates smaller than 2^-8 (bf16) of a weight, so the optimizer keeps fp32 copies."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+class LossScale:
+    """fp16's gradients underflow below 6e-8: the loss is multiplied by a scale that is halved on overflow and doubled
+    after `patience` steps without one (Micikevicius et al. 2018, section 3.2). Other precisions keep scale 1."""
+
+    def __init__(self, dtype: torch.dtype, initial: float = 2.0**16, patience: int = 1000):
+        self.dynamic = dtype == torch.float16
+        self.value = initial if self.dynamic else 1.0
+        self.good_steps = 0
+        self.patience = patience
+
+    def overflow(self) -> bool:
+        """Note a step with infinite gradients. True when a smaller scale may help: the step is to be skipped."""
+        self.good_steps = 0
+        if not self.dynamic or self.value <= 1:
+            return False
+        self.value /= 2
+        return True
+
+    def fine(self) -> None:
+        """Note a step with finite gradients."""
+        self.good_steps += 1
+        if self.dynamic and self.good_steps % self.patience == 0:
+            self.value *= 2
+
+    def state(self) -> dict[str, float]:
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

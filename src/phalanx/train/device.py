@@ -1,0 +1,86 @@
+"""The device of a rank: which one, how many threads, and what it can do at most."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import RunError
+
+# Dense bf16/fp16 peaks in TFLOP/s, from the vendors' data sheets (SXM forms where there are several).
+KNOWN_PEAKS = {
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "GH200": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "V100": 125.0,
+    "MI300X": 1307.0,
+    "MI250X": 191.5,  # of one of its two dies, which is what a process sees
+}
+
+
+def choose(wanted: str, local_rank: int) -> torch.device:
+    """The device of a rank. Raises RunError where the job asks for one that is not there."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if wanted not in ("auto", "cuda") or not count:
+        raise RunError(f"cluster.device is {wanted}, but this machine has {count} CUDA devices; cluster.device=cpu runs")
+    if local_rank >= count:
+        raise RunError(f"rank {local_rank} of this node has no device: the node has {count}, one process each")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def threads_for(wanted: int, processes_on_node: int) -> int:
+    """CPU threads of each process: the job's number, or the node's usable cores divided among its processes."""
+    return wanted or max(1, len(os.sched_getaffinity(0)) // processes_on_node)
+
+
+def peak_flops(stated_tflops: float, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOP/s that one rank can do at most, and where that figure comes from.
+
+    The job's own figure, or the data sheet's for a known accelerator, or the best of a few square matrix products
+    measured now, by all ranks at once, because ranks of one machine share it.
+    """
+    if stated_tflops:
+        return stated_tflops * 1e12, "the job's cluster.peak_tflops"
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        name = torch.cuda.get_device_name(device)
+        known = next((peak for key, peak in KNOWN_PEAKS.items() if key in name), None)
+        if known:
+            return known * 1e12, f"data sheet of {name}"
+    if dist.is_initialized():
+        dist.barrier()
+    return _measure(device, dtype), f"measured {str(dtype).removeprefix('torch.')} matrix product"
+
+
+def _measure(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:
+    half_on_cpu = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
+    n = 256 if half_on_cpu else 1024 if device.type == "cpu" else 8192
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    out = a @ a
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end or best == float("inf"):
+        began = time.perf_counter()
+        torch.mm(a, a, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * n**3 / best
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this rank has used so far: allocated on an accelerator, resident in a CPU process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

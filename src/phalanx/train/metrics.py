@@ -1,0 +1,94 @@
+"""What a step measured: the row for metrics.jsonl and the line for a person."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.units import gib
+
+
+@dataclass
+class Meter:
+    """Times steps and turns them into throughput. FLOP/s and MFU are those of one device."""
+
+    tokens_per_step: int
+    """Over all devices."""
+    flops_per_step: float
+    """Model FLOPs of one device: forward and backward, without recomputation."""
+    peak_flops: float
+    """FLOP/s of one device."""
+    devices: int
+    waited: float = 0.0
+    """Seconds of this step spent waiting for data."""
+    began: float = field(default_factory=time.perf_counter)
+    unshown: list[float] = field(default_factory=list)
+    """Seconds of each step since the last line."""
+
+    def step(self) -> dict[str, float]:
+        """End a step: its time and throughput."""
+        now = time.perf_counter()
+        seconds, waited = now - self.began, self.waited
+        self.began, self.waited = now, 0.0
+        self.unshown.append(seconds)
+        return {"step_time_s": seconds, "data_wait_s": waited, **self._throughput(seconds)}
+
+    def since_shown(self) -> dict[str, float]:
+        """Throughput over the steps since the last call, for a line that stands for all of them."""
+        mean = sum(self.unshown) / len(self.unshown)
+        self.unshown.clear()
+        return self._throughput(mean)
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not training (a validation, a checkpoint)."""
+        self.began += seconds
+
+    def _throughput(self, seconds: float) -> dict[str, float]:
+        return {
+            "tps": self.tokens_per_step / seconds,
+            "tps_per_device": self.tokens_per_step / seconds / self.devices,
+            "tflops": self.flops_per_step / seconds / 1e12,
+            "mfu": self.flops_per_step / seconds / self.peak_flops,
+        }
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, appended and flushed row by row. A context manager.
+
+    Without a path (every rank but the first) rows go nowhere.
+    """
+
+    def __init__(self, path: Path | None):
+        self.file = path.open("a", encoding="utf-8") if path else None
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file:
+            self.file.close()
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}."""
+        if self.file:
+            self.file.write(json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n")
+            self.file.flush()
+
+
+def line(row: dict[str, float], memory: int) -> str:
+    """The log line of a step, `key: value` pairs in a stable order:
+
+    step: 10  loss: 2.1234  grad_norm: 0.51  lr: 3.0e-04  tps: 9,999  tflops: 1.23  mfu: 40.1%  memory: 12.3GiB
+    """
+    return (
+        f"step: {row['step']:.0f}  loss: {row['loss']:.4f}  grad_norm: {row['grad_norm']:.2f}  lr: {row['lr']:.1e}  "
+        f"tps: {row['tps']:,.0f}  tflops: {_significant(row['tflops'])}  mfu: {row['mfu']:.1%}  memory: {gib(memory)}"
+    )
+
+
+def _significant(value: float) -> str:
+    """Three significant digits without an exponent: 163, 1.23, 0.0519."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")

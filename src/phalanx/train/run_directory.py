@@ -1,0 +1,183 @@
+"""A run's directory: what it holds, who may write it, and whether a job may go on in it. Imports no torch.
+
+    config.yaml  command.txt  env.json  metrics.jsonl  logs/attempt_k/rank_r/  checkpoints/step-000100/  latest
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import phalanx
+from phalanx.errors import CheckpointError, JobError, RunError
+from phalanx.job.fields import get, leaves
+from phalanx.job.job import Job
+from phalanx.job.load import LoadedJob, from_dict, load_file
+from phalanx.job.show import as_yaml
+from phalanx.train import checkpoint
+
+log = logging.getLogger(__name__)
+
+STRUCTURE = (
+    *(path for path in leaves() if path.startswith("model.") and path not in ("model.preset", "model.dropout")),
+    *(f"data.{name}" for name in ("corpus", "text_field", "tokenizer", "bpe_vocab", "val_fraction", "limit_mb")),
+    "data.random_tokens",
+    "data.random_vocab",
+    "train.seed",
+    "train.precision",
+)
+"""What must be the same for a checkpoint to belong to a job. The rest may change from one attempt to the next."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The directory of one run."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, job: Job) -> RunDirectory:
+        return cls(Path(job.run.dir) / job.run.name)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def next_log_dir(self) -> Path:
+        """A new directory for the logs of a lone process: logs/attempt_k/rank_0, as the launcher makes them."""
+        from phalanx.launch.logs import next_attempt
+
+        path = next_attempt(self.logs) / "rank_0"
+        path.mkdir()
+        return path
+
+    def start(self, loaded: LoadedJob) -> None:
+        """Record what is about to run: the resolved job, the command, and facts about the machine."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(as_yaml(loaded), encoding="utf-8")
+        with (self.path / "command.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}  {shlex.join(['phalanx', *sys.argv[1:]])}\n")
+        (self.path / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n", encoding="utf-8")
+
+    def move_aside(self) -> Path | None:
+        """Rename the directory, if there is one, to NAME.1, NAME.2, ...: starting over deletes nothing."""
+        if not self.path.exists():
+            return None
+        number = 1
+        while (kept := self.path.with_name(f"{self.path.name}.{number}")).exists():
+            number += 1
+        return self.path.rename(kept)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the directory: two trainers in one directory would overwrite each other. The kernel frees the lock
+        however the holder ends. Raises RunError when somebody else holds it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise RunError(f"{self.path} is in use by {holder}; wait for it, or choose another run.name") from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}")
+            file.flush()
+            yield
+
+    def resume_from(self, job: Job) -> checkpoint.Manifest | None:
+        """The newest whole checkpoint of this run, if there is any.
+
+        Raises JobError where it belongs to another job, with every difference; CheckpointError where all are damaged.
+        """
+        if not self.checkpoints.is_dir():
+            return None
+        manifest = checkpoint.newest_valid(self.checkpoints, job.checkpoint.verify, log.warning)
+        if manifest is None:
+            return None
+        then = job_of(manifest)
+        changed = [path for path in leaves() if get(then, path) != get(job, path)]
+        fatal = [path for path in changed if path in STRUCTURE]
+        if fatal:
+            raise JobError([
+                f"{self.path} holds a checkpoint of another job (step {manifest.step}); --fresh starts over and keeps "
+                "the old run beside it, run.name=OTHER starts another:",
+                *(f"{path}: {get(then, path)!r} there, {get(job, path)!r} here" for path in fatal),
+            ])
+        told = [path for path in changed if not path.startswith(("run.", "cluster.", "checkpoint."))]
+        for path in told:
+            log.info("resuming with a change: %s: %r -> %r", path, get(then, path), get(job, path))
+        return manifest
+
+
+def job_of(manifest: checkpoint.Manifest) -> Job:
+    """The job that a checkpoint was written by. Raises CheckpointError where this program cannot read it."""
+    try:
+        return from_dict(manifest.meta["job"], str(manifest.path))
+    except (JobError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {manifest.path} was written by a job this program cannot read: {error}") from None
+
+
+def _environment() -> dict[str, object]:
+    """Versions and an allow-list of variables. Never the whole environment: it holds secrets."""
+    import importlib.metadata
+
+    names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "PBS_JOBID", "WORLD_SIZE")
+    prefixes = ("NCCL_", "GLOO_", "TORCH_NCCL_")
+    shown = {k: v for k, v in os.environ.items() if k in names or k.startswith(prefixes)}
+    packages = ("torch", "numpy", "safetensors", "tokenizers")
+    return {
+        "phalanx": phalanx.__version__,
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "git": _git_commit(),
+        "variables": shown,
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of the source tree this program runs from, with "+" where files were changed."""
+    here = Path(__file__).parent
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return said.stdout.strip() or None
+
+
+def open_run(path: Path) -> tuple[RunDirectory, Job]:
+    """An existing run and its job. Raises CheckpointError where there is none."""
+    directory = RunDirectory(path)
+    if not directory.config.is_file():
+        known = sorted(str(found.parent) for found in path.parent.glob("*/config.yaml"))
+        hint = f"; runs there: {', '.join(known)}" if known else ""
+        raise CheckpointError(f"no run in {path}: {directory.config} is missing{hint}")
+    return directory, load_file(directory.config).job

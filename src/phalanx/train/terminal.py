@@ -1,0 +1,81 @@
+"""What a rank shows: a live bar and log lines on a terminal, plain lines elsewhere, and a copy in the rank's own log."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Terminal:
+    """The live bar of a run on standard error; nothing where that is no terminal. A context manager."""
+
+    def __init__(self, steps: int, visible: bool):
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.bar = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            transient=True,
+            disable=not (visible and self.console.is_terminal),
+        )
+        self.task = self.bar.add_task("training", total=steps, shown="")
+
+    def __enter__(self) -> Terminal:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def step(self, step: int, loss: float, tps: float) -> None:
+        """Move the bar."""
+        self.bar.update(self.task, completed=step, shown=f"loss {loss:.4f}  {tps:,.0f} tokens/s")
+
+    def print(self, line: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(line, markup=False)
+
+
+class _AboveTheBar(logging.Handler):
+    """Log lines that do not tear the bar."""
+
+    def __init__(self, terminal: Terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.terminal.print(self.format(record))
+
+
+@contextlib.contextmanager
+def logging_to(terminal: Terminal, level: str, rank: int, file: Path | None) -> Iterator[None]:
+    """Send the package's log lines to the terminal on rank 0, to standard error on the others, and a dated copy to
+    `file`. Where many ranks share one standard error (file is None), only rank 0 and warnings are heard."""
+    logger = logging.getLogger("phalanx")
+    handlers: list[logging.Handler] = [_AboveTheBar(terminal) if rank == 0 else logging.StreamHandler(sys.stderr)]
+    handlers[0].setFormatter(logging.Formatter("%(message)s" if rank == 0 or file else f"[rank {rank}] %(message)s"))
+    if rank and not file:
+        handlers[0].setLevel(logging.WARNING)
+    if rank == 0 and file:
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        handlers[1].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.setLevel(level.upper())
+    logger.propagate = False
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.propagate = True
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()

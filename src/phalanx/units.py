@@ -1,0 +1,23 @@
+"""Numbers with units, as every log line, table and report prints them."""
+
+from __future__ import annotations
+
+
+def gib(count: float) -> str:
+    """Bytes as text in binary units: "12.3GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f}{unit}" if unit == "B" else f"{count:.1f}{unit}"
+        count /= 1024
+    return f"{count:.1f}GiB"
+
+
+def seconds(value: float) -> str:
+    """A duration as text: "850ms", "12.3s", "4m05s", "2h07m"."""
+    if value < 1:
+        return f"{value * 1000:.0f}ms"
+    if value < 60:
+        return f"{value:.1f}s"
+    if value < 3600:
+        return f"{int(value // 60)}m{int(value % 60):02d}s"
+    return f"{int(value // 3600)}h{int(value % 3600 // 60):02d}m"

@@ -1,0 +1,22 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`ranks(fn, world, *args, timeout=60)`: the results of `fn(ranks, *args)` on `world` gloo ranks, by rank.
+
+    `fn` stands at the top of a test module. The processes are warm: a call costs about 0.05 s for 2 ranks and 0.1 s
+    for 8. What a rank raises is raised here, with its traceback. See phalanx.launch.pool.
+    """
+    from phalanx.launch.pool import Pool
+
+    preload = ["pytest", "hypothesis", "torch.distributed.tensor", "torch.distributed.fsdp"]
+    with Pool(8, preload) as pool:
+        yield pool.run

@@ -1,0 +1,162 @@
+"""From files and words to a job: precedence, origins, all problems at once, and the round trip through YAML."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import JobError
+from phalanx.job import overrides, yaml_file
+from phalanx.job.fields import get, leaves, replace, short_names
+from phalanx.job.job import Job
+from phalanx.job.load import from_dict, load_words, resolve
+from phalanx.job.presets import PRESETS
+from phalanx.job.show import as_dict, as_yaml
+
+
+def load(tmp_path, text="", argv=()):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return load_words(overrides.parse([str(path), *argv], {"fresh", "json"}))
+
+
+def problems(tmp_path, text="", argv=()):
+    with pytest.raises(JobError) as caught:
+        load(tmp_path, text, argv)
+    return caught.value.problems
+
+
+def test_the_command_line_wins_over_the_file_over_the_preset(tmp_path):
+    text = "model: {preset: gpt2, n_layers: 6}\ntrain: {steps: 5}\n"
+    loaded = load(tmp_path, text, ["train.steps=9", "--n-layers", "3"])
+    assert loaded.job.model.d_model == 768
+    assert loaded.job.model.n_layers == 3
+    assert loaded.job.train.steps == 9
+    assert loaded.origins["model.d_model"] == "preset gpt2"
+    assert loaded.origins["model.n_layers"] == "command line: --n-layers 3"
+    assert loaded.origins["train.steps"] == "command line: train.steps=9"
+    assert loaded.origins["train.seed"] == "default"
+
+
+def test_a_later_preset_keeps_what_an_earlier_file_set(tmp_path):
+    loaded = load(tmp_path, "model: {preset: gpt2, n_layers: 6}\n", ["model=llama3-8b"])
+    assert (loaded.job.model.preset, loaded.job.model.n_layers, loaded.job.model.norm) == ("llama3-8b", 6, "rmsnorm")
+
+
+def test_the_run_is_named_after_the_file(tmp_path):
+    assert load(tmp_path).job.run.name == "job"
+    assert load(tmp_path, "run: {name: other}").job.run.name == "other"
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "value"),
+    [
+        (["--tp", "2"], "layout.tp", 2),
+        (["--dp-replicate=2"], "layout.dp_replicate", 2),
+        (["--dp_shard", "2"], "layout.dp_shard", 2),
+        (["--steps", "7"], "train.steps", 7),
+        (["--train.steps=7"], "train.steps", 7),
+        (["steps=7"], "train.steps", 7),
+        (["--compile"], "train.compile", True),
+        (["--train.no-compile"], "train.compile", False),
+        (["--no-bias"], "model.bias", False),
+        (["--betas", "0.9,0.99"], "optimizer.betas", (0.9, 0.99)),
+        (["--sample-prompt", "-x"], "run.sample_prompt", "-x"),
+        (["data=random"], "data.corpus", "random"),
+        (["--d-ff", "512"], "model.d_ff", 512),
+    ],
+)
+def test_every_spelling_of_an_override(argv, path, value):
+    words = overrides.parse(argv)
+    assert words.problems == []
+    job = resolve([*words.settings]).job
+    assert get(job, path) == value
+
+
+@pytest.mark.parametrize("alias", ["tp", "pp", "dp_shard", "dp_replicate", "cp", "ep", "n_layers", "steps", "lr"])
+def test_the_promised_short_names_exist(alias):
+    assert short_names()[alias] in leaves()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--stepz", "3"], "unknown option --stepz; did you mean train.steps?"),
+        (["--json2"], "unknown option --json2; did you mean --json?"),
+        (["batch_size=3"], "unknown key batch_size in 'batch_size=3'; did you mean layout.micro_batch?"),
+        (["--max-iters", "3"], "unknown option --max-iters; did you mean train.steps?"),
+        (["--steps"], "--steps needs a value"),
+        (["nothing.txt"], "unexpected 'nothing.txt': expected a job file (.yaml), key=value or --key value"),
+        (["steps=x"], "command line: steps=x: train.steps: expected a whole number, found 'x'"),
+        (["model=gtp2"], "command line: model=gtp2: no model preset 'gtp2'; did you mean gpt2? (known: gpt2"),
+        (["none.yaml"], "none.yaml: cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_with_a_command_line(argv, message):
+    with pytest.raises(JobError) as caught:
+        load_words(overrides.parse(argv, {"json"}))
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(message)
+
+
+def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
+    text = "train:\n  stepz: 3\n  steps: 1.5\n  global_batch: 10\nlayout:\n  dp_replicate: 4\n"
+    found = problems(tmp_path, text, ["--tpp", "3", "schedule=cosin"])
+    assert len(found) == 5
+    assert any("job.yaml:2: unknown key train.stepz" in p for p in found)
+    assert any("job.yaml:3: train.steps: expected a whole number" in p for p in found)
+    assert any("job.yaml:4: train.global_batch" in p and "nearest legal global_batch: 8 or 12" in p for p in found)
+    assert any("unknown option --tpp" in p for p in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("layout: {tp: 3}", "layout.tp: n_heads 4 / tp 3 is not whole; nearest tp: 1, 2, 4"),
+        ("layout: {pp: 5}", "layout.pp: pp 5 stages need as many layers, the model has 4"),
+        ("layout: {cp: 3}", "layout.cp: seq_len 256 / cp 3 is not whole; nearest cp: 1, 2, 4"),
+        ("layout: {ep: 2}", "nearest ep: 1"),
+        ("model: {n_heads: 3}", "d_model 128 / n_heads 3 is not whole; nearest n_heads: 1, 2, 4"),
+        ("model: {n_kv_heads: 3}", "n_heads 4 / n_kv_heads 3 is not whole; nearest n_kv_heads: 1, 2, 4"),
+        ("model: {dropout: 1}", "model.dropout: must be below 1"),
+        ("model: {n_layers: 0}", "model.n_layers: must be at least 1, is 0"),
+        ("layout: {dp_replicate: 4}\ncluster: {devices_per_node: 2}", "= 2; dp_replicate=2 makes it 2"),
+        ("layout: {dp_replicate: -1}", "set cluster.devices_per_node"),
+        ("layout: {dp_replicate: -1, dp_shard: -1}", "only one of dp_replicate and dp_shard"),
+        ("data: {corpus: shakespear}", "did you mean shakespeare_char?"),
+        ("data: text", "corpus text needs the path"),
+        ("optimizer: {warmup_steps: 900}", "warmup_steps 900 is more than train.steps 200"),
+        ("optimizer: {batch_scaling: sqrt}", "needs the batch for which lr was chosen"),
+        ("optimizer: {betas: [0.9, 1.0]}", "must lie in [0, 1)"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_nearest_legal_choice(tmp_path, text, message):
+    assert any(message in problem for problem in problems(tmp_path, text))
+
+
+def test_the_rest_of_the_devices(tmp_path):
+    text = "cluster: {nodes: 2, devices_per_node: 4}\nlayout: {dp_replicate: -1, tp: 2}"
+    assert load(tmp_path, text).job.layout.dp_replicate == 4
+
+
+def test_a_job_survives_yaml_and_json(tmp_path):
+    loaded = load(tmp_path, "model: {preset: llama3-8b, n_layers: 2}\noptimizer: {betas: [0.8, 0.9]}\n", ["--lr=1e-4"])
+    settings, wrong = yaml_file.parse(as_yaml(loaded), "config.yaml")
+    assert wrong == []
+    assert resolve(settings).job == loaded.job
+    assert from_dict(as_dict(loaded.job), "manifest") == loaded.job
+
+
+@given(st.sampled_from(sorted(PRESETS)), st.integers(1, 10**9), st.floats(1e-9, 1.0), st.text(max_size=20))
+def test_any_values_survive_the_round_trip(preset, steps, lr, prompt):
+    job = dataclasses.replace(Job(), model=dataclasses.replace(PRESETS[preset], preset=preset))
+    for path, value in (("train.steps", steps), ("optimizer.lr", lr), ("run.sample_prompt", prompt), ("run.name", "x")):
+        job = replace(job, path, value)
+    assert from_dict(as_dict(job), "here") == job
+
+
+@given(st.lists(st.text(max_size=12), max_size=4))
+def test_no_words_make_the_command_line_crash(argv):
+    words = overrides.parse(argv, {"json"})
+    assert len(words.files) + len(words.settings) + len(words.problems) + len(words.switches) <= len(argv)

@@ -1,0 +1,88 @@
+"""Joining and leaving torch's process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import DataError, RunError, StoppedError
+from phalanx.launch.environment import STORE
+from phalanx.launch.process_group import init, process_group
+from phalanx.launch.ranks import SINGLE, Ranks
+
+CPU = torch.device("cpu")
+FIRST_OF_TWO = Ranks(rank=0, world=2, local_rank=0, local_world=2, node_rank=0, source="torchrun")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_launched_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (STORE, "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is put back, also when the code sets it
+        monkeypatch.delenv(name)
+
+
+def test_a_lone_process_has_a_group_too() -> None:
+    with process_group(SINGLE, device=CPU, timeout_s=10):
+        assert dist.get_world_size() == 1
+        value = torch.full((2,), 3.0)
+        dist.all_reduce(value)
+        assert value.tolist() == [3.0, 3.0]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("error", [DataError("x"), StoppedError("x"), ValueError("x")])
+def test_a_lone_process_leaves_the_group_after_an_error(error: Exception) -> None:
+    with pytest.raises(type(error)), process_group(SINGLE, device=CPU, timeout_s=10):
+        raise error
+    assert not dist.is_initialized()
+
+
+def stay_or_leave(ranks: Ranks, directory: str) -> list[bool]:
+    """Whether there is still a group after a bug, and after a planned stop."""
+    dist.destroy_process_group()
+    left = []
+    for error in (ValueError("bug"), StoppedError("stop")):
+        os.environ[STORE] = f"{directory}/{type(error).__name__}"
+        with pytest.raises(type(error)), process_group(ranks, device=CPU, timeout_s=10):
+            dist.barrier()
+            raise error
+        left.append(dist.is_initialized())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return left
+
+
+def test_several_ranks_leave_together_or_not_at_all(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    assert ranks(stay_or_leave, 2, str(tmp_path)) == [[True, False]] * 2
+
+
+def test_a_peer_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(STORE, str(tmp_path / "store"))
+    with pytest.raises(RunError, match=r"Rank 0 of 2 could not join .*at most 1 s\)(.|\n)*Not there: rank 1\."):
+        init(FIRST_OF_TWO, device=CPU, timeout_s=1)
+
+
+def test_ranks_that_were_not_told_where_to_meet() -> None:
+    with pytest.raises(RunError, match=r"torchrun started 2 ranks(.|\n)*set MASTER_ADDR"):
+        init(FIRST_OF_TWO, device=CPU, timeout_s=1)
+
+
+def test_nobody_at_the_meeting_point(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")  # any free one
+    with pytest.raises(RunError, match=r"every node reaches 127\.0\.0\.1:0"):
+        init(FIRST_OF_TWO, device=CPU, timeout_s=1)
+
+
+def where_sockets_may_be(ranks: Ranks) -> str:
+    return os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_one_machine_stays_on_loopback(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(where_sockets_may_be, 2) == ["lo", "lo"]

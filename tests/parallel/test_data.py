@@ -1,0 +1,68 @@
+"""Data parallelism equals one process, in float64 to 1e-9: processes, threads, accumulation, dropout."""
+
+import pytest
+import torch
+
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.model.init import initialise
+from phalanx.model.noise import Noise
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.apply import apply
+from phalanx.parallel.data import MicroTensors
+from phalanx.parallel.mesh import build
+
+VOCAB, SEQ, BATCH, SEED = 11, 8, 12, 5
+
+
+def gradients(ranks, layout: Layout, accumulation: int, dropout: float = 0.0, tied: bool = True):
+    """The loss sum of this rank and the whole gradient, after one step over 12 samples."""
+    torch.manual_seed(0)
+    tokens = torch.randint(VOCAB, (BATCH, SEQ + 1))
+    tokens[3, 5:] = -100  # ignored targets: the ranks have different numbers of valid tokens
+    inputs, targets = tokens[:, :-1].clamp(min=0), tokens[:, 1:]
+    valid = int((targets != -100).sum())
+    shape = Model(n_layers=2, d_model=16, n_heads=2, seq_len=SEQ, dropout=dropout, tied=tied)
+    model = Transformer(shape, VOCAB).double()
+    initialise(model, shape, SEED + ranks.rank)  # unequal on purpose: rank 0's weights are broadcast
+    mesh = build(layout, "cpu")
+    replica = apply(model, Job(model=shape, layout=layout), mesh)
+    mine = range(mesh.data_rank * BATCH // mesh.data_ranks, (mesh.data_rank + 1) * BATCH // mesh.data_ranks)
+    size = len(mine) // accumulation
+    loss = torch.zeros((), dtype=torch.float64)
+    for k in range(accumulation):
+        ids = list(mine[k * size : (k + 1) * size])
+        noise = Noise(SEED, 0, ids) if dropout else None
+        micro = MicroTensors(inputs[ids], targets[ids], noise)
+        loss += replica.forward_backward(micro, 1 / valid, last=k == accumulation - 1)
+    return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def reference(ranks):
+    return {(d, tied): ranks(gradients, 1, Layout(), 1, d, tied)[0] for d in (0.0, 0.3) for tied in (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulation", "dropout", "tied"),
+    [
+        (Layout(dp_replicate=2), 1, 0.0, True),
+        (Layout(dp_replicate=2), 3, 0.0, False),
+        (Layout(dp_replicate=3), 2, 0.3, True),
+        (Layout(dp_replicate=4), 1, 0.3, False),
+        (Layout(dp_replicate=4, bucket_mb=0.001), 3, 0.0, True),
+        (Layout(), 4, 0.3, True),
+        (Layout(dp_replicate=3, data_parallel="threads"), 1, 0.0, True),
+        (Layout(dp_replicate=2, data_parallel="threads"), 3, 0.3, False),
+    ],
+    ids=str,
+)
+def test_equals_one_process(ranks, reference, layout, accumulation, dropout, tied):
+    expected_loss, expected = reference[dropout, tied]
+    results = ranks(gradients, layout.processes, layout, accumulation, dropout, tied)
+    torch.testing.assert_close(sum(loss for loss, _ in results), expected_loss, rtol=1e-9, atol=0)
+    for _, found in results:
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)

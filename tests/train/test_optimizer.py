@@ -1,0 +1,107 @@
+"""AdamW: equal to torch's, decay groups, master weights, clipping, state."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.job.optimizer import Optimizer
+from phalanx.parallel.precision import LossScale
+from phalanx.train.optimizer import AdamW
+
+CONFIG = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
+
+
+def model(dtype=torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)).to(dtype)
+
+
+def backward(module: nn.Module, step: int, factor: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    (module(x.to(next(module.parameters()).dtype)).square().sum() * factor).backward()
+
+
+def train(module: nn.Module, optimizer: AdamW, steps, scale: float = 1.0) -> None:
+    for step in steps:
+        backward(module, step, scale)
+        optimizer.step(CONFIG.lr, optimizer.gradient_norm(scale))
+
+
+def test_equals_torch_with_decay_groups_and_clipping():
+    ours, theirs = model(), model()
+    train(ours, AdamW(ours.named_parameters(), CONFIG), range(4))
+    matrices = [p for p in theirs.parameters() if p.ndim == 2]
+    vectors = [p for p in theirs.parameters() if p.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=CONFIG.lr, betas=CONFIG.betas, eps=CONFIG.eps, weight_decay=0.1)
+    for step in range(4):
+        backward(theirs, step)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), CONFIG.clip)
+        reference.step()
+        reference.zero_grad()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_saving_and_loading_changes_nothing(dtype):
+    straight = model(dtype)
+    train(straight, AdamW(straight.named_parameters(), CONFIG), range(6))
+    first = model(dtype)
+    optimizer = AdamW(first.named_parameters(), CONFIG)
+    train(first, optimizer, range(3))
+    tensors = copy.deepcopy(optimizer.state_tensors())
+    second = copy.deepcopy(first)
+    resumed = AdamW(second.named_parameters(), CONFIG)
+    resumed.load_state_tensors(tensors, optimizer.updates)
+    train(second, resumed, range(3, 6))
+    assert resumed.updates == 6
+    for a, b in zip(straight.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_master_weights_keep_updates_that_bf16_would_lose():
+    module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(module.weight)
+    optimizer = AdamW(module.named_parameters(), Optimizer(weight_decay=0.0))
+    for _ in range(10):
+        module.weight.grad = torch.ones_like(module.weight)
+        optimizer.step(1e-3, optimizer.gradient_norm())  # each update is a quarter of bf16's spacing below 1
+    assert module.weight.item() == pytest.approx(0.99, abs=2e-3)
+    assert optimizer.masters["weight"].item() == pytest.approx(0.99, abs=1e-5)
+
+
+def test_loss_scale_does_not_change_the_update():
+    plain, scaled = model(torch.float32), model(torch.float32)
+    train(plain, AdamW(plain.named_parameters(), CONFIG), range(2))
+    train(scaled, AdamW(scaled.named_parameters(), CONFIG), range(2), scale=1024.0)
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_first_bad_gradient_is_named():
+    module = model()
+    optimizer = AdamW(module.named_parameters(), CONFIG)
+    backward(module, 0)
+    assert optimizer.first_bad_gradient() is None
+    assert module[2].weight.grad is not None
+    module[2].weight.grad[0, 0] = float("nan")
+    assert optimizer.first_bad_gradient() == "2.weight"
+    assert not torch.isfinite(optimizer.gradient_norm())
+
+
+def test_fp16_halves_its_scale_on_overflow_and_doubles_it_after_a_while():
+    scale = LossScale(torch.float16, initial=4.0, patience=2)
+    assert scale.overflow()
+    assert scale.value == 2.0
+    scale.fine()
+    scale.fine()
+    assert scale.value == 4.0
+    restored = LossScale(torch.float16)
+    restored.load_state(scale.state())
+    assert restored.state() == scale.state()
+    assert LossScale(torch.float16, initial=1.0).overflow() is False
+    assert LossScale(torch.bfloat16).overflow() is False
