@@ -262,7 +262,8 @@ def launcher_command(tmp_path: Path, scenario: str) -> list[str]:
 
 
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
-    launcher = subprocess.Popen(launcher_command(tmp_path, "deaf"))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed launcher leaves its temporary directory
+    launcher = subprocess.Popen(launcher_command(tmp_path, "deaf"), env=environment)
     pids = [facts(tmp_path, rank)["pid"] for rank in (0, 1)]
     launcher.kill()
     launcher.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -51,14 +50,15 @@ def test_ranks_know_who_they_are_and_stay_warm(ranks: Run) -> None:
         assert (found.rank, found.world) == (rank, 3)
 
 
-def disturb(ranks: Ranks) -> tuple[float, float, str | None, int]:
+def disturb(ranks: Ranks) -> tuple[str, torch.dtype, str | None, str, int]:
     """Leaves everything in disorder, and says what it found."""
-    found = (torch.rand(()).item(), random.random(), os.environ.get("LEFT_BEHIND"), torch.get_num_threads())
+    number = torch.rand(())
+    found = (str(number), number.dtype, os.environ.get("LEFT_BEHIND"), str(Path.cwd()), torch.get_num_threads())
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(ranks.rank + time.time_ns())
     os.environ["LEFT_BEHIND"] = "yes"
     os.chdir("/")
-    return *found, torch.rand(()).dtype == torch.float64, str(Path.cwd())
+    return found
 
 
 def test_every_call_finds_a_fresh_process(ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_every_call_finds_a_fresh_process(ranks: Run, tmp_path: Path, monkeypatc
     first, again = ranks(disturb, 2), ranks(disturb, 2)
     assert first == again
     assert first[0] == first[1]
-    assert first[0][2:4] == (None, 1)
+    assert first[0][1:] == (torch.float32, None, str(tmp_path), 1)
 
 
 def big(ranks: Ranks, size: int) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ def test_results_outlive_the_processes() -> None:
     assert results[1]["x"].sum().item() == 1_000_000
 
 
-class Odd(Exception):
+class OddError(Exception):
     """Cannot be sent: it does not take back what it stores."""
 
     def __init__(self, first: int, second: int):
@@ -89,7 +89,7 @@ class Odd(Exception):
 
 def fail(ranks: Ranks, on: int | None, error: str) -> None:
     if on in (None, ranks.rank):
-        raise {"job": JobError(["one", "two"]), "odd": Odd(1, 2)}[error]
+        raise {"job": JobError(["one", "two"]), "odd": OddError(1, 2)}[error]
     dist.barrier()
 
 
@@ -108,7 +108,7 @@ def test_an_error_of_one_rank(ranks: Run) -> None:
 def test_an_error_of_all_ranks_is_found_at_once(ranks: Run) -> None:
     ranks(myself, 4)
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"Odd: odd 1 2 \(cannot be sent as it is: "):
+    with pytest.raises(RuntimeError, match=r"OddError: odd 1 2 \(cannot be sent as it is: "):
         ranks(fail, 4, None, "odd")
     assert time.monotonic() - began < 0.5
 
@@ -174,7 +174,7 @@ if __name__ == "__main__":
 def test_nothing_outlives_the_caller(tmp_path: Path, end: str, code: int) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, program, end], capture_output=True, text=True, env=environment, timeout=60, check=False
     )

@@ -43,23 +43,17 @@ def test_a_lone_process_leaves_the_group_after_an_error(error: Exception) -> Non
     assert not dist.is_initialized()
 
 
-def stay_or_leave(ranks: Ranks, directory: str) -> list[bool]:
-    """Whether there is still a group after a bug, and after a planned stop."""
-    dist.destroy_process_group()
-    left = []
-    for error in (ValueError("bug"), StoppedError("stop")):
-        os.environ[STORE] = f"{directory}/{type(error).__name__}"
-        with pytest.raises(type(error)), process_group(ranks, device=CPU, timeout_s=10):
-            dist.barrier()
-            raise error
-        left.append(dist.is_initialized())
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return left
+def in_a_group_after(ranks: Ranks, store: str, error: Exception) -> bool:
+    dist.destroy_process_group()  # the pool's own
+    os.environ[STORE] = store
+    with pytest.raises(type(error)), process_group(ranks, device=CPU, timeout_s=10):
+        raise error
+    return dist.is_initialized()
 
 
 def test_several_ranks_leave_together_or_not_at_all(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    assert ranks(stay_or_leave, 2, str(tmp_path)) == [[True, False]] * 2
+    assert ranks(in_a_group_after, 2, str(tmp_path / "a"), ValueError("a bug")) == [True, True]
+    assert ranks(in_a_group_after, 2, str(tmp_path / "b"), StoppedError("as planned")) == [False, False]
 
 
 def test_a_peer_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

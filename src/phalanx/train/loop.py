@@ -85,21 +85,23 @@ class Trainer:
         shards = Path(on_rank_zero(lambda: str(prepare(job.data))))
         index = open_shards(shards)
         dtype = DTYPES[job.train.precision]
-        with torch.device(device):
+        with torch.device("meta"):
             model = Transformer(job.model, index.vocab_size).to(dtype)
-        initialise(model, job.model, job.train.seed)
+        initialise(model.to_empty(device=device), job.model, job.train.seed)
         optimizer = AdamW(model.named_parameters(), job.optimizer)
         self.state = State(model, optimizer, LossScale(dtype), index.fingerprint)
-        self._resume()
-        self.replica: Replica = apply(model, job, self.mesh)
         self.train_data = TokenData(shards, "train", job.model.seq_len)
         self.val_data = TokenData(shards, "val", job.model.seq_len)
-        self.peak, self.peak_source = devices.peak_flops(job.cluster.peak_tflops, device, dtype)
+        on_rank_zero(lambda: self.train_data.tokenizer.save(self.directory.path))
+        self._introduce()
+        self._resume()
+        self.replica: Replica = apply(model, job, self.mesh)
+        self.peak, source = devices.peak_flops(job.cluster.peak_tflops, device, dtype)
+        log.info("peak: %.3g TFLOP/s a rank (%s), for mfu", self.peak / 1e12, source)
 
     def run(self) -> dict[str, Any]:
         """Steps until the job's last, with validation, checkpoints and metrics on the way."""
         job, state = self.job, self.state
-        self._introduce()
         loss, began = math.nan, time.perf_counter()
         tokens = self.batch.global_batch * job.model.seq_len
         flops = train_flops_per_step(job.model, self.batch.global_batch, state.model.embed.num_embeddings)
@@ -195,7 +197,6 @@ class Trainer:
         log.info("run: %s  layout: %s  precision: %s", self.directory.path, job.layout.line(), job.train.precision)
         log.info("model: %s parameters, %d layers, vocabulary %d", f"{count(model, vocab):,}", model.n_layers, vocab)
         log.info("batch: %s; %s training samples", self.batch.equation(), f"{self.train_data.sample_count:,}")
-        log.info("peak: %.3g TFLOP/s a rank (%s), for mfu", self.peak / 1e12, self.peak_source)
 
     def _show(self, meter: metrics.Meter, row: dict[str, float]) -> None:
         self.terminal.step(self.state.step, row["loss"], row["tps"])

@@ -23,7 +23,7 @@ import phalanx
 from phalanx.errors import CheckpointError, JobError, RunError
 from phalanx.job.fields import get, leaves
 from phalanx.job.job import Job
-from phalanx.job.load import LoadedJob, from_dict, load_file
+from phalanx.job.load import LoadedJob, from_dict
 from phalanx.job.show import as_yaml
 from phalanx.train import checkpoint
 
@@ -82,6 +82,14 @@ class RunDirectory:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}  {shlex.join(['phalanx', *sys.argv[1:]])}\n")
         (self.path / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n", encoding="utf-8")
 
+    def require(self) -> None:
+        """Raises CheckpointError where this is not the directory of a run; names the runs beside it."""
+        if self.config.is_file():
+            return
+        known = sorted(str(found.parent) for found in self.path.parent.glob("*/config.yaml"))
+        hint = f"; runs there: {', '.join(known)}" if known else ""
+        raise CheckpointError(f"no run in {self.path}: it has no config.yaml{hint}")
+
     def move_aside(self) -> Path | None:
         """Rename the directory, if there is one, to NAME.1, NAME.2, ...: starting over deletes nothing."""
         if not self.path.exists():
@@ -122,11 +130,11 @@ class RunDirectory:
         changed = [path for path in leaves() if get(then, path) != get(job, path)]
         fatal = [path for path in changed if path in STRUCTURE]
         if fatal:
-            raise JobError([
+            differences = "".join(f"\n  {path}: {get(then, path)!r} there, {get(job, path)!r} here" for path in fatal)
+            raise JobError(
                 f"{self.path} holds a checkpoint of another job (step {manifest.step}); --fresh starts over and keeps "
-                "the old run beside it, run.name=OTHER starts another:",
-                *(f"{path}: {get(then, path)!r} there, {get(job, path)!r} here" for path in fatal),
-            ])
+                f"the old run beside it, run.name=OTHER starts another:{differences}"
+            )
         told = [path for path in changed if not path.startswith(("run.", "cluster.", "checkpoint."))]
         for path in told:
             log.info("resuming with a change: %s: %r -> %r", path, get(then, path), get(job, path))
@@ -171,13 +179,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return said.stdout.strip() or None
-
-
-def open_run(path: Path) -> tuple[RunDirectory, Job]:
-    """An existing run and its job. Raises CheckpointError where there is none."""
-    directory = RunDirectory(path)
-    if not directory.config.is_file():
-        known = sorted(str(found.parent) for found in path.parent.glob("*/config.yaml"))
-        hint = f"; runs there: {', '.join(known)}" if known else ""
-        raise CheckpointError(f"no run in {path}: {directory.config} is missing{hint}")
-    return directory, load_file(directory.config).job

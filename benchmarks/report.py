@@ -1,0 +1,40 @@
+"""Where benchmarks put their figures: benchmarks/results/NAME.json for machines, NAME.md for people."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """What a figure was measured on."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo", encoding="utf-8") if "model name" in line), "?"
+    )
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def save(name: str, result: dict[str, Any], table: Sequence[tuple[str, ...]], title: str) -> None:
+    """Write both forms and print the table."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    head, *rows = [f"| {' | '.join(row)} |" for row in table]
+    facts = result["machine"]
+    where = f"{facts['processor']}, {facts['cores']} cores, torch {facts['torch']}, Python {facts['python']}, {facts['date']}"
+    text = "\n".join([f"# {title}", "", f"{where}. `python -m benchmarks.{name}`", "", head, "|---" * len(table[0]) + "|", *rows])
+    (RESULTS / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    print(text)

@@ -1,0 +1,54 @@
+"""A model and its tokenizer from a run's checkpoint, ready to generate."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import CheckpointError
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.precision import DTYPES
+from phalanx.train import checkpoint
+from phalanx.train.device import choose
+from phalanx.train.run_directory import RunDirectory, job_of
+from phalanx.train.state import load_parameters
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """What generation needs."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    device: torch.device
+    step: int
+
+
+def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
+    """The model of a run as its checkpoint of `step` (0: the newest whole one) holds it.
+
+    Raises CheckpointError where there is no run, no such checkpoint, or a damaged one.
+    """
+    directory = RunDirectory(path)
+    directory.require()
+    root = directory.checkpoints
+    if step:
+        manifest = checkpoint.check(root / f"step-{step:06d}")
+    else:
+        manifest = checkpoint.newest_valid(root, report=log.warning)
+    if manifest is None:
+        raise CheckpointError(f"{path} has no checkpoint yet; it writes one at its end, or every checkpoint.every steps")
+    job = job_of(manifest)
+    target = choose(device, 0)
+    with torch.device("meta"):
+        model = Transformer(job.model, manifest.meta["vocab_size"]).to(DTYPES[job.train.precision])
+    model.to_empty(device=target)
+    _, groups = checkpoint.load(manifest.path, verify=False)
+    load_parameters(model, groups["model"], manifest.path)
+    return LoadedRun(model, Tokenizer.load(path), target, manifest.step)
