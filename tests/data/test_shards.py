@@ -99,9 +99,7 @@ def test_one_flipped_bit_is_found_by_verify(folder: Path) -> None:
     content[33] ^= 1
     (folder / "val-00000.bin").write_bytes(content)
     open_shards(folder)
-    with pytest.raises(
-        DataError, match=rf"val-00000\.bin: expected sha256 [0-9a-f]{{64}}, found [0-9a-f]{{64}}.*{REPAIR}"
-    ):
+    with pytest.raises(DataError, match=rf"val-00000\.bin: expected sha256 [0-9a-f]*, found [0-9a-f]*\. .*{REPAIR}"):
         open_shards(folder, verify=True)
 
 
@@ -147,9 +145,9 @@ def test_foreign_indices_are_refused(folder: Path, fields: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"file": "../../secrets-00000.bin"}, r"called '../../secrets-00000\.bin', expected train-00001\.bin"),
+        ({"file": "../../secrets-00000.bin"}, r"called '../../secrets-00000\.bin', expected 'train-00001\.bin'"),
         ({"file": "/etc/passwd"}, "called '/etc/passwd'"),
-        ({"file": "train-00000.bin"}, "expected train-00001"),
+        ({"file": "train-00000.bin"}, "expected 'train-00001"),
         ({"tokens": 255}, "512 bytes are not 255 tokens of 2 bytes"),
         ({"tokens": -1, "bytes": -2}, "-2 bytes are not -1 tokens"),
         ({"sha256": "x"}, "'x' is not a sha256"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +131,22 @@ def test_a_hang_shows_where_every_rank_stands(ranks: Run) -> None:
     assert "in hang" in of_1
     assert "in barrier" not in of_1
     assert before.isdisjoint(pid for _, _, pid in ranks(myself, 2))
+
+
+def test_an_interrupted_call_leaves_no_answers_for_the_next(ranks: Run) -> None:
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(InterruptedError):
+            ranks(hang, 2)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert [given.rank for given, _, _ in ranks(myself, 2)] == [0, 1]
 
 
 def die(ranks: Ranks) -> None:

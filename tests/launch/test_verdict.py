@@ -67,8 +67,12 @@ def test_a_killed_rank_comes_before_the_peers_that_lost_it() -> None:
 def test_last_words_of_a_rank_that_could_say_nothing() -> None:
     _, message = verdict([good(0), End(1, 139, 100.0, False, None, "Fatal Python error: Segmentation fault")], None)
     assert message.startswith("Rank 1 of 2 was killed by SIGSEGV. Its last words:\nFatal Python error")
-    _, message = verdict([good(0), End(1, 3, 100.0, False, None)], None)
-    assert message.startswith("Rank 1 of 2 ended with exit code 3 and no message.")
+
+
+@pytest.mark.parametrize("code", [3, 255])
+def test_an_exit_code_without_a_word(code: int) -> None:
+    _, message = verdict([good(0), End(1, code, 100.0, False, None)], None)
+    assert message.startswith(f"Rank 1 of 2 ended with exit code {code} and no message.")
 
 
 def test_a_rank_that_died_on_its_way_out_is_judged_by_its_death() -> None:

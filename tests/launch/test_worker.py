@@ -29,6 +29,7 @@ def _a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         (KeyboardInterrupt(), 130, "interrupted before training had begun"),
         (SystemExit(2), 2, ""),
         (SystemExit(), 0, ""),
+        (SystemExit(-1), 255, ""),
         (SystemExit("no such option"), 1, "no such option"),
     ],
 )

@@ -5,15 +5,39 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx.cli.job_words import JobVerb
 from phalanx.data.prepare import prepare
 from phalanx.data.progress import stderr_progress
 from phalanx.data.shards import SPLITS, Index, map_shard, open_shards
 from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import JobError
 from phalanx.job.data import Data
 
 SAMPLE_CHARACTERS = 60
+VERB = JobVerb(
+    "data prepare",
+    "Prepare a job's corpus: tokenize it into memory-mapped shards with an index and checksums. `phalanx train` does "
+    "this too, where it is not done yet. A preparation that was stopped goes on where it was.",
+    {
+        "force": "Make all shards again, even those that are there.",
+        "verify": "Read every shard and compare it with its digest.",
+    },
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    if not argv or argv[0] != "prepare":
+        if argv and argv[0] not in ("-h", "--help"):
+            raise JobError(f"phalanx data has one command, prepare, not {argv[0]!r}: phalanx data prepare [JOB.yaml]")
+        argv = ["prepare", "--help"]
+    words = VERB.parse(argv[1:])
+    if words is None:
+        return 0
+    chosen = words.switches
+    return prepare_command(words.job.data, force="force" in chosen, verify="verify" in chosen, as_json="json" in chosen)
 
 
 def prepare_command(data: Data, *, force: bool, verify: bool, as_json: bool) -> int:

@@ -190,4 +190,5 @@ def _steps(
 
 
 def _micro_batch(samples: np.ndarray, numbers: np.ndarray) -> MicroBatch:
-    return MicroBatch(np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:]), numbers)
+    # Copies: with one row both slices are contiguous views of the same memory, and padding writes to the targets.
+    return MicroBatch(samples[:, :-1].copy(), samples[:, 1:].copy(), numbers)

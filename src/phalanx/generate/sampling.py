@@ -82,7 +82,7 @@ def _check(prompt: Tensor, *, vocab: int, max_new_tokens: int, temperature: floa
         problems.append(f"the prompt has shape {tuple(prompt.shape)}: it needs (batch, tokens) with at least one token")
     elif prompt.min() < 0 or prompt.max() >= vocab:
         problems.append(
-            f"the prompt holds token {int(prompt.max())}, but the model's vocabulary has {vocab} (0 to {vocab - 1}): "
+            f"the prompt holds tokens {int(prompt.min())} to {int(prompt.max())}, but the model's are 0 to {vocab - 1}: "
             "encode it with the tokenizer that the model was trained with"
         )
     if max_new_tokens < 0:

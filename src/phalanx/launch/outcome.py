@@ -53,5 +53,5 @@ def describe(error: BaseException) -> tuple[int, str, str | None]:
         return 130, "interrupted before training had begun", None
     if isinstance(error, SystemExit):
         code = error.code or 0
-        return (code, "", None) if isinstance(code, int) else (1, str(code), None)
+        return (code & 0xFF, "", None) if isinstance(code, int) else (1, str(code), None)
     return 1, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)).rstrip()

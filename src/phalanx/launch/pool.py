@@ -76,23 +76,24 @@ class Pool:
         if not 1 <= world <= self.max_ranks:
             raise ValueError(f"world {world} is not between 1 and this pool's {self.max_ranks} ranks")
         deadline = time.monotonic() + timeout
-        processes = [self._process(rank) for rank in range(world)]
-        store = str(Path(self._directory.name) / f"store_{next(self._calls)}")
         call = pickle.dumps((fn, args, kwargs))
-        for rank, process in enumerate(processes):
-            ranks = Ranks(rank, world, rank, world, 0, "pool")
-            process.connection.send((sys.path, str(Path.cwd()), ranks, store, timeout + _LONGER_S, call))
-        answers = _collect(processes, deadline)
-        results = {rank: answer.value for rank, answer in answers.items() if isinstance(answer, _Result)}
-        if len(results) == world:
+        store = str(Path(self._directory.name) / f"store_{next(self._calls)}")
+        processes = [self._process(rank) for rank in range(world)]
+        try:
+            for rank, process in enumerate(processes):
+                ranks = Ranks(rank, world, rank, world, 0, "pool")
+                process.connection.send((sys.path, str(Path.cwd()), ranks, store, timeout + _LONGER_S, call))
+            answers = _collect(processes, deadline)
+            results = {rank: answer.value for rank, answer in answers.items() if isinstance(answer, _Result)}
+            if len(results) < world:
+                raise _error(fn, processes, answers, timeout)
             for process in processes:
                 process.connection.send(None)  # only now may a rank leave: its peers might still read from it
             return [pickle.loads(results[rank]) for rank in range(world)]
-        try:
-            raise _error(fn, processes, answers, timeout)
-        finally:
+        except BaseException:  # also when the caller is interrupted: the next call must not read this one's answers
             for rank in range(world):
                 self._ranks.pop(rank).kill()
+            raise
 
     def close(self) -> None:
         """Ends all processes; also called when the interpreter exits."""
@@ -171,7 +172,7 @@ def _collect(processes: Sequence[_Process], deadline: float) -> dict[int, _Answe
             try:
                 answers[rank] = process.connection.recv()
             except (EOFError, ConnectionResetError):
-                process.process.join()
+                process.process.join(1.0)
                 answers[rank] = _Died(process.process.exitcode)
             if not isinstance(answers[rank], _Result):
                 deadline = min(deadline, time.monotonic() + _PEER_GRACE_S)

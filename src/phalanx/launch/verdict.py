@@ -83,12 +83,11 @@ def _reason(end: End, world: int) -> str:
     who = f"Rank {end.rank} of {world}"
     if end.said:
         return f"{who} failed: {end.said.traceback or end.said.message}"
-    if end.code <= 128:
-        return f"{who} ended with exit code {end.code} and no message.{_tail(end)}"
     number = end.code - 128
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if number not in set(signal.Signals):
+        return f"{who} ended with exit code {end.code} and no message.{_tail(end)}"
     memory = " The kernel does this when memory runs out (see dmesg)." if number == signal.SIGKILL else ""
-    return f"{who} was killed by {name}.{memory}{_tail(end)}"
+    return f"{who} was killed by {signal.Signals(number).name}.{memory}{_tail(end)}"
 
 
 def _tail(end: End) -> str:

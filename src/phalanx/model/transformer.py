@@ -67,6 +67,11 @@ class Transformer(nn.Module):
         """What the first block reads, (batch, seq, d_model)."""
         x = self.embed(tokens)
         if self.positions is not None:
+            if len(positions) > self.model.seq_len:
+                raise JobError(
+                    f"{len(positions)} tokens, but the model has {self.model.seq_len} learned positions: "
+                    "shorten the input or train with a larger model.seq_len"
+                )
             x = x + self.positions(positions)
         return dropout(x, self.model.dropout, noise, "embed")
 

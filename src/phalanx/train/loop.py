@@ -92,7 +92,7 @@ class Trainer:
         self.state = State(model, optimizer, LossScale(dtype), index.fingerprint)
         self.train_data = TokenData(shards, "train", job.model.seq_len)
         self.val_data = TokenData(shards, "val", job.model.seq_len)
-        on_rank_zero(lambda: self.train_data.tokenizer.save(self.directory.path))
+        on_rank_zero(self._keep_tokenizer)
         self._introduce()
         self._resume()
         self.replica: Replica = apply(model, job, self.mesh)
@@ -177,6 +177,11 @@ class Trainer:
             first_sample=self.state.samples,
             prefetch=self.job.data.prefetch,
         )
+
+    def _keep_tokenizer(self) -> None:
+        """A run's text can be generated without the data it was trained on."""
+        self.directory.path.mkdir(parents=True, exist_ok=True)
+        self.train_data.tokenizer.save(self.directory.path)
 
     def _resume(self) -> None:
         """Go on from the newest whole checkpoint, the same on every rank."""

@@ -1,0 +1,67 @@
+"""The command line as a whole: help without torch, unknown verbs, exit codes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.cli.main import VERBS, main
+
+IN_A_FRESH_PROCESS = """
+import sys
+from phalanx.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as left:
+    code = left.code or 0
+heavy = {"torch", "transformers", "tokenizers"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else code)
+"""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["--help"],
+        ["--version"],
+        *([verb, "--help"] for verb in VERBS),
+        ["train", "--print-config", "model=llama3-8b"],
+        ["train", "--print-config", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_help_and_configuration_answer_without_torch(argv):
+    done = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, *argv], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "phalanx: no verb 'trian'; did you mean `phalanx train`?"),
+        (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, generate, data"),
+        (["job.yaml"], "phalanx: no verb 'job.yaml'; the verb comes first: `phalanx train job.yaml`"),
+        (["train", "--tp", "2"], "layout.tp: tensor parallel (tp 2) is not trained by this version"),
+        (["train", "model=mixtral-8x7b"], "mixture-of-experts"),
+        (["generate", "nowhere"], "phalanx: no run in nowhere: it has no config.yaml"),
+    ],
+)
+def test_mistakes_are_one_message_and_a_code(argv, message, capsys):
+    code = main(argv)
+    error = capsys.readouterr().err
+    assert code == (4 if argv[0] == "generate" else 2)
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_several_problems_are_listed(capsys):
+    assert main(["train", "stepz=3", "--lr", "x"]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == "phalanx: 2 problems:"
+
+
+def test_torch_is_not_imported_by_the_packages_that_plan():
+    code = "import sys, phalanx.job.load, phalanx.cost.flops, phalanx.data.loader; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

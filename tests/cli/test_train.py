@@ -1,0 +1,144 @@
+"""`phalanx train` as a user runs it: processes, signals, resuming, exit codes, what is printed and what is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+JOB = """
+model: {n_layers: 1, d_model: 16, n_heads: 2, seq_len: 16}
+cluster: {peak_tflops: 1.0}
+layout: {dp_replicate: 2}
+data: {corpus: text, path: corpus.txt}
+train: {steps: 4, global_batch: 4, eval_samples: 4, log_every: 2}
+run: {sample_tokens: 5, sample_prompt: "the"}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a job and a corpus, and no trace of another launcher."""
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "corpus.txt").write_text("the cat sat on the mat. " * 100)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def phalanx(*argv: str, **kwargs) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *argv], capture_output=True, text=True, check=False, timeout=120, **kwargs
+    )
+
+
+def steps(run: Path) -> list[int]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if row["event"] == "step"]
+
+
+def test_a_run_from_start_to_finish_and_again(here):
+    done = phalanx("train", "job.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "validation loss: " in done.stdout
+    assert "sample:\nthe" in done.stdout
+    assert done.stdout.splitlines()[-1] == "run directory: runs/job"
+    assert "step: 4  loss: " in done.stderr
+    assert "Warning" not in done.stderr
+    run = here / "runs" / "job"
+    assert steps(run) == [1, 2, 3, 4]
+    config = (run / "config.yaml").read_text()
+    assert "steps: 4  # job.yaml:6" in config
+    assert yaml.safe_load(config)["layout"]["dp_replicate"] == 2
+    assert "phalanx train job.yaml" in (run / "command.txt").read_text()
+    assert json.loads((run / "env.json").read_text())["packages"]["torch"]
+    assert (run / (run / "latest").read_text().strip() / "manifest.json").is_file()
+    assert "step: 4  loss" in (run / "logs/attempt_0/rank_0/stderr.log").read_text()
+    assert (run / "logs/attempt_0/rank_1/stderr.log").is_file()
+
+    again = phalanx("train", "job.yaml")
+    assert again.returncode == 0
+    assert again.stdout.startswith("runs/job is finished: step 4 of 4, validation loss ")
+    assert steps(run) == [1, 2, 3, 4]
+
+    longer = phalanx("train", "job.yaml", "train.steps=6", "--json", "--dp-replicate", "1")
+    assert longer.returncode == 0, longer.stderr
+    assert json.loads(longer.stdout)["step"] == 6
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    assert "resuming with a change: train.steps: 4 -> 6" in longer.stderr
+
+    fresh = phalanx("train", "job.yaml", "--fresh", "--dp-replicate", "1")
+    assert fresh.returncode == 0
+    assert "runs/job is kept as runs/job.1" in fresh.stderr
+    assert steps(run) == [1, 2, 3, 4]
+    assert steps(here / "runs" / "job.1") == [1, 2, 3, 4, 5, 6]
+
+    text = phalanx("generate", "runs/job", "--prompt", "the", "--max-new-tokens", "7", "--temperature", "0", "--json")
+    assert text.returncode == 0, text.stderr
+    assert len(json.loads(text.stdout)["text"]) == 10
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_with_a_checkpoint_and_the_same_command_goes_on(here, processes, number):
+    argv = [sys.executable, "-m", "phalanx", "train", "job.yaml", "train.steps=100000", "--dp-replicate", processes]
+    run = here / "runs" / "job"
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 3)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 75, error
+    assert "stopped by a signal at step" in error
+    assert error.count("run the same command again to go on") == 1
+    done = steps(run)
+    again = phalanx("train", "job.yaml", f"train.steps={done[-1] + 2}", "--dp-replicate", processes)
+    assert again.returncode == 0, again.stderr
+    assert steps(run) == list(range(1, done[-1] + 3))
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.1)
+
+
+def test_ranks_of_torchrun_train_together(here):
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "phalanx"]
+    done = subprocess.run([*argv, "train", "job.yaml"], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("run directory: runs/job") == 1
+    assert steps(here / "runs" / "job") == [1, 2, 3, 4]
+
+
+def test_two_trainers_in_one_directory(here):
+    from phalanx.job.load import load_file
+    from phalanx.train.run_directory import RunDirectory
+
+    with RunDirectory.of(load_file(here / "job.yaml").job).lock():
+        second = phalanx("train", "job.yaml")
+    assert second.returncode == 1
+    assert f"runs/job is in use by process {os.getpid()}" in second.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["data.path=none.txt"], 4, "none.txt"),
+        (["train.global_batch=5"], 2, "nearest legal global_batch: 4 or 6"),
+        (["cluster.device=cuda"], 1, "has 0 CUDA devices"),
+        (["optimizer.lr=1e30", "optimizer.clip=0", "train.steps=50"], 5, "The optimizer has not written it"),
+    ],
+)
+def test_what_goes_wrong_has_a_message_and_a_code_but_no_traceback(here, argv, code, message):
+    done = phalanx("train", "job.yaml", *argv)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count(message) == 1

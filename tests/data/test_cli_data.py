@@ -1,0 +1,62 @@
+"""`phalanx data prepare` says what it made, to people and to programs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.data import prepare_command
+from phalanx.errors import DataError
+from phalanx.job.data import Data
+
+
+@pytest.fixture
+def data(poems: Path, tmp_path: Path, small_shards: None) -> Data:
+    return Data(corpus="text", path=str(poems), dir=str(tmp_path / "out"))
+
+
+def test_json_is_one_document(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare_command(data, force=False, verify=True, as_json=True) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["path"].startswith(data.dir + "/text-char-")
+    assert told["splits"]["train"]["tokens"] + told["splits"]["val"]["tokens"] == told["characters"]
+    assert told["splits"]["val"]["bytes"] == 2 * told["splits"]["val"]["tokens"]
+    assert told["begins"] == ("poem 0\n" + "the sea, the sea; " * 13)[:60]
+    assert told["verified"] is True
+    assert "tokenizing: 100%" in err
+
+
+def test_text(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare_command(data, force=False, verify=False, as_json=False)
+    out = capsys.readouterr().out
+    assert re.search(r"^train: [\d,]+ tokens  shards: \d+  bytes: [\d,]+$", out, re.MULTILINE)
+    assert r"begins: 'poem 0\nthe sea" in out
+    assert "dtype: uint16" in out
+
+
+def test_verify_finds_a_flipped_bit_and_force_repairs_it(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare_command(data, force=False, verify=True, as_json=True)
+    shard = Path(json.loads(capsys.readouterr().out)["path"]) / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[10] ^= 4
+    shard.write_bytes(content)
+    prepare_command(data, force=False, verify=False, as_json=True)
+    with pytest.raises(DataError, match=r"train-00000\.bin: expected sha256 .* phalanx data prepare --force"):
+        prepare_command(data, force=False, verify=True, as_json=True)
+    prepare_command(data, force=True, verify=True, as_json=True)
+
+
+def test_stopping_says_how_to_go_on(
+    data: Data, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*arguments: object, **options: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phalanx.cli.data.prepare", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_command(data, force=False, verify=False, as_json=True)
+    assert "finished shards are kept" in capsys.readouterr().err

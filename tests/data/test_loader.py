@@ -1,0 +1,196 @@
+"""The loader: samples across shards, the same data at any number of ranks, resuming by one number, exact evaluation."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.data.loader import IGNORE, Batches, MicroBatch, TokenData, evaluation_batches
+from phalanx.data.order import sample_ids
+from phalanx.data.shards import SPLITS, CorpusRecord, Index, write_index, write_shard
+from phalanx.data.tokenizer import NumberTokenizer
+from phalanx.errors import DataError, JobError
+
+VOCAB = 1000
+
+
+def write_folder(folder: Path, shards: dict[str, list[np.ndarray]], vocab_size: int = VOCAB) -> Path:
+    tokenizer = NumberTokenizer(VOCAB)
+    tokenizer.save(folder)
+    splits = {
+        split: tuple(write_shard(folder, f"{split}-{i:05d}.bin", t, "uint16") for i, t in enumerate(shards[split]))
+        for split in SPLITS
+    }
+    corpus = CorpusRecord("random", "random tokens", 0, 0, 0, "", "")
+    write_index(folder, Index((), corpus, tokenizer.fingerprint, vocab_size, "uint16", splits, complete=True))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train: 0 … 400 in shards of 100, 3, 0, 197 and 101 tokens; val: 500 … 550."""
+    cuts = [100, 103, 103, 300]
+    return write_folder(
+        tmp_path_factory.mktemp("shards"), {"train": np.split(np.arange(401), cuts), "val": [np.arange(500, 551)]}
+    )
+
+
+def numbers(batches: list[MicroBatch]) -> list[int]:
+    return [int(number) for batch in batches for number in batch.sample_ids]
+
+
+@given(seq_len=st.integers(1, 200))
+def test_samples_are_windows_that_share_one_token(folder: Path, seq_len: int) -> None:
+    data = TokenData(folder, "train", seq_len)
+    assert data.sample_count == 400 // seq_len
+    samples = data.samples(np.arange(data.sample_count))
+    assert samples.dtype == np.int64
+    for i, sample in enumerate(samples):
+        assert sample.tolist() == list(range(i * seq_len, (i + 1) * seq_len + 1))
+
+
+@given(first=st.integers(0, 400), count=st.integers(1, 401))
+def test_read_crosses_shards(folder: Path, first: int, count: int) -> None:
+    data = TokenData(folder, "train", 8)
+    if first + count > 401:
+        with pytest.raises(ValueError, match="of 401"):
+            data.read(first, count)
+    else:
+        assert data.read(first, count).tolist() == list(range(first, first + count))
+
+
+def test_token_data_knows_its_tokenizer(folder: Path) -> None:
+    data = TokenData(folder, "val", 10, verify=True)
+    assert (data.vocab_size, data.tokens, data.sample_count) == (VOCAB, 51, 5)
+    assert data.tokenizer.decode(data.read(0, 3)) == "500 501 502"
+    assert data.fingerprint == TokenData(folder, "train", 5).fingerprint
+
+
+def test_too_few_tokens_shows_the_equation(folder: Path) -> None:
+    assert TokenData(folder, "val", 50).sample_count == 1
+    with pytest.raises(DataError, match=r"samples = \(tokens - 1\) // seq_len = \(51 - 1\) // 51 = 0"):
+        TokenData(folder, "val", 51)
+    with pytest.raises(DataError, match="split 'test': expected one of train, val"):
+        TokenData(folder, "test", 5)
+
+
+def test_a_token_outside_the_vocabulary_is_not_handed_to_the_model(tmp_path: Path) -> None:
+    data = TokenData(write_folder(tmp_path, {"train": [np.arange(101)], "val": []}, vocab_size=90), "train", 10)
+    data.samples(np.array([0, 7]))
+    with pytest.raises(DataError, match=r"holds token 90, expected tokens below the vocabulary size 90.*--force"):
+        data.samples(np.array([8]))
+
+
+def steps(folder: Path, count: int, **options: int) -> list[list[MicroBatch]]:
+    settings = {"global_batch": 12, "micro_batch": 2, "rank": 0, "ranks": 1, "seed": 5, **options}
+    with Batches(TokenData(folder, "train", 8), **settings) as batches:
+        return [next(batches) for _ in range(count)]
+
+
+def test_a_step_is_micro_batches_of_shifted_tokens(folder: Path) -> None:
+    [step] = steps(folder, 1, ranks=2, rank=1)
+    assert len(step) == 3
+    ids = sample_ids(6, 6, 50, seed=5)
+    for m, batch in enumerate(step):
+        assert batch.tokens.shape == batch.targets.shape == (2, 8)
+        assert batch.tokens.dtype == batch.targets.dtype == np.int64
+        assert batch.tokens.flags.c_contiguous
+        assert batch.targets.flags.c_contiguous
+        assert batch.sample_ids.tolist() == [6 + 2 * m, 7 + 2 * m]
+        assert batch.tokens[:, 0].tolist() == (8 * ids[2 * m : 2 * m + 2]).tolist()
+        assert np.array_equal(batch.targets, batch.tokens + 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_the_union_over_ranks_does_not_depend_on_their_number(folder: Path, ranks: int, prefetch: int) -> None:
+    alone = [np.concatenate([b.tokens for b in step]) for step in steps(folder, 9)]
+    each = [steps(folder, 9, ranks=ranks, rank=rank, prefetch=prefetch) for rank in range(ranks)]
+    for s in range(9):
+        assert [n for rank in each for n in numbers(rank[s])] == list(range(12 * s, 12 * s + 12))
+        assert np.array_equal(np.concatenate([b.tokens for rank in each for b in rank[s]]), alone[s])
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7])
+def test_resuming_needs_one_number(folder: Path, stop: int) -> None:
+    """Also when it happens twice, across an epoch's end (50 samples), and with another number of ranks."""
+    whole = steps(folder, 10)
+    resumed = steps(folder, 10 - stop, first_sample=12 * stop)
+    again = [steps(folder, 9 - stop, first_sample=12 * (stop + 1), ranks=3, rank=r) for r in range(3)]
+    for s, step in enumerate(whole[stop:]):
+        assert numbers(resumed[s]) == numbers(step)
+        for batch, other in zip(step, resumed[s], strict=True):
+            assert np.array_equal(batch.tokens, other.tokens)
+            assert np.array_equal(batch.targets, other.targets)
+    for s, step in enumerate(whole[stop + 1 :]):
+        tokens = np.concatenate([b.tokens for rank in again for b in rank[s]])
+        assert np.array_equal(tokens, np.concatenate([b.tokens for b in step]))
+
+
+def test_an_epoch_reads_every_sample_once(folder: Path) -> None:
+    tokens = np.concatenate([b.tokens for step in steps(folder, 25, global_batch=4) for b in step])
+    first, second = tokens[:50, 0] // 8, tokens[50:, 0] // 8
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first.tolist() != second.tolist()
+
+
+@pytest.mark.parametrize(("global_batch", "micro_batch"), [(12, 5), (10, 2), (12, 0), (0, 2)])
+def test_batches_that_do_not_divide_are_refused(folder: Path, global_batch: int, micro_batch: int) -> None:
+    with pytest.raises(JobError, match=rf"{global_batch} = {micro_batch} × accumulation × 4"):
+        steps(folder, 1, global_batch=global_batch, micro_batch=micro_batch, ranks=4)
+
+
+def test_an_error_while_reading_ahead_reaches_the_caller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TokenData(folder, "train", 8)
+    read, calls = data.samples, iter(range(10))
+
+    def failing(ids: np.ndarray) -> np.ndarray:
+        if next(calls) == 2:
+            raise DataError("the disk is gone")
+        return read(ids)
+
+    monkeypatch.setattr(data, "samples", failing)
+    with Batches(data, global_batch=2, micro_batch=1, rank=0, ranks=1, seed=0) as batches:
+        assert [numbers(next(batches)), numbers(next(batches))] == [[0, 1], [2, 3]]
+        with pytest.raises(DataError, match="the disk is gone"):
+            next(batches)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_closing_leaves_no_thread(folder: Path, prefetch: int) -> None:
+    before = threading.active_count()
+    data = TokenData(folder, "train", 8)
+    batches = Batches(data, global_batch=2, micro_batch=1, rank=0, ranks=1, seed=0, prefetch=prefetch)
+    next(batches)
+    assert threading.active_count() == before + (prefetch > 0)
+    batches.close()
+    batches.close()
+    assert threading.active_count() == before
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+@given(samples=st.integers(1, 60), micro_batch=st.integers(1, 7), ranks=st.integers(1, 5))
+def test_evaluation_is_exact_at_any_number_of_ranks(folder: Path, samples: int, micro_batch: int, ranks: int) -> None:
+    data = TokenData(folder, "train", 8)
+    each = [
+        list(evaluation_batches(data, samples=samples, micro_batch=micro_batch, rank=rank, ranks=ranks))
+        for rank in range(ranks)
+    ]
+    assert len({len(batches) for batches in each}) == 1
+    counted = min(samples, 50)
+    valid = [b.targets[b.targets != IGNORE] for batches in each for b in batches]
+    assert sorted(np.concatenate(valid)) == list(range(1, 8 * counted + 1))
+    seen = [n for batches in each for n in numbers(batches)]
+    assert sorted(n for n in seen if n >= 0) == list(range(counted))
+    for batches in each:
+        for batch in batches:
+            assert batch.tokens.shape == (micro_batch, 8)
+            padding = batch.sample_ids < 0
+            assert (batch.targets[padding] == IGNORE).all()
+            assert np.array_equal(batch.targets[~padding], batch.tokens[~padding] + 1)

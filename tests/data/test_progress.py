@@ -1,0 +1,36 @@
+"""Progress: plain lines where there is no terminal, and none too often."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from phalanx.data.progress import stderr_progress
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with stderr_progress() as progress:
+        progress("only told", 0, 0)
+        for done in range(101):
+            progress("working", done, 100)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == ["only told", "working: 0%", "working: 100%"]
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with stderr_progress() as progress:
+        progress("only [told]", 0, 0)
+        progress("working", 1, 2)
+        progress("working", 2, 2)
+    assert "only [told]" in terminal.getvalue()
+    assert "working" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()

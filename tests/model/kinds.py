@@ -1,0 +1,55 @@
+"""Small shapes of every kind that the transformer covers, for the tests of this folder and its neighbours."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.job.model import Model, RopeScaling
+from phalanx.model.init import initialise
+from phalanx.model.transformer import Transformer
+
+_LLAMA = Model(
+    n_layers=2,
+    d_model=24,
+    n_heads=4,
+    n_kv_heads=2,
+    vocab_size=37,
+    seq_len=12,
+    norm="rmsnorm",
+    positions="rope",
+    activation="swiglu",
+    bias=False,
+    tied=False,
+    head_dim=8,
+)
+
+KINDS: dict[str, Model] = {
+    "gpt2": Model(n_layers=2, d_model=24, n_heads=4, vocab_size=37, seq_len=12, activation="gelu_tanh"),
+    "gpt2 without bias": Model(n_layers=2, d_model=24, n_heads=4, vocab_size=37, seq_len=12, bias=False),
+    "gpt2 untied": Model(n_layers=1, d_model=24, n_heads=3, vocab_size=37, seq_len=12, tied=False, d_ff=40),
+    "llama": _LLAMA,
+    "llama 3.1": Model(
+        **{**vars(_LLAMA), "n_kv_heads": 1, "rope_scaling": RopeScaling(factor=4.0, original_seq_len=16)}
+    ),
+    "linear scaling": Model(
+        **{**vars(_LLAMA), "n_kv_heads": 0, "rope_scaling": RopeScaling(kind="linear", factor=2.0)}
+    ),
+    "qwen 2": Model(**{**vars(_LLAMA), "qkv_bias": True, "tied": True}),
+}
+
+
+def build(model: Model, dtype: torch.dtype = torch.float64, seed: int = 1) -> Transformer:
+    """The model with weights large enough, and biases and norms far enough from 0 and 1, for a mistake to show."""
+    transformer = Transformer(model)
+    initialise(transformer, model, seed)
+    transformer = transformer.to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=dtype), alpha=0.2)
+    return transformer
+
+
+def tokens(model: Model, batch: int, seq: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.vocab_size, (batch, seq), generator=generator)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from model.kinds import KINDS
+from phalanx.job.parameters import parameter_shapes
+from phalanx.job.presets import PRESETS
+from phalanx.model.init import initial_value, initialise
+from phalanx.model.transformer import Block, Transformer
+
+GPT2 = KINDS["gpt2"]
+
+
+def initialised(dtype: torch.dtype = torch.float32, seed: int = 1) -> dict[str, torch.Tensor]:
+    transformer = Transformer(GPT2).to(dtype)
+    initialise(transformer, GPT2, seed)
+    return dict(transformer.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_data_type_only_rounds(dtype: torch.dtype):
+    for (name, one), other in zip(initialised().items(), initialised(dtype).values(), strict=True):
+        assert torch.equal(one.to(dtype), other), name
+
+
+def test_a_part_of_the_model_starts_as_it_does_in_the_whole():
+    """A pipeline stage that holds the second block only, built on the meta device."""
+    with torch.device("meta"):
+        stage = nn.ModuleDict({"blocks": nn.ModuleDict({"1": Block(GPT2, 1)})})
+    stage = stage.to_empty(device="cpu")
+    initialise(stage, GPT2, seed=1)
+    whole = initialised()
+    for name, parameter in stage.named_parameters():
+        assert torch.equal(parameter, whole[name]), name
+
+
+def test_seed_and_name_decide():
+    one, other = initialised(seed=1), initialised(seed=2)
+    assert not torch.equal(one["embed.weight"], other["embed.weight"])
+    assert not torch.equal(one["blocks.0.attn.wq.weight"], one["blocks.1.attn.wq.weight"])
+    assert not torch.equal(one["blocks.0.attn.wq.weight"], one["blocks.0.attn.wk.weight"])
+
+
+def test_torch_global_generator_is_left_alone():
+    transformer = Transformer(GPT2)
+    state = torch.get_rng_state()
+    initialise(transformer, GPT2, seed=1)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_distributions():
+    model = replace(PRESETS["gpt2"], n_layers=8, init_std=0.03)
+    shapes = parameter_shapes(model)
+    for name, std in (
+        ("embed.weight", 0.03),
+        ("positions.weight", 0.03),
+        ("blocks.3.attn.wq.weight", 0.03),
+        ("blocks.3.mlp.up.weight", 0.03),
+        ("blocks.3.attn.wo.weight", 0.03 / 4),
+        ("blocks.3.mlp.down.weight", 0.03 / 4),
+    ):
+        value = initial_value(name, shapes[name], model, seed=1)
+        assert value.shape == shapes[name]
+        assert value.std().item() == pytest.approx(std, rel=0.01), name
+        assert abs(value.mean().item()) < std / 100, name
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama3-8b", "deepseek-v3"])
+def test_norms_start_at_one_and_biases_at_zero(preset: str):
+    model = PRESETS[preset]
+    for name, shape in parameter_shapes(replace(model, n_layers=4)).items():
+        if len(shape) > 1:
+            continue
+        expected = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        assert torch.equal(initial_value(name, shape, model, seed=1), expected), name
+
+
+def test_the_first_loss_is_that_of_guessing():
+    model = replace(PRESETS["tiny"], vocab_size=50)
+    transformer = Transformer(model)
+    initialise(transformer, model, seed=1)
+    logits = transformer(torch.randint(0, 50, (4, 64), generator=torch.Generator().manual_seed(0)))
+    assert logits.std().item() < 0.5

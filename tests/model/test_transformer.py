@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from model.kinds import KINDS, build, tokens
+from phalanx.errors import JobError
+from phalanx.job.model import MLA, Model, MoE
+from phalanx.job.parameters import count, parameter_shapes
+from phalanx.job.presets import PRESETS
+from phalanx.model.cache import Cache
+from phalanx.model.noise import Noise
+from phalanx.model.transformer import Transformer
+
+kinds = pytest.mark.parametrize("model", KINDS.values(), ids=KINDS.keys())
+
+
+@kinds
+def test_logits_equal_those_of_a_reference_written_in_loops(model: Model):
+    transformer = build(model)
+    inputs = tokens(model, 2, 10)
+    expected = np.stack([reference_logits(transformer, model, row.tolist()) for row in inputs])
+    np.testing.assert_allclose(transformer(inputs).detach().numpy(), expected, rtol=1e-10, atol=1e-10)
+
+
+@kinds
+def test_step_by_step_attention_equals_the_fused_kernel(model: Model):
+    # So small a probability rounds to dropping nothing, but takes the path that dropout takes.
+    transformer, inputs = build(replace(model, dropout=1e-9)), tokens(model, 2, 10)
+    with_noise = transformer(inputs, noise=Noise(1, 0, (0, 1)))
+    torch.testing.assert_close(with_noise, transformer(inputs), rtol=1e-12, atol=1e-12)
+
+
+@kinds
+def test_a_future_token_changes_no_past_logits(model: Model):
+    transformer, inputs = build(model), tokens(model, 1, 10)
+    changed = inputs.clone()
+    changed[0, 6] = (changed[0, 6] + 1) % model.vocab_size
+    before, after = transformer(inputs)[0], transformer(changed)[0]
+    torch.testing.assert_close(before[:6], after[:6], rtol=0, atol=1e-13)
+    assert (before[6:] - after[6:]).abs().amax(dim=-1).min() > 1e-6
+
+
+def test_grouped_queries_equal_repeated_keys_and_values():
+    model = KINDS["llama"]
+    grouped, full = build(model), build(replace(model, n_kv_heads=model.n_heads))
+    weights = dict(grouped.state_dict())
+    for name in list(weights):
+        if name.endswith(("wk.weight", "wv.weight")):
+            heads = weights[name].unflatten(0, (model.kv_heads, model.head_size))
+            weights[name] = heads.repeat_interleave(model.n_heads // model.kv_heads, dim=0).flatten(0, 1)
+    full.load_state_dict(weights)
+    inputs = tokens(model, 2, 10)
+    torch.testing.assert_close(grouped(inputs), full(inputs), rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_computes_with_the_heads_that_its_weights_have():
+    """Two halves of the heads, as tensor parallelism would hold them, add up to the whole attention."""
+    model = KINDS["llama"]
+    block, x = build(model).blocks["0"], torch.randn(2, 10, model.d_model, dtype=torch.float64)
+    rotary = build(model).rotary(torch.arange(10), torch.float64)
+    whole = block.attn(x, rotary, None, None)
+    parts = []
+    for half in range(2):
+        attn = build(model).blocks["0"].attn
+        for name in ("wq", "wk", "wv"):
+            linear = getattr(attn, name)
+            linear.weight = torch.nn.Parameter(linear.weight.chunk(2, dim=0)[half])
+        attn.wo.weight = torch.nn.Parameter(attn.wo.weight.chunk(2, dim=1)[half])
+        parts.append(attn(x, rotary, None, None))
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-12, atol=1e-12)
+
+
+@kinds
+def test_a_cache_gives_the_logits_of_the_whole_context(model: Model):
+    transformer, inputs = build(model), tokens(model, 2, 12)
+    cache, pieces = Cache(12), []
+    for start, stop in ((0, 5), (5, 6), (6, 9), (9, 12)):
+        pieces.append(transformer(inputs[:, start:stop], cache=cache))
+    assert cache.length == 12
+    torch.testing.assert_close(torch.cat(pieces, dim=1), transformer(inputs), rtol=1e-9, atol=1e-9)
+
+
+def test_positions_place_the_tokens():
+    """A rotary model knows distances only, so a shift changes nothing; a gap does."""
+    transformer, inputs = build(KINDS["llama"]), tokens(KINDS["llama"], 1, 8)
+    here = transformer(inputs)
+    shifted = transformer(inputs, positions=torch.arange(100, 108))
+    torch.testing.assert_close(shifted, here, rtol=1e-9, atol=1e-9)
+    gap = transformer(inputs, positions=torch.tensor([0, 1, 2, 3, 14, 15, 16, 17]))
+    torch.testing.assert_close(gap[:, :4], here[:, :4])
+    assert (gap[:, 4:] - here[:, 4:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@kinds
+def test_lower_precisions_stay_near_float64(model: Model, dtype: torch.dtype):
+    inputs = tokens(model, 2, 10)
+    exact = build(model)(inputs)
+    logits = build(model).to(dtype)(inputs)
+    assert logits.dtype == dtype
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
+    assert (logits - exact).norm() / exact.norm() < tolerance
+
+
+@kinds
+def test_recomputing_the_blocks_repeats_the_masks(model: Model):
+    model = replace(model, dropout=0.3)
+    noise, inputs = Noise(1, 5, (8, 9)), tokens(model, 2, 10)
+    transformer, recomputed = build(model), build(model)
+    for block in recomputed.blocks.values():
+        forward = block.forward
+        block.forward = lambda *args, forward=forward: checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False
+        )
+    for each in (transformer, recomputed):
+        each(inputs, noise=noise).square().sum().backward()
+    for one, other in zip(transformer.parameters(), recomputed.parameters(), strict=True):
+        assert one.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+@kinds
+def test_every_parameter_gets_a_gradient(model: Model):
+    transformer = build(model)
+    transformer(tokens(model, 2, 12)).square().sum().backward()
+    for name, parameter in transformer.named_parameters():
+        assert parameter.grad is not None, name
+        if not name.endswith("wk.bias"):  # a constant added to all keys' scores leaves the softmax as it is,
+            assert parameter.grad.abs().max() > 1e-8, name  # except through the rotation, so no bound is given
+
+
+@kinds
+def test_parameters_are_those_of_the_shape_in_their_order(model: Model):
+    with torch.device("meta"):
+        transformer = Transformer(model)
+    found = {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
+    assert list(found.items()) == list(parameter_shapes(model).items())
+    assert list(transformer.state_dict()) == list(found)
+
+
+DENSE_PRESETS = [name for name, model in PRESETS.items() if not model.moe.n_experts]
+
+
+@pytest.mark.parametrize("name", DENSE_PRESETS)
+def test_presets_build_on_the_meta_device(name: str):
+    model = replace(PRESETS[name], n_layers=2)
+    with torch.device("meta"):
+        transformer = Transformer(model, vocab_size=model.vocab_size or 65)
+    assert sum(p.numel() for p in transformer.parameters()) == count(model, model.vocab_size or 65)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n_layers=st.integers(1, 3),
+    n_kv_heads=st.sampled_from([0, 1, 2]),
+    head_dim=st.sampled_from([0, 2, 6]),
+    d_ff=st.sampled_from([0, 20]),
+    norm=st.sampled_from(["layernorm", "rmsnorm"]),
+    positions=st.sampled_from(["learned", "rope"]),
+    activation=st.sampled_from(["gelu", "gelu_tanh", "swiglu"]),
+    bias=st.booleans(),
+    qkv_bias=st.booleans(),
+    tied=st.booleans(),
+)
+def test_shapes_equal_the_module_for_any_small_model(**fields):
+    model = Model(d_model=16, n_heads=4, vocab_size=11, seq_len=6, **fields)
+    transformer = Transformer(model)
+    found = {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
+    assert list(found.items()) == list(parameter_shapes(model).items())
+    assert transformer(torch.zeros(1, 6, dtype=torch.long)).shape == (1, 6, 11)
+
+
+def test_the_tokenizer_gives_the_vocabulary_where_the_model_leaves_it_open():
+    model = replace(KINDS["gpt2"], vocab_size=0)
+    assert Transformer(model, vocab_size=65).embed.num_embeddings == 65
+    with pytest.raises(JobError, match=r"set model\.vocab_size to a number of tokens"):
+        Transformer(model)
+
+
+def test_parts_that_are_only_counted_are_refused_all_at_once():
+    model = replace(KINDS["llama"], moe=MoE(n_experts=4), mla=MLA(kv_rank=8))
+    with pytest.raises(JobError) as caught:
+        Transformer(model)
+    assert len(caught.value.problems) == 2
+    assert "model.moe.n_experts=4: mixture of experts is not trainable in this version" in str(caught.value)
+    assert "model.mla.kv_rank=8: latent attention is not trainable in this version" in str(caught.value)
+
+
+def test_more_tokens_than_learned_positions_are_refused():
+    model = KINDS["gpt2"]
+    with pytest.raises(JobError, match="13 tokens, but the model has 12 learned positions"):
+        build(model)(tokens(model, 1, 13))
+    build(KINDS["llama"])(tokens(KINDS["llama"], 1, 13))
+
+
+def reference_logits(transformer: Transformer, model: Model, sequence: list[int]) -> np.ndarray:
+    """Logits (seq, vocab) of one sequence, one position, head and pair of elements at a time, in numpy's float64."""
+    weights = {name: p.detach().double().numpy() for name, p in transformer.named_parameters()}
+    size, group = model.head_size, model.n_heads // model.kv_heads
+
+    def linear(name: str, x: np.ndarray) -> np.ndarray:
+        y = np.einsum("oi,...i->...o", weights[f"{name}.weight"], x)
+        return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        if model.norm == "layernorm":
+            x = x - x.mean(-1, keepdims=True)
+        y = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.norm_eps) * weights[f"{name}.weight"]
+        return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+    def activate(layer: int, x: np.ndarray) -> np.ndarray:
+        up = linear(f"blocks.{layer}.mlp.up", x)
+        if model.activation == "swiglu":
+            gate = linear(f"blocks.{layer}.mlp.gate", x)
+            return gate / (1 + np.exp(-gate)) * up
+        if model.activation == "gelu_tanh":
+            return 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        return up * np.vectorize(lambda value: 0.5 * (1 + math.erf(value / math.sqrt(2))))(up)
+
+    def turn(head: np.ndarray, position: int) -> np.ndarray:
+        out = head.copy()
+        for pair in range(size // 2):
+            angle = position * reference_frequency(model, pair)
+            a, b = head[pair], head[pair + size // 2]
+            out[pair] = a * math.cos(angle) - b * math.sin(angle)
+            out[pair + size // 2] = b * math.cos(angle) + a * math.sin(angle)
+        return out
+
+    x = weights["embed.weight"][sequence]
+    if model.positions == "learned":
+        x = x + weights["positions.weight"][: len(sequence)]
+    for layer in range(model.n_layers):
+        h = norm(f"blocks.{layer}.attn_norm", x)
+        q, k, v = (
+            linear(f"blocks.{layer}.attn.{name}", h).reshape(len(sequence), -1, size) for name in ("wq", "wk", "wv")
+        )
+        if model.positions == "rope":
+            q, k = (
+                np.array([[turn(head, position) for head in token] for position, token in enumerate(each)])
+                for each in (q, k)
+            )
+        out = np.zeros_like(q)
+        for position in range(len(sequence)):
+            for head in range(model.n_heads):
+                scores = [q[position, head] @ k[s, head // group] / math.sqrt(size) for s in range(position + 1)]
+                exponentials = np.exp(np.array(scores) - max(scores))
+                out[position, head] = exponentials / exponentials.sum() @ v[: position + 1, head // group]
+        x = x + linear(f"blocks.{layer}.attn.wo", out.reshape(len(sequence), -1))
+        x = x + linear(f"blocks.{layer}.mlp.down", activate(layer, norm(f"blocks.{layer}.mlp_norm", x)))
+    head = weights["embed.weight" if model.tied else "head.weight"]
+    return norm("final_norm", x) @ head.T
+
+
+def reference_frequency(model: Model, pair: int) -> float:
+    """Radians per position, as the Llama 3.1 release words its rule: by wavelength."""
+    frequency = 1 / model.rope_theta ** (2 * pair / model.head_size)
+    scaling = model.rope_scaling
+    if scaling.factor == 1:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    wavelength = 2 * math.pi / frequency
+    if wavelength < scaling.original_seq_len / scaling.high_freq_factor:
+        return frequency
+    if wavelength > scaling.original_seq_len / scaling.low_freq_factor:
+        return frequency / scaling.factor
+    smooth = (scaling.original_seq_len / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
