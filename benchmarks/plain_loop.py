@@ -1,6 +1,6 @@
 """What the training system is measured against: the loop one would write by hand around the same model.
 
-One process, no framework: memory-mapped tokens, forward, backward, clip, AdamW. Prints the seconds of each step as JSON.
+One process, no framework: tokens in memory, forward, backward, clip, AdamW. Prints the seconds of each step as JSON.
 """
 
 from __future__ import annotations

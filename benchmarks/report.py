@@ -16,9 +16,8 @@ RESULTS = Path(__file__).parent / "results"
 
 def machine() -> dict[str, Any]:
     """What a figure was measured on."""
-    model = next(
-        (line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo", encoding="utf-8") if "model name" in line), "?"
-    )
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
     return {
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -34,7 +33,8 @@ def save(name: str, result: dict[str, Any], table: Sequence[tuple[str, ...]], ti
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     head, *rows = [f"| {' | '.join(row)} |" for row in table]
     facts = result["machine"]
-    where = f"{facts['processor']}, {facts['cores']} cores, torch {facts['torch']}, Python {facts['python']}, {facts['date']}"
-    text = "\n".join([f"# {title}", "", f"{where}. `python -m benchmarks.{name}`", "", head, "|---" * len(table[0]) + "|", *rows])
+    where = "{processor}, {cores} cores, torch {torch}, Python {python}, {date}".format(**facts)
+    rule = "|---" * len(table[0]) + "|"
+    text = "\n".join([f"# {title}", "", f"{where}. `python -m benchmarks.{name}`", "", head, rule, *rows])
     (RESULTS / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(text)

@@ -1,6 +1,6 @@
 """How long `--help` takes, for the program and every verb. Mark: under 0.4 s each; torch is never imported.
 
-    python -m benchmarks.startup [--rounds 9]
+python -m benchmarks.startup [--rounds 9]
 """
 
 from __future__ import annotations

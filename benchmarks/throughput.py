@@ -2,9 +2,9 @@
 
     python -m benchmarks.throughput [--rounds 5] [--steps 40]
 
-Rounds are interleaved (every contender once a round, in turn), each contender in fresh processes; a round's figure is the
-median step after a warm-up, the result is the median over rounds, and ratios are taken round by round. Marks: one process
-at least 1.0 × the plain loop; two processes at least 0.95 × the best one-process figure.
+Rounds are interleaved (every contender once a round, in turn), each contender in fresh processes; a round's figure is
+the median step after a warm-up, the result is the median over rounds, and ratios are taken round by round. Marks: one
+process at least 1.0 × the plain loop; two processes at least 0.95 × the best one-process figure.
 """
 
 from __future__ import annotations

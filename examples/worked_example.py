@@ -1,7 +1,7 @@
 """The smallest training run, whose every number can be checked by hand.
 
-A linear model y = x1·w1 + x2·w2 + b learns two items, (6, 2) -> 15 and (5, 2) -> 12, by squared error and plain gradient
-descent with learning rate 1e-3, from w1 = 0.773, w2 = 0.321, b = 0.067. Three ways:
+A linear model y = x1·w1 + x2·w2 + b learns two items, (6, 2) -> 15 and (5, 2) -> 12, by squared error and plain
+gradient descent with learning rate 1e-3, from w1 = 0.773, w2 = 0.321, b = 0.067. Three ways:
 
   one item a step      two steps, each with the gradient of one item
   accumulated          one step with the sum of both gradients
@@ -44,7 +44,7 @@ def descend(model: nn.Module) -> list[float]:
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter -= LEARNING_RATE * parameter.grad
+            parameter.sub_(LEARNING_RATE * parameter.grad)
             parameter.grad = None
     return values(model)
 

@@ -32,7 +32,9 @@ sys.exit(f"imported {heavy}" if heavy else code)
     ids=" ".join,
 )
 def test_help_and_configuration_answer_without_torch(argv):
-    done = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, *argv], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_FRESH_PROCESS, *argv], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert done.stderr == ""

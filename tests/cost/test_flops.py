@@ -58,8 +58,8 @@ def test_palm_formula():
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("megatron")])
 def test_megatron_formula(name: str):
-    """Narayanan et al. 2021, equation 2: 96 B s l h² (1 + s/(6h) + V/(16 l h)) with the forward pass recomputed,
-    so 3/4 of it without (for the blocks; the paper counts the head's backward, 2/3, without recomputation)."""
+    """Narayanan et al. 2021, equation 3: 96 B s l h² (1 + s/(6h) + V/(16 l h)). Its blocks run forward twice, for
+    recomputation; without that they cost three quarters."""
     model = PRESETS[name]
     layers, h, s, vocab = model.n_layers, model.d_model, model.seq_len, model.vocab_size
     blocks = 72 * layers * h * h * (1 + s / (6 * h))

@@ -35,8 +35,12 @@ def test_the_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:
     inside = threading.Event()
     order: list[str] = []
 
+    def waiting(pid: str) -> None:
+        waits.append(pid)
+        inside.set()
+
     def second() -> None:
-        with locked(tmp_path / "lock", lambda pid: (waits.append(pid), inside.set())):
+        with locked(tmp_path / "lock", waiting):
             order.append("second")
 
     with locked(tmp_path / "lock", waits.append):

@@ -29,12 +29,12 @@ def test_all_problems_at_once() -> None:
         prepared_path(wrong)
     named = [
         "path",
-        "val_fraction=1.0",
-        "limit_mb=-1",
-        "bpe_vocab=100",
-        "random_tokens=0",
-        "random_vocab=0",
-        "workers=-1",
+        "val_fraction",
+        "limit_mb",
+        "bpe_vocab",
+        "random_tokens",
+        "random_vocab",
+        "workers",
     ]
     assert len(caught.value.problems) == len(named)
     for name in named:
@@ -42,7 +42,9 @@ def test_all_problems_at_once() -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(JobError, match=r"data\.corpus=wiki: expected one of stdlib, shakespeare_char, text, random"):
+    with pytest.raises(
+        JobError, match=r"data\.corpus: no corpus 'wiki' \(known: stdlib, shakespeare_char, text, random"
+    ):
         prepared_path(Data(corpus="wiki"))
     with pytest.raises(DataError, match=r"data\.tokenizer=wordpiece: expected char, byte, bpe, or the path"):
         prepared_path(Data(tokenizer="wordpiece"))

@@ -1,4 +1,4 @@
-"""The worked example gives the numbers that can be worked out by hand, in one process, accumulated, and on two ranks."""
+"""The worked example gives the numbers worked out by hand: in one process, accumulated, and on two ranks."""
 
 import sys
 from pathlib import Path

@@ -20,7 +20,10 @@ def test_settings_carry_their_line():
 
 def test_a_section_as_one_word_is_its_preset():
     settings, problems = parse("model: gpt2\ndata: random\n", "j")
-    assert (problems, [(s.path, s.text) for s in settings]) == ([], [("model.preset", "gpt2"), ("data.corpus", "random")])
+    assert (problems, [(s.path, s.text) for s in settings]) == (
+        [],
+        [("model.preset", "gpt2"), ("data.corpus", "random")],
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from phalanx.parallel.mesh import build, place
 degree = st.integers(1, 4)
 
 
-@given(st.fixed_dictionaries({axis: degree for axis in AXES}))
+@given(st.fixed_dictionaries(dict.fromkeys(AXES, degree)))
 def test_places_are_unique_and_innermost_axes_are_neighbours(degrees):
     layout = Layout(**degrees)
     places = [tuple(place(layout, rank)[1].values()) for rank in range(layout.world)]

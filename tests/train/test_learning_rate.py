@@ -1,6 +1,7 @@
 """Learning-rate schedules: their ends, their shape, and scaling with the batch."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -19,11 +20,19 @@ def rates(optimizer: Optimizer) -> list[float]:
 
 @given(st.sampled_from(SCHEDULES), st.integers(0, STEPS), st.integers(0, STEPS), st.floats(0, 1), st.floats(0, 1))
 def test_rises_through_the_warm_up_then_never_rises(schedule, warmup, decay, floor, fraction):
-    found = rates(Optimizer(1e-3, schedule=schedule, warmup_steps=warmup, decay_steps=decay, min_lr_ratio=floor,
-                            decay_fraction=fraction))  # fmt: skip
+    found = rates(
+        Optimizer(
+            1e-3,
+            schedule=schedule,
+            warmup_steps=warmup,
+            decay_steps=decay,
+            min_lr_ratio=floor,
+            decay_fraction=fraction,
+        )
+    )
     assert all(0 <= rate <= 1e-3 * (1 + 1e-12) for rate in found)
-    assert all(a < b for a, b in zip(found[:warmup], found[1:warmup], strict=False))
-    assert all(a >= b - 1e-18 for a, b in zip(found[warmup:], found[warmup + 1 :], strict=False))
+    assert all(a < b for a, b in pairwise(found[:warmup]))
+    assert all(a >= b - 1e-18 for a, b in pairwise(found[warmup:]))
     if schedule != "constant":
         assert found[-1] == pytest.approx(1e-3 * floor)
 

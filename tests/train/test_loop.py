@@ -121,7 +121,9 @@ def test_resuming_on_another_number_of_ranks_continues_the_same_curve(ranks, job
         ranks(train, 1, moved, 3)
     moved = dataclasses.replace(moved, layout=Layout(dp_replicate=2))
     ranks(train, 2, moved)
-    assert [row["loss"] for row in rows(moved, "step")] == pytest.approx([r["loss"] for r in rows(job, "step")], rel=1e-9)
+    assert [row["loss"] for row in rows(moved, "step")] == pytest.approx(
+        [r["loss"] for r in rows(job, "step")], rel=1e-9
+    )
 
 
 def test_the_loss_falls_on_text(ranks, job, tmp_path):
@@ -156,7 +158,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_writes_it(ranks, j
     before = weights(job)
     with pytest.raises(NotFiniteError) as caught:
         ranks(poisoned, world, job)
-    assert str(caught.value).startswith("step 4: loss nan, gradient norm nan, first in embed.weight (samples 36 to 47).")
+    assert str(caught.value).startswith(
+        "step 4: loss nan, gradient norm nan, first in embed.weight (samples 36 to 47)."
+    )
     after = weights(job)
     assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -37,7 +37,7 @@ from phalanx.job.data import Data
 
 SHARD_CHARACTERS = 1 << 21
 """A shard takes segments until it holds at least this many characters …"""
-MAX_SHARDS = 512
+MAX_SHARDS = 4096
 """… or this fraction of the corpus, so that a large corpus does not end in countless files."""
 RANDOM_SHARD_TOKENS = 1 << 22
 BPE_CHARACTERS = 100_000_000

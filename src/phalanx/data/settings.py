@@ -10,11 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from phalanx.data.shards import VERSION
-from phalanx.data.tokenizer import MIN_BPE_VOCAB, Tokenizer
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
+from phalanx.job.check import data_problems
 from phalanx.job.data import Data
 
-CORPORA = ("stdlib", "shakespeare_char", "text", "random")
 TOKENIZERS = ("char", "byte", "bpe")
 
 
@@ -24,7 +24,8 @@ def prepared_path(data: Data) -> Path:
 
     Raises JobError for settings that mean nothing, and DataError for a tokenizer that cannot be read.
     """
-    _check(data)
+    if problems := [f"{path}: {message}" for path, message in data_problems(data)]:
+        raise JobError(problems)
     # Tiny Shakespeare is the same wherever it lies.
     shaping = [s for s in overrides(data) if data.corpus == "text" or not s.startswith("data.path=")]
     content: dict[str, object] = {"version": VERSION, "settings": shaping}
@@ -65,27 +66,3 @@ def tokenizer_path(data: Data) -> Path:
             "there is no such file"
         )
     return path
-
-
-def _check(data: Data) -> None:
-    problems = []
-    if data.corpus not in CORPORA:
-        problems.append(f"data.corpus={data.corpus}: expected one of {', '.join(CORPORA)}")
-    if data.corpus == "text" and not data.path:
-        problems.append("data.corpus=text needs data.path: a text or JSONL file, or a folder of them")
-    if not 0 <= data.val_fraction < 1:
-        problems.append(f"data.val_fraction={data.val_fraction}: expected 0 <= val_fraction < 1")
-    if not 0 <= data.limit_mb < 1e12:
-        problems.append(f"data.limit_mb={data.limit_mb}: expected a number of megabytes, or 0 for all")
-    if data.tokenizer == "bpe" and data.bpe_vocab < MIN_BPE_VOCAB:
-        problems.append(
-            f"data.bpe_vocab={data.bpe_vocab}: expected at least {MIN_BPE_VOCAB} (the 256 bytes and the end of text)"
-        )
-    if data.random_tokens < 1:
-        problems.append(f"data.random_tokens={data.random_tokens}: expected at least 1")
-    if not 1 <= data.random_vocab <= 1 << 32:
-        problems.append(f"data.random_vocab={data.random_vocab}: expected 1 to {1 << 32}")
-    if data.workers < 0:
-        problems.append(f"data.workers={data.workers}: expected a number of processes, or 0 for one a core")
-    if problems:
-        raise JobError(problems)

@@ -25,8 +25,6 @@ MAX_CHARACTERS = 256
 """A char vocabulary larger than this keeps its 255 most frequent characters and one id for all others."""
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """What known tokenizers call the token between two documents, in the order in which they are looked for."""
-MIN_BPE_VOCAB = 257
-"""The 256 bytes and the end of text."""
 REPLACEMENT = 0xFFFD
 """The code point that stands for what cannot be decoded."""
 

@@ -43,7 +43,9 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
     else:
         manifest = checkpoint.newest_valid(root, report=log.warning)
     if manifest is None:
-        raise CheckpointError(f"{path} has no checkpoint yet; it writes one at its end, or every checkpoint.every steps")
+        raise CheckpointError(
+            f"{path} has no checkpoint yet; it writes one at its end, or every checkpoint.every steps"
+        )
     job = job_of(manifest)
     target = choose(device, 0)
     with torch.device("meta"):

@@ -82,8 +82,8 @@ def _check(prompt: Tensor, *, vocab: int, max_new_tokens: int, temperature: floa
         problems.append(f"the prompt has shape {tuple(prompt.shape)}: it needs (batch, tokens) with at least one token")
     elif prompt.min() < 0 or prompt.max() >= vocab:
         problems.append(
-            f"the prompt holds tokens {int(prompt.min())} to {int(prompt.max())}, but the model's are 0 to {vocab - 1}: "
-            "encode it with the tokenizer that the model was trained with"
+            f"the prompt holds tokens {int(prompt.min())} to {int(prompt.max())}, but the model's are 0 to "
+            f"{vocab - 1}: encode it with the tokenizer that the model was trained with"
         )
     if max_new_tokens < 0:
         problems.append(f"max_new_tokens={max_new_tokens}: it must be 0 or more")

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.job import batch
+from phalanx.job.data import Data
 from phalanx.job.fields import get, nearest
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 
 CORPORA = ("stdlib", "shakespeare_char", "text", "random")
+MIN_BPE_VOCAB = 257
+"""The 256 bytes and the end of text."""
 
 Problem = tuple[str, str]
 """The dotted path of the field at fault, and the message."""
@@ -18,7 +21,7 @@ Problem = tuple[str, str]
 
 def problems_of(job: Job) -> list[Problem]:
     """Everything that no run of this job could get past. Empty where the job is legal."""
-    found = [*_ranges(job)]
+    found = [*_ranges(job), *data_problems(job.data)]
     if found:
         return found  # the equations below would only repeat a zero or negative number in other words
     return [*_model(job.model), *_layout(job), *_batch(job), *_data(job), *_optimizer(job)]
@@ -71,10 +74,6 @@ AT_LEAST_ONE = [
     "layout.ep",
     "train.steps",
     "train.log_every",
-    "data.random_tokens",
-    "data.random_vocab",
-    "data.bpe_vocab",
-    "data.prefetch",
 ]
 AT_LEAST_ZERO = [
     "model.n_kv_heads",
@@ -99,8 +98,6 @@ AT_LEAST_ZERO = [
     "checkpoint.keep",
     "run.threads",
     "run.sample_tokens",
-    "data.limit_mb",
-    "data.workers",
     "train.seed",
 ]
 POSITIVE = [
@@ -219,8 +216,8 @@ def _batch(job: Job) -> Iterator[Problem]:
         yield "train.global_batch" if job.train.global_batch else "layout", str(error)
 
 
-def _data(job: Job) -> Iterator[Problem]:
-    data = job.data
+def data_problems(data: Data) -> Iterator[Problem]:
+    """What makes no sense in data settings by themselves: `phalanx.data` refuses them for the same reasons."""
     if data.corpus not in CORPORA:
         meant = nearest(data.corpus, CORPORA)
         hint = f"; did you mean {meant}?" if meant else ""
@@ -229,13 +226,36 @@ def _data(job: Job) -> Iterator[Problem]:
             f"no corpus {data.corpus!r}{hint} (known: {', '.join(CORPORA)}; your own: corpus text and path)",
         )
     if data.corpus == "text" and not data.path:
-        yield "data.path", "corpus text needs the path of a file or folder"
-    if not 0 < data.val_fraction < 1:
-        yield "data.val_fraction", f"must lie between 0 and 1, is {data.val_fraction}"
-    if data.corpus == "random" and job.model.vocab_size and job.model.vocab_size < data.random_vocab:
+        yield "data.path", "corpus text needs the path of a text or JSONL file, or a folder of them"
+    if not 0 <= data.val_fraction < 1:
+        yield "data.val_fraction", f"must be at least 0 and below 1, is {data.val_fraction}"
+    if not 0 <= data.limit_mb < 1e12:
+        yield "data.limit_mb", f"must be a number of megabytes, or 0 for all, is {data.limit_mb}"
+    if data.tokenizer == "bpe" and data.bpe_vocab < MIN_BPE_VOCAB:
+        yield (
+            "data.bpe_vocab",
+            f"must be at least {MIN_BPE_VOCAB} (the 256 bytes and the end of text), is {data.bpe_vocab}",
+        )
+    if data.random_tokens < 1:
+        yield "data.random_tokens", f"must be at least 1, is {data.random_tokens}"
+    if not 1 <= data.random_vocab <= 1 << 32:
+        yield "data.random_vocab", f"must lie between 1 and {1 << 32}, is {data.random_vocab}"
+    if data.workers < 0:
+        yield "data.workers", f"must be a number of processes, or 0 for one a core, is {data.workers}"
+    if data.prefetch < 0:
+        yield "data.prefetch", f"must be a number of steps, is {data.prefetch}"
+
+
+def _data(job: Job) -> Iterator[Problem]:
+    if job.train.eval_samples and not job.data.val_fraction:
+        yield (
+            "data.val_fraction",
+            f"is 0, but train.eval_samples is {job.train.eval_samples}: set one above 0 or the other to 0",
+        )
+    if job.data.corpus == "random" and 0 < job.model.vocab_size < job.data.random_vocab:
         yield (
             "data.random_vocab",
-            f"is {data.random_vocab}, but the model's vocabulary has {job.model.vocab_size}",
+            f"is {job.data.random_vocab}, but the model's vocabulary has {job.model.vocab_size}",
         )
 
 

@@ -74,7 +74,7 @@ def sections() -> list[str]:
 def short_names() -> dict[str, str]:
     """Names that need no section, because only one field has them: {"tp": "layout.tp", "lr": "optimizer.lr", ...}.
 
-    Of several fields with one name the least nested wins (d_ff is model.d_ff, not model.moe.d_ff), if it is alone there.
+    Of several fields with one name the least nested wins, if it is alone there: d_ff is model.d_ff, not model.moe.d_ff.
     """
     by_name: dict[str, list[str]] = {}
     for path in leaves():

@@ -1,4 +1,4 @@
-"""The Job: a model, a cluster and a layout, with the data, the optimizer and the options of a run. Every verb takes it."""
+"""The Job: a model, a cluster and a layout, with data, optimizer and the options of a run. Every verb takes it."""
 
 from __future__ import annotations
 

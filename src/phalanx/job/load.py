@@ -1,4 +1,4 @@
-"""From job files and overrides to one checked Job. Later settings win: default < preset < files in order < command line."""
+"""From job files and overrides to one checked Job. Later wins: default < preset < files in order < command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.job.yaml_file import Setting
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A resolved job, and where each value came from ("default", "preset gpt2", "job.yaml:12", "command line: --tp 2")."""
+    """A resolved job, and where each value came from, such as "job.yaml:12", "preset gpt2" or "default"."""
 
     job: Job
     origins: dict[str, str]

@@ -1,4 +1,4 @@
-"""The words after `phalanx VERB`: job files, `key=value` overrides, `--key value` flags, and the verb's own switches."""
+"""The words after `phalanx VERB`: job files, `key=value` and `--key value` overrides, and the verb's own switches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the text a user wrote to a value of a field's type. YAML files and the command line go through the same rules."""
+"""From the text a user wrote to a value of a field's type: the same rules for files and the command line."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Data parallelism: each replica computes the gradients of its own samples, and they are summed.
 
-`Replica` is one replica alone; `DDPReplica` is one of several processes (torch's DistributedDataParallel: Li et al. 2020);
+`Replica` is one replica alone; `DDPReplica` is one of several processes (DistributedDataParallel: Li et al. 2020);
 `ThreadReplicas` runs them all as threads of one process, the baseline that shows what one interpreter costs.
 """
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -97,6 +98,6 @@ class ThreadReplicas(Replica):
     def forward_backward(self, micro: MicroTensors, factor: float, *, last: bool) -> Tensor:
         size = len(micro.tokens)
         bounds = [size * i // self.replicas for i in range(self.replicas + 1)]
-        parts = [micro.part(slice(a, b)) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+        parts = [micro.part(slice(a, b)) for a, b in itertools.pairwise(bounds) if b > a]
         run = super().forward_backward
         return torch.stack(list(self.pool.map(lambda part: run(part, factor, last=last), parts))).sum()

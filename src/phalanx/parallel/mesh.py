@@ -62,8 +62,8 @@ def build(layout: Layout, device_type: str) -> Mesh:
             f"{layout.processes}, or set layout.dp_replicate so that the product of the axes is {world}"
         )
     if world == 1:
-        sizes = dict.fromkeys(AXES, 1)
-        return Mesh(sizes, dict.fromkeys(AXES, 0), None)
+        sizes, coordinates = place(Layout(), 0)
+        return Mesh(sizes, coordinates, None)
     sizes, coordinates = place(layout, dist.get_rank())
     wide = {axis: size for axis, size in sizes.items() if size > 1}
     devices = init_device_mesh(device_type, tuple(wide.values()), mesh_dim_names=tuple(wide))

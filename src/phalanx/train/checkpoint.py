@@ -1,8 +1,8 @@
 """Checkpoints: safetensors files and a JSON manifest with sizes and digests. No pickle is written or read.
 
 A checkpoint is written to a temporary directory, synced, and renamed; then the run's `latest` is replaced. So whatever
-moment the machine dies at, every directory named step-NNNNNN is whole, and `latest` names one of them. No checkpoint format
-notices a flipped bit by itself: the digests do.
+moment the machine dies at, every directory named step-NNNNNN is whole, and `latest` names one of them. No checkpoint
+format notices a flipped bit by itself: the digests do.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def save(root: Path, step: int, groups: Mapping[str, Mapping[str, Tensor]], meta
         _write_latest(root.parent / LATEST, f"{root.name}/{final.name}")
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise RunError(f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched") from error
+        raise RunError(
+            f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched"
+        ) from error
     for old in _by_age(root)[keep:] if keep else []:
         shutil.rmtree(old)
     return final
@@ -101,13 +103,17 @@ def check(path: Path, verify: bool = True) -> Manifest:
     try:
         raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {path} has no {MANIFEST}: it is not a checkpoint, or not a whole one") from None
+        raise CheckpointError(
+            f"checkpoint {path} has no {MANIFEST}: it is not a checkpoint, or not a whole one"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged: {error}") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST} is not the manifest of a Phalanx checkpoint")
     if raw.get("version") != VERSION:
-        raise CheckpointError(f"checkpoint {path} has format version {raw.get('version')}; this program reads {VERSION}")
+        raise CheckpointError(
+            f"checkpoint {path} has format version {raw.get('version')}; this program reads {VERSION}"
+        )
     if raw.pop("digest", None) != _manifest_digest(raw):
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} does not match its own digest: it was changed")
     for name, facts in raw["files"].items():
@@ -150,7 +156,9 @@ def _check_file(file: Path, facts: dict[str, Any], verify: bool) -> None:
     if size != facts["bytes"]:
         raise CheckpointError(f"checkpoint file {file} has {size} bytes, its manifest says {facts['bytes']}")
     if verify and _digest(file) != facts["sha256"]:
-        raise CheckpointError(f"checkpoint file {file} does not match its sha256 {facts['sha256'][:12]}…: it is corrupt")
+        raise CheckpointError(
+            f"checkpoint file {file} does not match its sha256 {facts['sha256'][:12]}…: it is corrupt"
+        )
 
 
 def _digest(file: Path) -> str:

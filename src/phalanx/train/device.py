@@ -32,7 +32,9 @@ def choose(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if wanted not in ("auto", "cuda") or not count:
-        raise RunError(f"cluster.device is {wanted}, but this machine has {count} CUDA devices; cluster.device=cpu runs")
+        raise RunError(
+            f"cluster.device is {wanted}, but this machine has {count} CUDA devices; cluster.device=cpu runs"
+        )
     if local_rank >= count:
         raise RunError(f"rank {local_rank} of this node has no device: the node has {count}, one process each")
     torch.cuda.set_device(local_rank)

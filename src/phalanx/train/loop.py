@@ -91,7 +91,7 @@ class Trainer:
         optimizer = AdamW(model.named_parameters(), job.optimizer)
         self.state = State(model, optimizer, LossScale(dtype), index.fingerprint)
         self.train_data = TokenData(shards, "train", job.model.seq_len)
-        self.val_data = TokenData(shards, "val", job.model.seq_len)
+        self.val_data = TokenData(shards, "val", job.model.seq_len) if job.train.eval_samples else None
         on_rank_zero(self._keep_tokenizer)
         self._introduce()
         self._resume()
@@ -210,7 +210,7 @@ class Trainer:
             log.info("%s", metrics.line(shown, devices.peak_memory(self.device)))
 
     def _validate(self, rows: metrics.MetricsFile, meter: metrics.Meter) -> None:
-        if not self.job.train.eval_samples:
+        if self.val_data is None:
             return
         began = time.perf_counter()
         batches = evaluation_batches(
@@ -265,7 +265,12 @@ class Trainer:
         tokenizer = self.train_data.tokenizer
         prompt = torch.from_numpy(tokenizer.encode(job.run.sample_prompt).astype("int64"))[None].to(self.device)
         tokens = generate(
-            self.state.model, prompt, max_new_tokens=job.run.sample_tokens, temperature=0.8, top_k=50, seed=job.train.seed
+            self.state.model,
+            prompt,
+            max_new_tokens=job.run.sample_tokens,
+            temperature=0.8,
+            top_k=50,
+            seed=job.train.seed,
         )
         return tokenizer.decode(tokens[0].cpu().numpy())
 

@@ -44,7 +44,8 @@ class AdamW:
                 parameter.grad = None
         grads = self._gradients()
         if loss_scale != 1:
-            torch._foreach_mul_(grads, 1 / loss_scale)
+            for gradient in grads:
+                gradient.mul_(1 / loss_scale)
         return get_total_norm(grads)
 
     @torch.no_grad()

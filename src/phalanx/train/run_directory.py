@@ -1,6 +1,6 @@
 """A run's directory: what it holds, who may write it, and whether a job may go on in it. Imports no torch.
 
-    config.yaml  command.txt  env.json  metrics.jsonl  logs/attempt_k/rank_r/  checkpoints/step-000100/  latest
+config.yaml  command.txt  env.json  metrics.jsonl  logs/attempt_k/rank_r/  checkpoints/step-000100/  latest
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ def job_of(manifest: checkpoint.Manifest) -> Job:
     try:
         return from_dict(manifest.meta["job"], str(manifest.path))
     except (JobError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {manifest.path} was written by a job this program cannot read: {error}") from None
+        raise CheckpointError(
+            f"checkpoint {manifest.path} was written by a job this program cannot read: {error}"
+        ) from None
 
 
 def _environment() -> dict[str, object]:
@@ -174,7 +176,12 @@ def _git_commit() -> str | None:
     here = Path(__file__).parent
     try:
         said = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True, timeout=5
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

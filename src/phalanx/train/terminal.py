@@ -1,4 +1,4 @@
-"""What a rank shows: a live bar and log lines on a terminal, plain lines elsewhere, and a copy in the rank's own log."""
+"""What a rank shows: a live bar and log lines on a terminal, plain lines elsewhere, a copy in the rank's own log."""
 
 from __future__ import annotations
 
