@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 
@@ -25,6 +26,8 @@ KNOWN_PEAKS = {
     "MI250X": 191.5,  # of one of its two dies, which is what a process sees
 }
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+
 
 def choose(wanted: str, local_rank: int) -> torch.device:
     """The device of a rank. Raises RunError where the job asks for one that is not there."""
@@ -44,6 +47,19 @@ def choose(wanted: str, local_rank: int) -> torch.device:
 def threads_for(wanted: int, processes_on_node: int) -> int:
     """CPU threads of each process: the job's number, or the node's usable cores divided among its processes."""
     return wanted or max(1, len(os.sched_getaffinity(0)) // processes_on_node)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep the memory that tensors free, for the next step's tensors.
+
+    By default glibc hands large blocks back to the kernel at once: a step of a 10-million-parameter GPT (4 × 256 tokens)
+    then faults 38,000 pages in again, which took 3 to 11 % of its processor time on two cores. A process that trains
+    needs the same memory in every step. Does nothing where the C library has no mallopt.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def peak_flops(stated_tflops: float, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

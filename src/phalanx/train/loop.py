@@ -53,6 +53,8 @@ def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
     """
     device = devices.choose(job.cluster.device, ranks.local_rank)
     torch.set_num_threads(devices.threads_for(job.run.threads, ranks.local_world or 1))
+    if device.type == "cpu":
+        devices.keep_freed_memory()
     torch.use_deterministic_algorithms(job.train.deterministic)
     with (
         StopRequest() as stop,
