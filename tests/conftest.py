@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# The first example of a test may load a library; pytest-timeout watches over the whole.
+settings.register_profile("phalanx", deadline=None)
+settings.load_profile("phalanx")
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ def problems_of(job: Job) -> list[Problem]:
     found = [*_ranges(job), *data_problems(job.data)]
     if found:
         return found  # the equations below would only repeat a zero or negative number in other words
-    return [*_model(job.model), *_layout(job), *_batch(job), *_data(job), *_optimizer(job)]
+    return [*_model(job.model), *_layout(job), *_batch(job), *_data(job), *_train(job), *_optimizer(job)]
 
 
 def untrainable(job: Job) -> list[Problem]:
@@ -256,6 +256,15 @@ def _data(job: Job) -> Iterator[Problem]:
         yield (
             "data.random_vocab",
             f"is {job.data.random_vocab}, but the model's vocabulary has {job.model.vocab_size}",
+        )
+
+
+def _train(job: Job) -> Iterator[Problem]:
+    train = job.train
+    if train.cpu_linear == "onednn" and (train.precision != "fp32" or train.compile or job.cluster.device == "cuda"):
+        yield (
+            "train.cpu_linear",
+            "onednn goes with precision fp32 on a CPU, without compile; auto takes it where it can",
         )
 
 

@@ -20,6 +20,8 @@ class Train:
     """The one seed: weights, order of samples and dropout derive from it by hashing."""
     compile: bool = False
     """Compile the blocks with torch.compile."""
+    cpu_linear: Literal["auto", "mkl", "onednn"] = "auto"
+    """Library for fp32 matrix products on a CPU; auto takes oneDNN on processors with AVX-512 that are not Intel's."""
     deterministic: bool = False
     """Ask torch for deterministic kernels only (a CPU run is deterministic anyway)."""
     log_every: int = 10

@@ -7,6 +7,7 @@ import logging
 from phalanx.job.job import Job
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.data import DDPReplica, Replica, ThreadReplicas
+from phalanx.parallel.linear import onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import Objective
 
@@ -16,10 +17,15 @@ log = logging.getLogger(__name__)
 def apply(model: Transformer, job: Job, mesh: Mesh) -> Replica:
     """Apply the job's techniques to `model`, whose weights are initialised and lie on the device.
 
-    Inner techniques come first: what changes a layer (tensor, context, expert parallel), then what wraps blocks
-    (recompute, compile), then what spreads the whole over data ranks. Each is one log line.
+    Inner techniques come first: what changes a layer (its kernels; tensor, context, expert parallel), then what wraps
+    blocks (recompute, compile), then what spreads the whole over data ranks. Each is one log line.
     """
     log.info("mesh: %s", mesh)
+    weight = model.embed.weight
+    if job.train.cpu_linear == "onednn" or (
+        job.train.cpu_linear == "auto" and not job.train.compile and onednn_is_faster(weight.device, weight.dtype)
+    ):
+        log.info("linear layers: %d through oneDNN", use_onednn(model))
     if job.train.compile:
         for block in model.blocks.values():
             block.compile()

@@ -1,0 +1,91 @@
+"""Linear layers on a CPU through oneDNN instead of MKL, where that is faster: the same products, other kernels.
+
+torch multiplies fp32 matrices on x86 with MKL, which takes its AVX-512 path on Intel's processors only. On an AMD EPYC
+with AVX-512 oneDNN makes a whole training step 1.5 times faster (benchmarks/results/throughput.md). oneDNN's kernel is
+reached through an operator that torch's own compiler uses; where a version of torch lacks it, MKL stays.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from phalanx.model.transformer import Head, Transformer
+
+
+def onednn_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this machine's fp32 products should go through oneDNN: AVX-512, but not Intel's."""
+    if device.type != "cpu" or dtype != torch.float32 or not _available():
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "GenuineIntel" not in cpuinfo.read_text(encoding="utf-8")
+
+
+def use_onednn(model: Transformer) -> int:
+    """Have every linear layer of `model` and its head multiply through oneDNN. Returns how many layers that are."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for layer in layers:
+        layer.forward = _Layer(layer)
+    model.head.forward = _Head(model.head)
+    return len(layers) + 1
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weightᵀ + bias, as F.linear: (..., inputs) by (outputs, inputs) to (..., outputs), in fp32 on a CPU."""
+    return _Linear.apply(x, weight, bias)
+
+
+class _Layer:
+    """A linear layer's forward."""
+
+    def __init__(self, layer: nn.Linear):
+        self.layer = layer
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return linear(input, self.layer.weight, self.layer.bias)
+
+
+class _Head:
+    """The head's forward, tied or not."""
+
+    def __init__(self, head: Head):
+        self.head = head
+
+    def __call__(self, x: Tensor, embedding: Tensor | None) -> Tensor:
+        weight = embedding if self.head.weight is None else self.head.weight
+        assert weight is not None, "a tied head needs the embedding's weight"
+        return linear(x, weight)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _multiply(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        (gradient,) = grad_outputs
+        rows = gradient.flatten(0, -2)
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        return (
+            _multiply(gradient, weight.t()) if need_x else None,
+            _multiply(rows.t(), x.flatten(0, -2).t()) if need_weight else None,
+            rows.sum(0) if need_bias else None,
+        )
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _available() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
