@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from phalanx.model.transformer import Head, Transformer
 
@@ -70,7 +69,6 @@ class _Linear(torch.autograd.Function):
         return _multiply(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         (gradient,) = grad_outputs

@@ -53,7 +53,7 @@ def keep_freed_memory() -> None:
     """Have the C library keep the memory that tensors free, for the next step's tensors.
 
     By default glibc hands large blocks back to the kernel at once: a step of a GPT of 10 million parameters (4 × 256
-    tokens) then faults 38,000 pages in again, which took 3 to 11 % of its processor time on two cores. A process that trains
+    tokens) then faults 38,000 pages in again, 3 to 11 % of its processor time on two cores. A process that trains
     needs the same memory in every step. Does nothing where the C library has no mallopt.
     """
     libc = ctypes.CDLL(None)
