@@ -184,10 +184,12 @@ def test_evaluation_is_exact_at_any_number_of_ranks(folder: Path, samples: int, 
     ]
     assert len({len(batches) for batches in each}) == 1
     counted = min(samples, 50)
+    spread = [i * 50 // counted for i in range(counted)]
     valid = [b.targets[b.targets != IGNORE] for batches in each for b in batches]
-    assert sorted(np.concatenate(valid)) == list(range(1, 8 * counted + 1))
+    assert sorted(np.concatenate(valid)) == [8 * sample + i for sample in spread for i in range(1, 9)]
     seen = [n for batches in each for n in numbers(batches)]
-    assert sorted(n for n in seen if n >= 0) == list(range(counted))
+    assert sorted(n for n in seen if n >= 0) == spread
+    assert spread[-1] >= 50 - -(-50 // counted)  # up to the end of the split
     for batches in each:
         for batch in batches:
             assert batch.tokens.shape == (micro_batch, 8)

@@ -160,7 +160,9 @@ class Batches:
 def evaluation_batches(
     data: TokenData, *, samples: int, micro_batch: int, rank: int, ranks: int
 ) -> Iterator[MicroBatch]:
-    """The first `samples` samples (the whole split at most) in order, shared out to `ranks`.
+    """`samples` samples (the whole split at most), spread evenly over the split, shared out to `ranks`.
+
+    Spread, because neighbours come from one document: the first few hundred would measure that one.
 
     Every rank gets equally many micro-batches, as a collective needs; what is too much is padding, whose targets are
     IGNORE, so that sums over valid targets are exact at any number of ranks. A micro-batch may be all padding.
@@ -169,7 +171,8 @@ def evaluation_batches(
     for first in range(0, samples, ranks * micro_batch):
         ids = first + rank * micro_batch + np.arange(micro_batch)
         real = ids < samples
-        batch = _micro_batch(data.samples(np.where(real, ids, 0)), np.where(real, ids, -1))
+        places = np.where(real, ids * data.sample_count // samples, 0)
+        batch = _micro_batch(data.samples(places), np.where(real, places, -1))
         batch.targets[~real] = IGNORE
         yield batch
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.errors import RunError
+from phalanx.parallel.linear import linear, onednn_is_faster
 
 # Dense bf16/fp16 peaks in TFLOP/s, from the vendors' data sheets (SXM forms where there are several).
 KNOWN_PEAKS = {
@@ -45,7 +48,11 @@ def choose(wanted: str, local_rank: int) -> torch.device:
 
 
 def threads_for(wanted: int, processes_on_node: int) -> int:
-    """CPU threads of each process: the job's number, or the node's usable cores divided among its processes."""
+    """CPU threads of each process: the job's number, or OMP_NUM_THREADS, or the node's usable cores divided among its
+    processes."""
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    if not wanted and stated.isdigit():
+        return max(1, int(stated))
     return wanted or max(1, len(os.sched_getaffinity(0)) // processes_on_node)
 
 
@@ -77,18 +84,24 @@ def peak_flops(stated_tflops: float, device: torch.device, dtype: torch.dtype) -
             return known * 1e12, f"data sheet of {name}"
     if dist.is_initialized():
         dist.barrier()
-    return _measure(device, dtype), f"measured {str(dtype).removeprefix('torch.')} matrix product"
+    kind = str(dtype).removeprefix("torch.")
+    if onednn_is_faster(device, dtype):
+        return _measure(device, dtype, lambda a, _: linear(a, a)), f"measured {kind} matrix product, oneDNN"
+    return _measure(device, dtype, lambda a, out: torch.mm(a, a, out=out)), f"measured {kind} matrix product"
 
 
-def _measure(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:
+def _measure(
+    device: torch.device, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor], seconds: float = 0.25
+) -> float:
+    """FLOP/s of `multiply(a, out)`, which may write a × a to `out`."""
     half_on_cpu = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
     n = 256 if half_on_cpu else 1024 if device.type == "cpu" else 8192
     a = torch.ones(n, n, dtype=dtype, device=device)
-    out = a @ a
+    out = multiply(a, torch.empty_like(a))
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end or best == float("inf"):
         began = time.perf_counter()
-        torch.mm(a, a, out=out)
+        multiply(a, out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
