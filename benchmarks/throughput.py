@@ -4,7 +4,8 @@
 
 Rounds are interleaved (every contender once a round, in turn), each contender in fresh processes; a round's figure is
 the median step after a warm-up, the result is the median over rounds, and ratios are taken round by round. Marks: one
-process at least 1.0 × the plain loop; two processes at least 0.95 × the best one-process figure.
+process at least 1.0 × the plain loop; two processes at least 0.95 × the best one-process figure. The line "both on
+MKL" leaves out what oneDNN's kernels bring, so that it shows the loop alone.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def plain(job: Path, steps: int, threads: int) -> list[float]:
     return json.loads(done.stdout)
 
 
-def phalanx(job: Path, steps: int, processes: int, threads: int) -> list[float]:
+def phalanx(job: Path, steps: int, processes: int, threads: int, *overrides: str) -> list[float]:
     """Seconds of each step of `phalanx train`, from its metrics.jsonl."""
     with tempfile.TemporaryDirectory() as runs:
         argv = [
             *(sys.executable, "-m", "phalanx", "train", str(job)),
             *(f"train.steps={steps}", f"layout.dp_replicate={processes}", f"run.threads={threads}"),
             *(f"run.dir={runs}", "run.sample_tokens=0", "train.eval_every=0", "train.eval_samples=0"),
-            *("checkpoint.every=0", "train.log_every=1000"),
+            *("checkpoint.every=0", "train.log_every=1000", *overrides),
         ]
         subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
         rows = [json.loads(line) for line in next(Path(runs).glob("*/metrics.jsonl")).read_text().splitlines()]
@@ -77,6 +78,9 @@ def main() -> None:
     contenders = {
         f"plain loop, 1 process × {cores} threads": lambda: plain(path, options.steps, cores),
         f"phalanx, 1 process × {cores} threads": lambda: phalanx(path, options.steps, 1, cores),
+        f"phalanx, 1 process × {cores} threads, MKL": lambda: phalanx(
+            path, options.steps, 1, cores, "train.cpu_linear=mkl"
+        ),
         "plain loop, 1 process × 1 thread": lambda: plain(path, options.steps, 1),
         f"phalanx, {cores} processes × 1 thread": lambda: phalanx(path, options.steps, cores, 1),
     }
@@ -88,10 +92,11 @@ def main() -> None:
             measured[name] = tokens_per_second(contenders[name](), job.train.global_batch * job.model.seq_len)
             print(f"round {number + 1}: {name}: {measured[name]:,.0f} tokens/s", file=sys.stderr, flush=True)
         rounds.append(measured)
-    plain_many, ours_one, _, ours_many = contenders
+    plain_many, ours_one, ours_mkl, _, ours_many = contenders
     one_process = [name for name in contenders if "1 process ×" in name]
     ratios = {
         "1 process / plain loop": [r[ours_one] / r[plain_many] for r in rounds],
+        "1 process / plain loop, both on MKL": [r[ours_mkl] / r[plain_many] for r in rounds],
         f"{cores} processes / best 1 process": [r[ours_many] / max(r[name] for name in one_process) for r in rounds],
     }
     result = {

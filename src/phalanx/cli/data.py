@@ -1,22 +1,12 @@
-"""`phalanx data prepare`: make the token shards of a job's data, and say what they are."""
+"""`phalanx data prepare JOB`: make the token shards of a job's data, and say what they are."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from phalanx.cli.job_words import JobVerb
-from phalanx.data.prepare import prepare
-from phalanx.data.progress import stderr_progress
-from phalanx.data.shards import SPLITS, Index, map_shard, open_shards
-from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
-from phalanx.job.data import Data
 
-SAMPLE_CHARACTERS = 60
 VERB = JobVerb(
     "data prepare",
     "Prepare a job's corpus: tokenize it into memory-mapped shards with an index and checksums. `phalanx train` does "
@@ -36,69 +26,9 @@ def run(argv: Sequence[str]) -> int:
     words = VERB.parse(argv[1:])
     if words is None:
         return 0
+    from phalanx.data.report import prepare_and_report  # here, because numpy is a third of the time that --help takes
+
     chosen = words.switches
-    return prepare_command(words.job.data, force="force" in chosen, verify="verify" in chosen, as_json="json" in chosen)
-
-
-def prepare_command(data: Data, *, force: bool, verify: bool, as_json: bool) -> int:
-    """Prepare `data` (again, with `force`), check every digest with `verify`, and print what there is. Returns 0.
-
-    Raises JobError and DataError as prepare does. A KeyboardInterrupt goes on to the caller.
-    """
-    started = time.monotonic()
-    try:
-        with stderr_progress() as progress:
-            folder = prepare(data, force=force, progress=progress)
-            index = open_shards(folder, verify=verify)
-    except KeyboardInterrupt:
-        print("stopped; finished shards are kept: the same command without --force goes on", file=sys.stderr)
-        raise
-    seconds = time.monotonic() - started
-    if as_json:
-        print(json.dumps(_summary(folder, index, verified=verify, seconds=seconds), ensure_ascii=False))
-    else:
-        _print(folder, index, verified=verify, seconds=seconds)
-    return 0
-
-
-def _summary(folder: Path, index: Index, *, verified: bool, seconds: float) -> dict[str, object]:
-    return {
-        "path": str(folder),
-        "corpus": index.corpus.description,
-        "documents": index.corpus.documents,
-        "characters": index.corpus.characters,
-        "vocab_size": index.vocab_size,
-        "dtype": index.dtype,
-        "splits": {
-            split: {
-                "tokens": index.tokens(split),
-                "shards": len(index.splits[split]),
-                "bytes": sum(shard.bytes for shard in index.splits[split]),
-            }
-            for split in SPLITS
-        },
-        "begins": _beginning(folder, index),
-        "fingerprint": index.fingerprint,
-        "verified": verified,
-        "seconds": round(seconds, 3),
-    }
-
-
-def _print(folder: Path, index: Index, *, verified: bool, seconds: float) -> None:
-    corpus = index.corpus
-    print(f"path: {folder}")
-    print(f"corpus: {corpus.description}  documents: {corpus.documents:,}  characters: {corpus.characters:,}")
-    print(f"vocabulary: {index.vocab_size:,}  dtype: {index.dtype}")
-    for split in SPLITS:
-        shards = index.splits[split]
-        size = sum(shard.bytes for shard in shards)
-        print(f"{split}: {index.tokens(split):,} tokens  shards: {len(shards)}  bytes: {size:,}")
-    print(f"begins: {_beginning(folder, index)!r}")
-    print(f"verified: {'every digest' if verified else 'sizes only'}  seconds: {seconds:.1f}")
-
-
-def _beginning(folder: Path, index: Index) -> str:
-    """The first characters, decoded from the tokens."""
-    shards = (shard for split in SPLITS for shard in index.splits[split] if shard.tokens)
-    tokens = map_shard(folder, index, next(shards))[:SAMPLE_CHARACTERS]
-    return Tokenizer.load(folder).decode(tokens)[:SAMPLE_CHARACTERS]
+    return prepare_and_report(
+        words.job.data, force="force" in chosen, verify="verify" in chosen, as_json="json" in chosen
+    )

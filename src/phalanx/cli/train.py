@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.job_words import JobVerb
-from phalanx.data.prepare import prepare
-from phalanx.data.progress import stderr_progress
 from phalanx.errors import JobError
 from phalanx.job.check import untrainable
 from phalanx.job.job import Job
@@ -38,6 +36,9 @@ def run(argv: Sequence[str]) -> int:
     as_json = "json" in words.switches
     if LOG_DIR in os.environ:  # the launcher below started this process, with everything in place
         return _be_a_rank(job, detect(os.environ) or SINGLE, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)
+    from phalanx.data.prepare import prepare  # here, because numpy is a third of the time that --help takes
+    from phalanx.data.progress import stderr_progress
+
     directory = RunDirectory.of(job)
     ranks = detect(os.environ)
     if ranks is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.data import prepare_command
+from phalanx.data.report import prepare_and_report
 from phalanx.errors import DataError
 from phalanx.job.data import Data
 
@@ -19,7 +19,7 @@ def data(poems: Path, tmp_path: Path, small_shards: None) -> Data:
 
 
 def test_json_is_one_document(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prepare_command(data, force=False, verify=True, as_json=True) == 0
+    assert prepare_and_report(data, force=False, verify=True, as_json=True) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert told["path"].startswith(data.dir + "/text-char-")
@@ -31,7 +31,7 @@ def test_json_is_one_document(data: Data, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_text(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare_command(data, force=False, verify=False, as_json=False)
+    prepare_and_report(data, force=False, verify=False, as_json=False)
     out = capsys.readouterr().out
     assert re.search(r"^train: [\d,]+ tokens  shards: \d+  bytes: [\d,]+$", out, re.MULTILINE)
     assert r"begins: 'poem 0\nthe sea" in out
@@ -39,15 +39,15 @@ def test_text(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_finds_a_flipped_bit_and_force_repairs_it(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare_command(data, force=False, verify=True, as_json=True)
+    prepare_and_report(data, force=False, verify=True, as_json=True)
     shard = Path(json.loads(capsys.readouterr().out)["path"]) / "train-00000.bin"
     content = bytearray(shard.read_bytes())
     content[10] ^= 4
     shard.write_bytes(content)
-    prepare_command(data, force=False, verify=False, as_json=True)
+    prepare_and_report(data, force=False, verify=False, as_json=True)
     with pytest.raises(DataError, match=r"train-00000\.bin: expected sha256 .* phalanx data prepare --force"):
-        prepare_command(data, force=False, verify=True, as_json=True)
-    prepare_command(data, force=True, verify=True, as_json=True)
+        prepare_and_report(data, force=False, verify=True, as_json=True)
+    prepare_and_report(data, force=True, verify=True, as_json=True)
 
 
 def test_stopping_says_how_to_go_on(
@@ -56,7 +56,7 @@ def test_stopping_says_how_to_go_on(
     def stopped(*arguments: object, **options: object) -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("phalanx.cli.data.prepare", stopped)
+    monkeypatch.setattr("phalanx.data.report.prepare", stopped)
     with pytest.raises(KeyboardInterrupt):
-        prepare_command(data, force=False, verify=False, as_json=True)
+        prepare_and_report(data, force=False, verify=False, as_json=True)
     assert "finished shards are kept" in capsys.readouterr().err

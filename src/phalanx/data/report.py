@@ -1,0 +1,80 @@
+"""Preparing a job's data for a person or a script: makes the token shards, and says what they are."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from phalanx.data.prepare import prepare
+from phalanx.data.progress import stderr_progress
+from phalanx.data.shards import SPLITS, Index, map_shard, open_shards
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.job.data import Data
+
+SAMPLE_CHARACTERS = 60
+
+
+def prepare_and_report(data: Data, *, force: bool, verify: bool, as_json: bool) -> int:
+    """Prepare `data` (again, with `force`), check every digest with `verify`, and print what there is. Returns 0.
+
+    Raises JobError and DataError as prepare does. A KeyboardInterrupt goes on to the caller.
+    """
+    started = time.monotonic()
+    try:
+        with stderr_progress() as progress:
+            folder = prepare(data, force=force, progress=progress)
+            index = open_shards(folder, verify=verify)
+    except KeyboardInterrupt:
+        print("stopped; finished shards are kept: the same command without --force goes on", file=sys.stderr)
+        raise
+    seconds = time.monotonic() - started
+    if as_json:
+        print(json.dumps(_summary(folder, index, verified=verify, seconds=seconds), ensure_ascii=False))
+    else:
+        _print(folder, index, verified=verify, seconds=seconds)
+    return 0
+
+
+def _summary(folder: Path, index: Index, *, verified: bool, seconds: float) -> dict[str, object]:
+    return {
+        "path": str(folder),
+        "corpus": index.corpus.description,
+        "documents": index.corpus.documents,
+        "characters": index.corpus.characters,
+        "vocab_size": index.vocab_size,
+        "dtype": index.dtype,
+        "splits": {
+            split: {
+                "tokens": index.tokens(split),
+                "shards": len(index.splits[split]),
+                "bytes": sum(shard.bytes for shard in index.splits[split]),
+            }
+            for split in SPLITS
+        },
+        "begins": _beginning(folder, index),
+        "fingerprint": index.fingerprint,
+        "verified": verified,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _print(folder: Path, index: Index, *, verified: bool, seconds: float) -> None:
+    corpus = index.corpus
+    print(f"path: {folder}")
+    print(f"corpus: {corpus.description}  documents: {corpus.documents:,}  characters: {corpus.characters:,}")
+    print(f"vocabulary: {index.vocab_size:,}  dtype: {index.dtype}")
+    for split in SPLITS:
+        shards = index.splits[split]
+        size = sum(shard.bytes for shard in shards)
+        print(f"{split}: {index.tokens(split):,} tokens  shards: {len(shards)}  bytes: {size:,}")
+    print(f"begins: {_beginning(folder, index)!r}")
+    print(f"verified: {'every digest' if verified else 'sizes only'}  seconds: {seconds:.1f}")
+
+
+def _beginning(folder: Path, index: Index) -> str:
+    """The first characters, decoded from the tokens."""
+    shards = (shard for split in SPLITS for shard in index.splits[split] if shard.tokens)
+    tokens = map_shard(folder, index, next(shards))[:SAMPLE_CHARACTERS]
+    return Tokenizer.load(folder).decode(tokens)[:SAMPLE_CHARACTERS]
