@@ -1,0 +1,51 @@
+"""Collectives in which every message goes straight from its owner to its user, one after the other."""
+
+from __future__ import annotations
+
+from phalanx.comm.algorithms.plan import Message, Plan, check_root, chunked, reversed_as_copies, step
+
+
+def naive_all_reduce(ranks: int, n: int) -> Plan:
+    """Everything to rank 0 and back: 2(P-1) steps of D, all through rank 0, whose traffic is 2·D·(P-1)."""
+    chunks = chunked(n, 1)
+    inward = [step("to rank 0", [Message(rank, 0, range(n), "reduce")]) for rank in range(1, ranks)]
+    outward = [step("from rank 0", [Message(0, rank, range(n), "copy")]) for rank in range(1, ranks)]
+    return Plan("naive all-reduce", ranks, (n,) * ranks, chunks, tuple(inward + outward))
+
+
+def scatter(ranks: int, n: int, root: int = 0) -> Plan:
+    """Chunk r of `root` on rank r: P-1 steps, in which the root sends D less its own chunk."""
+    check_root(root, ranks)
+    chunks = chunked(n, ranks)
+    steps = [
+        step("scatter", [Message(root, rank, chunks[rank], "copy")])
+        for rank in ((root + place) % ranks for place in range(1, ranks))
+    ]
+    return Plan("scatter", ranks, (n,) * ranks, chunks, tuple(steps))
+
+
+def gather(ranks: int, n: int, root: int = 0) -> Plan:
+    """Chunk r of rank r on `root`: the scatter run backwards."""
+    outward = scatter(ranks, n, root)
+    inward = reversed_as_copies("gather", outward.steps)
+    return Plan("gather", ranks, outward.sizes, outward.chunks, tuple(inward))
+
+
+def all_to_all(ranks: int, n: int) -> Plan:
+    """Chunk j of rank r as part r of the result on rank j: P-1 pairwise steps, D·(P-1)/P bytes.
+
+    The buffer of rank r is the `n` elements of its input and then its result: P parts as long as chunk r. The part that
+    a rank gets from itself is in place from the start.
+    """
+    chunks = chunked(n, ranks)
+    steps = [
+        step(
+            "pairwise exchange",
+            (
+                Message(rank, to, chunks[to], "copy", shift=n + rank * len(chunks[to]) - chunks[to].start)
+                for rank, to in ((rank, (rank + distance) % ranks) for rank in range(ranks))
+            ),
+        )
+        for distance in range(1, ranks)
+    ]
+    return Plan("pairwise all-to-all", ranks, tuple(n + ranks * len(chunk) for chunk in chunks), chunks, tuple(steps))

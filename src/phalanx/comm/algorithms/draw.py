@@ -1,0 +1,109 @@
+"""A picture of a plan: ranks from left to right, steps downwards, an arrow for each message.
+
+A small SVG writer of its own. Without a background and in colours of middle lightness, so that a page may be light or
+dark.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from phalanx.comm.algorithms.plan import Message, Plan
+
+# Colours of chunks: white digits are legible on them, and they are on white and on black.
+_COLOURS = ("#3b76c4", "#c4513d", "#2f8f57", "#8e5fc0", "#b0741a", "#1d8c9c", "#bd4a8a", "#74801f")
+_NEUTRAL = "#808890"
+
+_CELL = 14  # pixels
+_MARGIN_LEFT = 176
+_MARGIN = 24
+_TOP = 62
+_BAND = 84  # height of a step: the chunks that are sent, then the arrows
+_FONT = "font-family='system-ui, sans-serif'"
+
+
+def svg(plan: Plan) -> str:
+    """The picture of `plan` as an SVG document.
+
+    Above an arrow stand the chunks that it carries, in their colours; a solid arrow is combined with what the receiver
+    holds, a dashed one overwrites it. Chunks without elements are not shown: draw a plan of at least as many elements as
+    chunks.
+    """
+    widest = max((len(_chunks_of(message, plan)) for message in plan.messages), default=1)
+    spacing = max(72, widest * _CELL + 20)
+    width = _MARGIN_LEFT + plan.ranks * spacing + _MARGIN
+    height = _TOP + len(plan.steps) * _BAND + 2 * _MARGIN
+    columns = [_MARGIN_LEFT + rank * spacing + spacing / 2 for rank in range(plan.ranks)]
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
+        f"role='img' {_FONT} font-size='12' fill='{_NEUTRAL}'>",
+        f"<title>{escape(_title(plan))}</title>",
+        f"<text x='{_MARGIN}' y='24' font-size='15' font-weight='600'>{escape(_title(plan))}</text>",
+        *(_rank(rank, x, height - 2 * _MARGIN) for rank, x in enumerate(columns)),
+    ]
+    for index, step in enumerate(plan.steps):
+        top = _TOP + index * _BAND
+        parts.append(_text(_MARGIN, top + 12, f"step {index + 1}", weight=600))
+        parts.append(_text(_MARGIN, top + 28, step.phase))
+        parts.extend(_message(message, plan, columns, top) for message in step.messages)
+    parts.append(_text(_MARGIN, height - 18, "solid: combined with the receiver's own   dashed: copied"))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.name} on {plan.ranks} ranks: {len(plan.steps)} steps"
+
+
+def _rank(rank: int, x: float, bottom: float) -> str:
+    line = f"<line x1='{x:g}' y1='{_TOP - 6}' x2='{x:g}' y2='{bottom:g}' stroke='{_NEUTRAL}' stroke-opacity='0.35'/>"
+    return f"<text x='{x:g}' y='{_TOP - 12}' text-anchor='middle'>rank {rank}</text>" + line
+
+
+def _text(x: float, y: float, text: str, weight: int = 400) -> str:
+    return f"<text x='{x:g}' y='{y:g}' font-weight='{weight}' xml:space='preserve'>{escape(text)}</text>"
+
+
+def _chunks_of(message: Message, plan: Plan) -> list[int]:
+    """The chunks that have elements in the message."""
+    span = message.span
+    return [
+        index for index, chunk in enumerate(plan.chunks) if max(chunk.start, span.start) < min(chunk.stop, span.stop)
+    ]
+
+
+def _message(message: Message, plan: Plan, columns: list[float], top: float) -> str:
+    """The chunks above the source, and the arrow from there to the target at the end of the step."""
+    carried = _chunks_of(message, plan)
+    colour = _COLOURS[carried[0] % len(_COLOURS)] if len(carried) == 1 else _NEUTRAL
+    return f"<g class='message'>{_cells(carried, plan, columns[message.source], top)}{_arrow(message, columns, top, colour)}</g>"
+
+
+def _cells(carried: list[int], plan: Plan, centre: float, top: float) -> str:
+    """One numbered square for each chunk; a wider one named `all` where the algorithm does not divide the tensor."""
+    size = 2 * _CELL if len(plan.chunks) == 1 else _CELL
+    left = centre - size * len(carried) / 2
+    cells = []
+    for place, chunk in enumerate(carried):
+        x = left + place * size
+        label = "all" if len(plan.chunks) == 1 else str(chunk)
+        cells.append(
+            f"<rect x='{x:g}' y='{top}' width='{size}' height='{_CELL}' fill='{_COLOURS[chunk % len(_COLOURS)]}'/>"
+            f"<text x='{x + size / 2:g}' y='{top + 11}' text-anchor='middle' font-size='10' fill='#fff'>{label}</text>"
+        )
+    return "".join(cells)
+
+
+def _arrow(message: Message, columns: list[float], top: float, colour: str) -> str:
+    """A line to just above the next step, with its head; one path, so that a message is one arrow."""
+    x1, y1 = columns[message.source], top + _CELL
+    x2, y2 = columns[message.target], top + _BAND - 6
+    length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5
+    ux, uy = (x2 - x1) / length, (y2 - y1) / length
+    back, side = 9, 4
+    base_x, base_y = x2 - back * ux, y2 - back * uy
+    head = f"{x2:.1f},{y2:.1f} {base_x - side * uy:.1f},{base_y + side * ux:.1f} {base_x + side * uy:.1f},{base_y - side * ux:.1f}"
+    dashes = " stroke-dasharray='5 4'" if message.action == "copy" else ""
+    return (
+        f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{base_x:.1f}' y2='{base_y:.1f}' stroke='{colour}' stroke-width='2'{dashes}/>"
+        f"<polygon points='{head}' fill='{colour}'/>"
+    )

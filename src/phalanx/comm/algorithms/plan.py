@@ -1,0 +1,127 @@
+"""A collective as data: who sends which elements to whom, step by step, and what that adds up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import Literal
+
+Action = Literal["copy", "reduce"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Elements that one rank sends to another."""
+
+    source: int
+    target: int
+    span: range
+    """The elements of the source's buffer that are sent."""
+    action: Action
+    """What the target does with them: `copy` overwrites its elements, `reduce` combines them with its own."""
+    shift: int = 0
+    """How much further in the target's buffer they land. 0 but for all-to-all."""
+
+    @property
+    def landing(self) -> range:
+        """The elements of the target's buffer that are written."""
+        return range(self.span.start + self.shift, self.span.stop + self.shift)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Messages that travel at the same time: every rank sends at most one of them and receives at most one.
+
+    What is sent was there before the step. A step whose messages are all empty has none, and still counts.
+    """
+
+    phase: str
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One collective among `ranks` ranks."""
+
+    name: str
+    ranks: int
+    sizes: tuple[int, ...]
+    """Elements of the buffer on each rank."""
+    chunks: tuple[range, ...]
+    """The parts into which the algorithm divides the tensor. A collective that shares it out gives chunk r to rank r."""
+    steps: tuple[Step, ...]
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages, in the order of the steps."""
+        return list(chain.from_iterable(step.messages for step in self.steps))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether any message is combined with what the target holds."""
+        return any(message.action == "reduce" for message in self.messages)
+
+    def messages_sent(self) -> list[int]:
+        """Messages that each rank sends."""
+        sources = [message.source for message in self.messages]
+        return [sources.count(rank) for rank in range(self.ranks)]
+
+    def elements_sent(self) -> list[int]:
+        """Elements that each rank sends; times the bytes of an element this is its traffic."""
+        sent = [0] * self.ranks
+        for message in self.messages:
+            sent[message.source] += len(message.span)
+        return sent
+
+    def critical_elements(self) -> int:
+        """The longest message of every step, summed.
+
+        In the alpha-beta model with one class of links (Thakur, Rabenseifner & Gropp 2005, section 3) the plan takes
+        len(steps)·alpha + critical_elements()·element_bytes·beta seconds.
+        """
+        return sum(max((len(message.span) for message in step.messages), default=0) for step in self.steps)
+
+
+def chunked(n: int, parts: int) -> tuple[range, ...]:
+    """`n` elements in `parts` contiguous chunks whose sizes differ by at most 1, the longer ones first.
+
+    Raises ValueError when n is negative or parts is not positive.
+    """
+    if n < 0 or parts < 1:
+        raise ValueError(f"cannot divide {n} elements among {parts} ranks: need elements >= 0 and ranks >= 1")
+    small, longer = divmod(n, parts)
+    bounds = accumulate((small + (part < longer) for part in range(parts)), initial=0)
+    return tuple(range(start, stop) for start, stop in pairwise(bounds))
+
+
+def joined(chunks: Sequence[range]) -> range:
+    """Neighbouring chunks as one span."""
+    return range(chunks[0].start, chunks[-1].stop)
+
+
+def step(phase: str, messages: Iterable[Message]) -> Step:
+    """A step without the messages that carry nothing."""
+    return Step(phase, tuple(message for message in messages if message.span))
+
+
+def side_by_side(plans: Sequence[Sequence[Step]]) -> list[Step]:
+    """Step lists of equal length, among disjoint ranks, as one: their first steps together, their second steps, ..."""
+    return [
+        Step(together[0].phase, tuple(chain.from_iterable(each.messages for each in together)))
+        for together in zip(*plans, strict=True)
+    ]
+
+
+def reversed_as_copies(phase: str, steps: Sequence[Step]) -> list[Step]:
+    """The way back: the same messages from target to source, last step first; what was collected is handed out."""
+    return [
+        Step(phase, tuple(Message(each.target, each.source, each.span, "copy") for each in back.messages))
+        for back in reversed(steps)
+    ]
+
+
+def check_root(root: int, ranks: int) -> None:
+    """Raises ValueError when `root` is none of the ranks."""
+    if not 0 <= root < ranks:
+        raise ValueError(f"root {root} is not one of the {ranks} ranks (0 to {ranks - 1})")

@@ -1,0 +1,47 @@
+"""Binomial-tree collectives: the ranks that are done double with every step (Thakur, Rabenseifner & Gropp 2005).
+
+The fewest steps possible, each with the whole tensor: for short messages.
+"""
+
+from __future__ import annotations
+
+from phalanx.comm.algorithms.plan import Message, Plan, Step, check_root, chunked, reversed_as_copies, step
+
+
+def all_reduce(ranks: int, n: int) -> Plan:
+    """Reduce to rank 0, then broadcast: 2·ceil(log2 P) steps."""
+    steps = _reduce_steps(ranks, n, root=0)
+    return _plan("tree all-reduce", ranks, n, steps + reversed_as_copies("broadcast", steps))
+
+
+def reduce(ranks: int, n: int, root: int = 0) -> Plan:
+    """The result on `root`: ceil(log2 P) steps; every other rank sends D once and is left half reduced."""
+    return _plan("tree reduce", ranks, n, _reduce_steps(ranks, n, root))
+
+
+def broadcast(ranks: int, n: int, root: int = 0) -> Plan:
+    """The tensor of `root` on every rank: the reduction run backwards, ceil(log2 P) steps.
+
+    In each step every rank that has the tensor sends all of it to one that has not.
+    """
+    return _plan("tree broadcast", ranks, n, reversed_as_copies("broadcast", _reduce_steps(ranks, n, root)))
+
+
+def _reduce_steps(ranks: int, n: int, root: int) -> list[Step]:
+    """Ranks counted from the root. In step k those whose lowest set bit is k send to the rank without that bit."""
+    check_root(root, ranks)
+    whole = range(n)
+    return [
+        step(
+            "reduce",
+            (
+                Message((root + place) % ranks, (root + place - distance) % ranks, whole, "reduce")
+                for place in range(distance, ranks, 2 * distance)
+            ),
+        )
+        for distance in (1 << k for k in range((ranks - 1).bit_length()))
+    ]
+
+
+def _plan(name: str, ranks: int, n: int, steps: list[Step]) -> Plan:
+    return Plan(name, ranks, (n,) * ranks, chunked(n, 1), tuple(steps))
