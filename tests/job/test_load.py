@@ -87,6 +87,7 @@ def test_the_promised_short_names_exist(alias):
         (["batch_size=3"], "unknown key batch_size in 'batch_size=3'; did you mean layout.micro_batch?"),
         (["--max-iters", "3"], "unknown option --max-iters; did you mean train.steps?"),
         (["--steps"], "--steps needs a value"),
+        (["--schedule=x"], "unknown option --schedule; which one: layout.schedule or optimizer.schedule?"),
         (["nothing.txt"], "unexpected 'nothing.txt': expected a job file (.yaml), key=value or --key value"),
         (["steps=x"], "command line: steps=x: train.steps: expected a whole number, found 'x'"),
         (["model=gtp2"], "command line: model=gtp2: no model preset 'gtp2'; did you mean gpt2? (known: gpt2"),

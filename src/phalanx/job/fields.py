@@ -107,6 +107,9 @@ def suggestion(name: str) -> str:
     plain = name.replace("-", "_")
     last = plain.rsplit(".", 1)[-1]
     known = leaves()
+    same = [path for path in known if path.rsplit(".", 1)[-1] == plain]
+    if len(same) > 1:
+        return f"; which one: {' or '.join(same)}?"
     target = FOREIGN_NAMES.get(last)
     if target is None and (alike := nearest(plain, known)):
         target = alike
