@@ -129,13 +129,11 @@ def test_resuming_on_another_number_of_ranks_continues_the_same_curve(ranks, job
 def test_the_loss_falls_on_text(ranks, job, tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
     data = dataclasses.replace(job.data, corpus="text", path=str(tmp_path / "text.txt"))
-    job = change(change(dataclasses.replace(job, data=data), "train", steps=40), "run", sample_tokens=30)
-    summary = ranks(train, 1, change(job, "run", sample_prompt="the"))[0]
+    job = change(change(dataclasses.replace(job, data=data), "train", steps=40), "run", name="text")
+    ranks(train, 1, job)
     losses = [row["loss"] for row in rows(job, "step")]
     assert losses[0] == pytest.approx(math.log(10), rel=0.1)
     assert losses[-1] < 1.0
-    assert summary["sample"].startswith("the")
-    assert len(summary["sample"]) == 33
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

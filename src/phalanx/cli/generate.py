@@ -11,8 +11,6 @@ from pathlib import Path
 
 import tyro
 
-from phalanx.errors import CheckpointError
-
 
 @dataclass(frozen=True)
 class Generate:
@@ -42,52 +40,23 @@ class Generate:
 
 def run(argv: Sequence[str]) -> int:
     options = tyro.cli(Generate, prog="phalanx generate", args=argv, config=(tyro.conf.FlagCreatePairsOff,))
-    text = _generate(options, stream=sys.stdout.isatty() and not options.json)
-    if options.json:
-        print(json.dumps({**dataclasses.asdict(options), "run": str(options.run), "text": text}, ensure_ascii=False))
-    elif text:
-        print(text)
-    return 0
-
-
-def _generate(options: Generate, stream: bool) -> str:
-    """The text, prompt included; with `stream` it is printed as it comes, and the result is empty."""
-    import torch
-
     from phalanx.generate.load import load_run
-    from phalanx.generate.sampling import generate
 
     loaded = load_run(options.run, options.step, options.device)
-    ids = loaded.tokenizer.encode(options.prompt)
-    if not len(ids):
-        raise CheckpointError("the prompt is empty; give at least one character with --prompt")
-    prompt = torch.from_numpy(ids.astype("int64"))[None].to(loaded.device)
-    shown = ""
-
-    def show(token: torch.Tensor) -> None:
-        # Decoded as a whole each time: a character may be made of several tokens.
-        nonlocal shown, sofar
-        sofar = torch.cat((sofar, token.cpu()))
-        text = loaded.tokenizer.decode(sofar.numpy())
-        if text.startswith(shown) and not text.endswith("\ufffd"):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-
-    sofar = prompt[0].cpu()
-    if stream:
+    live = sys.stdout.isatty() and not options.json
+    if live:
         print(options.prompt, end="", flush=True)
-        shown = loaded.tokenizer.decode(sofar.numpy())
-    tokens = generate(
-        loaded.model,
-        prompt,
+    text = loaded.text(
+        options.prompt,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
-        on_token=show if stream else None,
+        on_text=(lambda piece: print(piece, end="", flush=True)) if live else None,
     )
-    if stream:
-        print()
-        return ""
-    return loaded.tokenizer.decode(tokens[0].cpu().numpy())
+    if options.json:
+        print(json.dumps({**dataclasses.asdict(options), "run": str(options.run), "text": text}, ensure_ascii=False))
+    else:
+        print("" if live else text)
+    return 0

@@ -81,8 +81,21 @@ def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool) -> 
 
     summary = train(job, ranks, log_file)
     if ranks.rank == 0:
+        summary["sample"] = _sample(job)
         print(json.dumps(summary, indent=1) if as_json else _text(summary))
     return 0
+
+
+def _sample(job: Job) -> str:
+    """Text from the checkpoint just written, as `phalanx generate` would make it."""
+    if not job.run.sample_tokens or job.data.corpus == "random":
+        return ""
+    from phalanx.generate.load import load_run
+
+    loaded = load_run(RunDirectory.of(job).path, device=job.cluster.device)
+    return loaded.text(
+        job.run.sample_prompt, max_new_tokens=job.run.sample_tokens, temperature=0.8, top_k=50, seed=job.train.seed
+    )
 
 
 def _be_a_foreign_rank(loaded: LoadedJob, ranks: Ranks, fresh: bool, as_json: bool) -> int:

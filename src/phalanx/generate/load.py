@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, JobError
+from phalanx.generate.sampling import generate
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.precision import DTYPES
 from phalanx.train import checkpoint
@@ -28,6 +31,30 @@ class LoadedRun:
     tokenizer: Tokenizer
     device: torch.device
     step: int
+
+    def text(self, prompt: str, *, on_text: Callable[[str], None] | None = None, **options: Any) -> str:
+        """The prompt with generated text behind it; `options` are those of `sampling.generate`.
+
+        `on_text` gets each new piece of text as soon as it is whole (a character may be made of several tokens).
+        Raises JobError on an empty prompt and options that make no sense.
+        """
+        ids = self.tokenizer.encode(prompt)
+        if not len(ids):
+            raise JobError("the prompt is empty; give at least one character")
+        tokens = torch.from_numpy(ids.astype("int64"))[None].to(self.device)
+        sofar = tokens[0].tolist()
+        shown = self.tokenizer.decode(sofar)
+
+        def show(token: torch.Tensor) -> None:
+            nonlocal shown
+            sofar.append(int(token))
+            text = self.tokenizer.decode(sofar)
+            if on_text and text.startswith(shown) and not text.endswith("\ufffd"):
+                on_text(text[len(shown) :])
+                shown = text
+
+        done = generate(self.model, tokens, on_token=show if on_text else None, **options)
+        return self.tokenizer.decode(done[0].tolist())
 
 
 def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:

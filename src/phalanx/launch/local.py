@@ -30,7 +30,7 @@ def launch_local(
     threads: int,
     all_ranks: bool,
     grace_s: float = 30.0,
-    module: str = "phalanx.launch.worker",
+    module: str = "phalanx.cli.rank",
 ) -> int:
     """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
 

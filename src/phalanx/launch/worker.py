@@ -1,4 +1,4 @@
-"""One rank of a local launch: `python -m phalanx.launch.worker ARGV…` runs the command and notes how it ended.
+"""The frame of one rank of a local launch: ties it to its launcher, runs it, and notes how it ended.
 
 Nothing heavy is imported before the rank has tied its life to the launcher's.
 """
@@ -47,13 +47,3 @@ def report(directory: Path, run: Callable[[], int]) -> int:
         code, message, trace = describe(error)
     Outcome(int(os.environ["RANK"]), code, message, trace, time.time()).write(directory)
     return code
-
-
-def _command(argv: list[str]) -> int:
-    from phalanx.cli.main import run
-
-    return run(argv)
-
-
-if __name__ == "__main__":
-    main(_command)

@@ -18,7 +18,6 @@ from phalanx.data.loader import Batches, MicroBatch, TokenData, evaluation_batch
 from phalanx.data.prepare import prepare
 from phalanx.data.shards import open_shards
 from phalanx.errors import NotFiniteError, StoppedError
-from phalanx.generate.sampling import generate
 from phalanx.job import batch as batch_equation
 from phalanx.job.job import Job
 from phalanx.job.parameters import count
@@ -256,25 +255,7 @@ class Trainer:
             "val_loss": self.state.val_loss,
             "tokens": self.state.samples * self.job.model.seq_len,
             "seconds": elapsed,
-            "sample": self._sample(),
         }
-
-    def _sample(self) -> str:
-        """Text of the trained model, written by rank 0."""
-        job = self.job
-        if self.ranks.rank or not job.run.sample_tokens or job.data.corpus == "random":
-            return ""
-        tokenizer = self.train_data.tokenizer
-        prompt = torch.from_numpy(tokenizer.encode(job.run.sample_prompt).astype("int64"))[None].to(self.device)
-        tokens = generate(
-            self.state.model,
-            prompt,
-            max_new_tokens=job.run.sample_tokens,
-            temperature=0.8,
-            top_k=50,
-            seed=job.train.seed,
-        )
-        return tokenizer.decode(tokens[0].cpu().numpy())
 
 
 def _due(step: int, every: int) -> bool:
