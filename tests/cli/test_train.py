@@ -117,6 +117,19 @@ def test_ranks_of_torchrun_train_together(here):
     assert steps(here / "runs" / "job") == [1, 2, 3, 4]
 
 
+def test_a_corrupt_shard_is_found_before_training(here):
+    assert phalanx("data", "prepare", "job.yaml").returncode == 0
+    shard = next((here / "data").glob("*/train-00000.bin"))
+    content = bytearray(shard.read_bytes())
+    content[7] ^= 1
+    shard.write_bytes(content)
+    done = phalanx("train", "job.yaml")
+    assert done.returncode == 4
+    assert "train-00000.bin" in done.stderr
+    assert "phalanx data prepare --force" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_two_trainers_in_one_directory(here):
     from phalanx.job.load import load_file
     from phalanx.train.run_directory import RunDirectory

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.job_words import JobVerb
-from phalanx.errors import JobError
+from phalanx.errors import JobError, StoppedError
 from phalanx.job.check import untrainable
 from phalanx.job.job import Job
 from phalanx.job.load import LoadedJob
@@ -105,7 +105,10 @@ def _be_a_foreign_rank(loaded: LoadedJob, ranks: Ranks, fresh: bool, as_json: bo
         raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
     directory = RunDirectory.of(loaded.job)
     if ranks.rank:
-        return _be_a_rank(loaded.job, ranks, None, as_json)
+        try:
+            return _be_a_rank(loaded.job, ranks, None, as_json)
+        except StoppedError as stopped:
+            return stopped.exit_code  # all ranks stop together; rank 0 says so
     with directory.lock():
         directory.start(loaded)
         return _be_a_rank(loaded.job, ranks, directory.next_log_dir() / "stderr.log", as_json)

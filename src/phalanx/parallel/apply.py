@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from phalanx.errors import JobError
 from phalanx.job.job import Job
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.data import DDPReplica, Replica, ThreadReplicas
@@ -33,6 +34,11 @@ def apply(model: Transformer, job: Job, mesh: Mesh) -> Replica:
     objective = Objective(model)
     layout = job.layout
     if layout.data_parallel == "threads" and layout.dp_replicate > 1:
+        if weight.device.type != "cpu":
+            raise JobError(
+                f"layout.data_parallel=threads is a baseline for CPUs, this rank's device is {weight.device}; "
+                "ddp runs on both, cluster.device=cpu runs threads"
+            )
         log.info("data parallel: %d threads of one process", layout.dp_replicate)
         return ThreadReplicas(objective, layout.dp_replicate)
     if mesh.sizes["dp_replicate"] > 1:

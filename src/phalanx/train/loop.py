@@ -43,6 +43,10 @@ from phalanx.units import seconds as as_time
 
 log = logging.getLogger(__name__)
 
+VERIFIED_BYTES = 2**30
+"""Token shards up to this many bytes (about a second's reading) are compared with their digests at every start; of
+larger ones only the sizes are. `phalanx data prepare --verify` checks any size."""
+
 
 def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
     """Train `job` as one of `ranks`, from the run directory's newest checkpoint if there is one.
@@ -83,7 +87,7 @@ class Trainer:
         self.directory = RunDirectory.of(job)
         self.batch = batch_equation.solve(job.train.global_batch, job.layout)
         self.mesh: Mesh = meshes.build(job.layout, device.type)
-        shards = Path(on_rank_zero(lambda: str(prepare(job.data))))
+        shards = Path(on_rank_zero(self._find_data))
         index = open_shards(shards)
         dtype = DTYPES[job.train.precision]
         with torch.device("meta"):
@@ -178,6 +182,13 @@ class Trainer:
             first_sample=self.state.samples,
             prefetch=self.job.data.prefetch,
         )
+
+    def _find_data(self) -> str:
+        """The folder of the job's token shards, made where they are missing, with their digests checked."""
+        shards = prepare(self.job.data)
+        size = sum(file.stat().st_size for file in shards.glob("*.bin"))
+        open_shards(shards, verify=size <= VERIFIED_BYTES)
+        return str(shards)
 
     def _keep_tokenizer(self) -> None:
         """A run's text can be generated without the data it was trained on."""

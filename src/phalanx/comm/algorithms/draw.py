@@ -26,8 +26,8 @@ def svg(plan: Plan) -> str:
     """The picture of `plan` as an SVG document.
 
     Above an arrow stand the chunks that it carries, in their colours; a solid arrow is combined with what the receiver
-    holds, a dashed one overwrites it. Chunks without elements are not shown: draw a plan of at least as many elements as
-    chunks.
+    holds, a dashed one overwrites it. Chunks without elements are not shown: draw a plan of at least as many elements
+    as chunks.
     """
     widest = max((len(_chunks_of(message, plan)) for message in plan.messages), default=1)
     spacing = max(72, widest * _CELL + 20)
@@ -75,7 +75,8 @@ def _message(message: Message, plan: Plan, columns: list[float], top: float) -> 
     """The chunks above the source, and the arrow from there to the target at the end of the step."""
     carried = _chunks_of(message, plan)
     colour = _COLOURS[carried[0] % len(_COLOURS)] if len(carried) == 1 else _NEUTRAL
-    return f"<g class='message'>{_cells(carried, plan, columns[message.source], top)}{_arrow(message, columns, top, colour)}</g>"
+    cells = _cells(carried, plan, columns[message.source], top)
+    return f"<g class='message'>{cells}{_arrow(message, columns, top, colour)}</g>"
 
 
 def _cells(carried: list[int], plan: Plan, centre: float, top: float) -> str:
@@ -94,16 +95,18 @@ def _cells(carried: list[int], plan: Plan, centre: float, top: float) -> str:
 
 
 def _arrow(message: Message, columns: list[float], top: float, colour: str) -> str:
-    """A line to just above the next step, with its head; one path, so that a message is one arrow."""
+    """A line to just above the next step, and its head."""
     x1, y1 = columns[message.source], top + _CELL
     x2, y2 = columns[message.target], top + _BAND - 6
     length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5
     ux, uy = (x2 - x1) / length, (y2 - y1) / length
     back, side = 9, 4
     base_x, base_y = x2 - back * ux, y2 - back * uy
-    head = f"{x2:.1f},{y2:.1f} {base_x - side * uy:.1f},{base_y + side * ux:.1f} {base_x + side * uy:.1f},{base_y - side * ux:.1f}"
+    corners = ((x2, y2), (base_x - side * uy, base_y + side * ux), (base_x + side * uy, base_y - side * ux))
+    head = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
     dashes = " stroke-dasharray='5 4'" if message.action == "copy" else ""
     return (
-        f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{base_x:.1f}' y2='{base_y:.1f}' stroke='{colour}' stroke-width='2'{dashes}/>"
+        f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{base_x:.1f}' y2='{base_y:.1f}' stroke='{colour}' "
+        f"stroke-width='2'{dashes}/>"
         f"<polygon points='{head}' fill='{colour}'/>"
     )

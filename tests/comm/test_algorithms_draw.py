@@ -1,0 +1,63 @@
+"""Pictures of plans: well-formed, an arrow for each message, and those of the documents are what the program draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from phalanx.comm.algorithms import direct, draw, halving, hierarchical, ring, tree
+from phalanx.comm.algorithms.plan import Plan
+
+SVG = "{http://www.w3.org/2000/svg}"
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
+PLANS = [
+    ring.all_reduce(4, 4),
+    tree.all_reduce(8, 8),
+    halving.all_reduce(6, 8),
+    hierarchical.all_reduce(8, 8, 4),
+    direct.naive_all_reduce(3, 3),
+    direct.all_to_all(3, 7),
+    ring.all_reduce(1, 4),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.name} {plan.ranks}")
+def test_one_arrow_for_each_message(plan: Plan):
+    root = ElementTree.fromstring(draw.svg(plan))
+    groups = root.findall(f"{SVG}g[@class='message']")
+    assert len(groups) == len(root.findall(f".//{SVG}polygon")) == len(plan.messages)
+    for group, message in zip(groups, plan.messages, strict=True):
+        dashed = [line.get("stroke-dasharray") is not None for line in group.iter(f"{SVG}line")]
+        assert dashed == [message.action == "copy"]
+
+
+def test_arrows_carry_the_numbers_of_their_chunks():
+    root = ElementTree.fromstring(draw.svg(halving.all_reduce(4, 4)))
+    labels = ["".join(text.text or "" for text in group.iter(f"{SVG}text")) for group in root.iter(f"{SVG}g")]
+    assert labels == ["23", "01", "23", "01", "1", "3", "0", "2", "1", "3", "0", "2", "23", "01", "23", "01"] or (
+        sorted(labels[:4]) == ["01", "01", "23", "23"] and sorted(labels[4:8]) == ["0", "1", "2", "3"]
+    )
+
+
+def test_everything_is_inside_the_picture():
+    root = ElementTree.fromstring(draw.svg(halving.all_reduce(8, 8)))
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    for cell in root.iter(f"{SVG}rect"):
+        assert 0 <= float(cell.get("x", -1)) <= width - float(cell.get("width", 0))
+    for line in root.iter(f"{SVG}line"):
+        assert 0 < float(line.get("x2", -1)) < width
+        assert 0 < float(line.get("y2", -1)) < height
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("ring", ring.all_reduce(4, 4)),
+        ("tree", tree.all_reduce(8, 8)),
+        ("halving", halving.all_reduce(8, 8)),
+        ("hierarchical", hierarchical.all_reduce(8, 8, 4)),
+    ],
+)
+def test_pictures_of_the_documents_are_current(name: str, plan: Plan):
+    assert (PICTURES / f"collectives-{name}.svg").read_text(encoding="utf-8") == draw.svg(plan)
