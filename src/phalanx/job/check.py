@@ -46,8 +46,6 @@ def untrainable(job: Job) -> list[Problem]:
                     f"is: {axis} 1, dp_replicate {layout.world}",
                 )
             )
-    if layout.recompute != "none":
-        found.append(("layout.recompute", "recomputation is not done by this version; the layout that is: none"))
     if layout.offload != "none":
         found.append(("layout.offload", "offloading is not done by this version; the layout that is: none"))
     if job.model.moe.n_experts or job.model.mla.kv_rank:

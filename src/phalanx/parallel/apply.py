@@ -11,6 +11,7 @@ from phalanx.parallel.data import DDPReplica, Replica, ThreadReplicas
 from phalanx.parallel.linear import onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import Objective
+from phalanx.parallel.recompute import recompute
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ def apply(model: Transformer, job: Job, mesh: Mesh) -> Replica:
         job.train.cpu_linear == "auto" and not job.train.compile and onednn_is_faster(weight.device, weight.dtype)
     ):
         log.info("linear layers: %d through oneDNN", use_onednn(model))
+    if job.layout.recompute != "none":
+        log.info("recompute: %s, %d modules", job.layout.recompute, recompute(model, job.layout.recompute))
     if job.train.compile:
         for block in model.blocks.values():
             block.compile()

@@ -1,0 +1,67 @@
+"""Recomputation changes what is kept, not what is computed."""
+
+import pytest
+import torch
+
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.model.init import initialise
+from phalanx.model.noise import Noise
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.objective import Objective
+from phalanx.parallel.recompute import recompute
+
+VOCAB, SEQ, BATCH, WIDTH, LAYERS = 11, 32, 2, 16, 3
+
+
+def step(what: str, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+    """Loss, gradients, and the bytes kept for the backward pass."""
+    shape = Model(n_layers=LAYERS, d_model=WIDTH, n_heads=4, seq_len=SEQ, dropout=dropout)
+    model = Transformer(shape, VOCAB).double()
+    initialise(model, shape, 3)
+    if what != "none":
+        assert recompute(model, what) == LAYERS
+    tokens = torch.arange(BATCH * SEQ).reshape(BATCH, SEQ) % VOCAB
+    noise = Noise(1, 2, [4, 5]) if dropout else None
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = Objective(model)(tokens, tokens, noise)
+    total = sum(kept.values())
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, total
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("what", ["selective", "full"])
+def test_same_bits_with_less_kept(what, dropout):
+    expected_loss, expected, all_kept = step("none", dropout)
+    loss, gradients, kept = step(what, dropout)
+    assert torch.equal(loss, expected_loss)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name
+    assert kept < all_kept
+
+
+def test_selective_leaves_out_the_attention_probabilities():
+    with_dropout = step("none", 0.3)[2] - step("selective", 0.3)[2]
+    probabilities = LAYERS * BATCH * 4 * SEQ * SEQ * 8
+    assert with_dropout >= 2 * probabilities  # softmax's output and the dropped one, in float64
+
+
+def test_full_keeps_little_more_than_the_blocks_inputs():
+    block_input = BATCH * SEQ * WIDTH * 8
+    one_layer_less = step("full", 0.0)[2] - LAYERS * block_input
+    assert one_layer_less < step("none", 0.0)[2] / LAYERS
+
+
+def test_layouts_name_it():
+    assert Layout(recompute="full").line() == "recompute=full"
