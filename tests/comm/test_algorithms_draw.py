@@ -6,6 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
 from phalanx.comm.algorithms import direct, draw, halving, hierarchical, ring, tree
 from phalanx.comm.algorithms.plan import Plan
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from phalanx.comm.algorithms import direct, halving, hierarchical, ring, tree
 from phalanx.comm.algorithms.execute import Reduction, all_to_all, execute
 from phalanx.comm.algorithms.plan import Plan, chunked
-from torch import Tensor
 
 SIZES = (1, 3, 37)
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from phalanx.comm.algorithms import direct, halving, hierarchical, ring, tree
 from phalanx.comm.algorithms.plan import Plan, chunked
 

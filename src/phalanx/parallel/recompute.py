@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.model.transformer import Block, CoreAttention, Transformer
@@ -19,7 +20,7 @@ from phalanx.model.transformer import Block, CoreAttention, Transformer
 def recompute(model: Transformer, what: str) -> int:
     """Have the blocks of `model` ("full") or their attention cores ("selective") recomputed. Returns how many."""
     kind = Block if what == "full" else CoreAttention
-    modules = [module for module in model.modules() if isinstance(module, kind)]
+    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, kind)]
     for module in modules:
         module.forward = partial(_run, module.forward)
     return len(modules)

@@ -7,10 +7,10 @@ from phalanx.comm.algorithms.plan import Message, Plan, check_root, chunked, rev
 
 def naive_all_reduce(ranks: int, n: int) -> Plan:
     """Everything to rank 0 and back: 2(P-1) steps of D, all through rank 0, whose traffic is 2·D·(P-1)."""
-    chunks = chunked(n, 1)
+    check_root(0, ranks)
     inward = [step("to rank 0", [Message(rank, 0, range(n), "reduce")]) for rank in range(1, ranks)]
     outward = [step("from rank 0", [Message(0, rank, range(n), "copy")]) for rank in range(1, ranks)]
-    return Plan("naive all-reduce", ranks, (n,) * ranks, chunks, tuple(inward + outward))
+    return Plan("naive all-reduce", ranks, (n,) * ranks, chunked(n, 1), tuple(inward + outward))
 
 
 def scatter(ranks: int, n: int, root: int = 0) -> Plan:

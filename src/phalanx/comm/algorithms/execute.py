@@ -33,8 +33,8 @@ def execute(plan: Plan, tensor: Tensor, reduction: Reduction = "sum", group: dis
         group: None is the default group.
 
     Raises:
-        ValueError: the plan, the tensor and the group do not belong together, or there is no such reduction (the average
-            of integers, as in the backends).
+        ValueError: the plan, the tensor and the group do not belong together, or there is no such reduction (as
+            the average of integers).
     """
     rank = dist.get_rank(group)
     _check(plan, tensor, reduction, rank, dist.get_world_size(group))

@@ -49,7 +49,7 @@ class Plan:
     sizes: tuple[int, ...]
     """Elements of the buffer on each rank."""
     chunks: tuple[range, ...]
-    """The parts into which the algorithm divides the tensor. A collective that shares it out gives chunk r to rank r."""
+    """The parts into which the algorithm divides the tensor. Where it is shared out, chunk r is for rank r."""
     steps: tuple[Step, ...]
 
     @property
