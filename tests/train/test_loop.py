@@ -80,7 +80,8 @@ LAYOUTS = [
     Layout(dp_replicate=4, accumulation=3),
     Layout(dp_replicate=2, data_parallel="threads"),
     Layout(dp_replicate=2, recompute="full", accumulation=3),
-    Layout(recompute="selective"),
+    Layout(recompute="selective", loss_chunk=7),
+    Layout(dp_replicate=2, recompute="full", loss_chunk=64),
 ]
 
 

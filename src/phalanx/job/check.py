@@ -84,6 +84,7 @@ AT_LEAST_ZERO = [
     "cluster.peak_tflops",
     "layout.micro_batch",
     "layout.accumulation",
+    "layout.loss_chunk",
     "optimizer.weight_decay",
     "optimizer.clip",
     "optimizer.warmup_steps",

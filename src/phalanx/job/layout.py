@@ -35,6 +35,8 @@ class Layout:
     """Micro-batches a step on each data rank; 0 means the rest of the equation decides."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass instead of kept."""
+    loss_chunk: int = 0
+    """Tokens whose logits exist at once while the loss is computed; 0 means all of a micro-batch."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """State kept in host memory instead of device memory."""
     data_parallel: Literal["ddp", "threads"] = "ddp"

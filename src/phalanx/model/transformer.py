@@ -48,7 +48,18 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Logits (batch, seq, vocab) of `tokens` (batch, seq).
+        """Logits (batch, seq, vocab) of `tokens` (batch, seq). The arguments are those of `hidden`."""
+        return self.logits(self.hidden(tokens, noise=noise, cache=cache, positions=positions))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        noise: Noise | None = None,
+        cache: Cache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """What the last block writes, (batch, seq, d_model), for `tokens` (batch, seq).
 
         `noise` switches dropout on; `cache` holds the tokens before these and takes these in; `positions` (seq,) are
         the tokens' places in their sequence, by default those that follow the cache."""
@@ -61,7 +72,7 @@ class Transformer(nn.Module):
             x = block(x, rotary, noise, cache)
         if cache is not None:
             cache.length += tokens.shape[1]
-        return self.logits(x)
+        return x
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor, noise: Noise | None) -> Tensor:
         """What the first block reads, (batch, seq, d_model)."""

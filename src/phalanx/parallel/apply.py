@@ -10,7 +10,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.data import DDPReplica, Replica, ThreadReplicas
 from phalanx.parallel.linear import onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import Objective
+from phalanx.parallel.objective import ChunkedObjective, Objective
 from phalanx.parallel.recompute import recompute
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,11 @@ def apply(model: Transformer, job: Job, mesh: Mesh) -> Replica:
         for block in model.blocks.values():
             block.compile()
         log.info("compile: %d blocks, each on its own", len(model.blocks))
-    objective = Objective(model)
     layout = job.layout
+    objective = Objective(model)
+    if layout.loss_chunk:
+        objective = ChunkedObjective(model, layout.loss_chunk)
+        log.info("loss: the logits of %d tokens at a time", layout.loss_chunk)
     if layout.data_parallel == "threads" and layout.dp_replicate > 1:
         if weight.device.type != "cpu":
             raise JobError(
