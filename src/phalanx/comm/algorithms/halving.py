@@ -1,4 +1,4 @@
-"""Recursive halving and doubling all-reduce (Rabenseifner; Thakur, Rabenseifner & Gropp 2005, section 4.5).
+"""Recursive halving and doubling all-reduce (Rabenseifner; Thakur, Rabenseifner & Gropp 2005).
 
 The bytes of the ring in a number of steps that grows with the logarithm of the ranks.
 """

@@ -77,7 +77,7 @@ class Plan:
     def critical_elements(self) -> int:
         """The longest message of every step, summed.
 
-        In the alpha-beta model with one class of links (Thakur, Rabenseifner & Gropp 2005, section 3) the plan takes
+        In the alpha-beta model with one class of links (Thakur, Rabenseifner & Gropp 2005) the plan takes
         len(steps)·alpha + critical_elements()·element_bytes·beta seconds.
         """
         return sum(max((len(message.span) for message in step.messages), default=0) for step in self.steps)
