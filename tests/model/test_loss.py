@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from phalanx.model.loss import IGNORE, cross_entropy_sum, valid_tokens
+from phalanx.job.data import IGNORE
+from phalanx.model.loss import cross_entropy_sum, valid_tokens
 
 
 def test_the_sum_leaves_ignored_positions_out():

@@ -19,9 +19,7 @@ from phalanx.data.readahead import ReadAhead
 from phalanx.data.shards import SPLITS, check_tokenizer, map_shard, open_shards, repair_command
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
-
-IGNORE = -100
-"""A target that counts for nothing (torch's ignore_index)."""
+from phalanx.job.data import IGNORE
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+IGNORE = -100
+"""A target that counts for nothing (torch's ignore_index)."""
+
 
 @dataclass(frozen=True)
 class Data:

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -100
-"""Target of a position that does not count."""
+from phalanx.job.data import IGNORE
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:

@@ -110,7 +110,8 @@ class Trainer:
         loss, began = math.nan, time.perf_counter()
         tokens = self.batch.global_batch * job.model.seq_len
         flops = train_flops_per_step(job.model, self.batch.global_batch, state.model.embed.num_embeddings)
-        meter = metrics.Meter(tokens, flops / self.job.layout.world, self.peak, self.job.layout.world)
+        # A process is a device: the replicas of data_parallel=threads share one, and its peak.
+        meter = metrics.Meter(tokens, flops / job.layout.processes, self.peak, job.layout.processes)
         path = self.directory.metrics if self.ranks.rank == 0 else None
         with metrics.MetricsFile(path) as rows, self._batches() as batches:
             rows.write("start", step=state.step, layout=job.layout.line(), devices=job.layout.world)
