@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -32,8 +33,8 @@ class Generate:
     """Of the draws."""
     step: int = 0
     """The checkpoint of this step; 0 means the newest."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the accelerator where there is one."""
     json: bool = False
     """Print one JSON document on standard output and nothing else."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -13,8 +14,8 @@ class Cluster:
     """Nodes of the job."""
     devices_per_node: int = 0
     """Devices (GPUs, or CPU processes) on a node; 0 means as many as the layout asks for."""
-    device: str = "auto"
-    """auto, cpu or cuda; auto takes the accelerator where there is one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the accelerator where there is one."""
     peak_tflops: float = 0.0
     """Dense peak of one device in this job's precision, in TFLOP/s, for MFU; 0 looks the device up, and measures a
     matrix product on a CPU."""

@@ -37,7 +37,7 @@ def choose(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if wanted not in ("auto", "cuda") or not count:
+    if not count:
         raise RunError(
             f"cluster.device is {wanted}, but this machine has {count} CUDA devices; cluster.device=cpu runs"
         )
