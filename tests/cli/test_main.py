@@ -47,7 +47,7 @@ def test_help_and_configuration_answer_without_torch(argv):
         (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, generate, data"),
         (["job.yaml"], "phalanx: no verb 'job.yaml'; the verb comes first: `phalanx train job.yaml`"),
         (["train", "--tp", "2"], "layout.tp: tensor parallel (tp 2) is not trained by this version"),
-        (["train", "model=mixtral-8x7b"], "mixture-of-experts"),
+        (["train", "model=mixtral-8x7b"], "mixture of experts (8) is not trainable"),
         (["generate", "nowhere"], "phalanx: no run in nowhere: it has no config.yaml"),
     ],
 )

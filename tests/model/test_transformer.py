@@ -190,8 +190,8 @@ def test_parts_that_are_only_counted_are_refused_all_at_once():
     with pytest.raises(JobError) as caught:
         Transformer(model)
     assert len(caught.value.problems) == 2
-    assert "model.moe.n_experts=4: mixture of experts is not trainable in this version" in str(caught.value)
-    assert "model.mla.kv_rank=8: latent attention is not trainable in this version" in str(caught.value)
+    assert "model.moe.n_experts: mixture of experts (4) is not trainable in this version" in str(caught.value)
+    assert "model.mla.kv_rank: latent attention (rank 8) is not trainable in this version" in str(caught.value)
 
 
 def test_more_tokens_than_learned_positions_are_refused():

@@ -48,14 +48,23 @@ def untrainable(job: Job) -> list[Problem]:
             )
     if layout.offload != "none":
         found.append(("layout.offload", "offloading is not done by this version; the layout that is: none"))
-    if job.model.moe.n_experts or job.model.mla.kv_rank:
-        found.append(
-            (
-                "model",
-                "mixture-of-experts and latent-attention models are counted, but not trained, by this version",
-            )
+    return [*found, *untrainable_shape(job.model)]
+
+
+def untrainable_shape(model: Model) -> Iterator[Problem]:
+    """The parts of a model that are counted (parameters, FLOPs) but not computed by this version."""
+    if model.moe.n_experts:
+        yield (
+            "model.moe.n_experts",
+            f"mixture of experts ({model.moe.n_experts}) is not trainable in this version (parameters and FLOPs are "
+            "counted); 0 gives a dense MLP",
         )
-    return found
+    if model.mla.kv_rank:
+        yield (
+            "model.mla.kv_rank",
+            f"latent attention (rank {model.mla.kv_rank}) is not trainable in this version (parameters and FLOPs are "
+            "counted); 0 gives ordinary attention",
+        )
 
 
 AT_LEAST_ONE = [

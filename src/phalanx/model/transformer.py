@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import JobError
+from phalanx.job.check import untrainable_shape
 from phalanx.job.model import Model
 from phalanx.job.parameters import vocabulary
 from phalanx.model.cache import Cache
@@ -31,7 +32,8 @@ class Transformer(nn.Module):
 
     def __init__(self, model: Model, vocab_size: int | None = None):
         super().__init__()
-        refuse_untrainable(model)
+        if problems := [f"{path}: {message}" for path, message in untrainable_shape(model)]:
+            raise JobError(problems)
         vocab = vocabulary(model, vocab_size)
         self.model = model
         self.embed = nn.Embedding(vocab, model.d_model)
@@ -216,20 +218,3 @@ def causal_mask(q: Tensor, k: Tensor) -> Tensor:
     belongs to the last key), -inf elsewhere."""
     seq, keys = q.shape[2], k.shape[2]
     return torch.full((seq, keys), float("-inf"), dtype=q.dtype, device=q.device).triu(keys - seq + 1)
-
-
-def refuse_untrainable(model: Model) -> None:
-    """Raises JobError where the shape has a part that is counted but not yet computed."""
-    problems = []
-    if model.moe.n_experts:
-        problems.append(
-            f"model.moe.n_experts={model.moe.n_experts}: mixture of experts is not trainable in this version "
-            "(its parameters and FLOPs are counted); set model.moe.n_experts=0 for a dense MLP"
-        )
-    if model.mla.kv_rank:
-        problems.append(
-            f"model.mla.kv_rank={model.mla.kv_rank}: latent attention is not trainable in this version "
-            "(its parameters and FLOPs are counted); set model.mla.kv_rank=0 for ordinary attention"
-        )
-    if problems:
-        raise JobError(problems)
