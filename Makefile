@@ -1,15 +1,16 @@
 # The targets a newcomer meets; `make help` lists them.
 PYTHON ?= python3
 VENV := .venv
+PEERS := .bench-venv
 BIN := $(VENV)/bin
 JOB ?= examples/main.yaml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format bench clean
+.PHONY: help setup train verify test lint format bench bench-peers clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## make .venv and install the project with pinned versions
 
@@ -21,6 +22,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 train: setup ## train a small GPT on two processes of this machine: ARGS='train.steps=50'
 	$(BIN)/phalanx train $(JOB) $(ARGS)
+
+verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
+	$(BIN)/phalanx verify $(JOB) --full $(ARGS)
 
 test: setup ## run the tests: ARGS='-k checkpoint'
 	$(BIN)/python -m pytest $(ARGS)
@@ -37,6 +41,17 @@ format: setup ## put the code into the common format
 bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.throughput $(ARGS)
 	$(BIN)/python -m benchmarks.startup $(ARGS)
+	$(BIN)/python -m benchmarks.sharding $(ARGS)
 
-clean: ## delete the virtual environment (runs and data stay)
-	rm -rf $(VENV)
+bench-peers: $(PEERS)/.installed ## make .bench-venv, with the peers that `make bench` compares with
+
+# DeepSpeed compiles its extension when it is first used: now, not while something is measured.
+$(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-r benchmarks/peers/requirements.txt -e .
+	PATH=$(CURDIR)/$(PEERS)/bin:$$PATH $(PEERS)/bin/python -m benchmarks.peers.deepspeed_extension
+	@touch $@
+
+clean: ## delete the virtual environments (runs and data stay)
+	rm -rf $(VENV) $(PEERS)

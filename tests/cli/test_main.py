@@ -44,9 +44,9 @@ def test_help_and_configuration_answer_without_torch(argv):
     ("argv", "message"),
     [
         (["trian"], "phalanx: no verb 'trian'; did you mean `phalanx train`?"),
-        (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, generate, data"),
+        (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, verify, generate, data"),
         (["job.yaml"], "phalanx: no verb 'job.yaml'; the verb comes first: `phalanx train job.yaml`"),
-        (["train", "--tp", "2"], "layout.tp: tensor parallel (tp 2) is not trained by this version"),
+        (["train", "--pp", "2"], "layout.pp: pipeline parallel (pp 2) is not trained by this version"),
         (["train", "model=mixtral-8x7b"], "mixture of experts (8) is not trainable"),
         (["generate", "nowhere"], "phalanx: no run in nowhere: it has no config.yaml"),
     ],

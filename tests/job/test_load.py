@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import JobError
 from phalanx.job import overrides, yaml_file
+from phalanx.job.check import untrainable
 from phalanx.job.fields import get, leaves, replace, short_names
 from phalanx.job.job import Job
 from phalanx.job.load import from_dict, load_words, resolve
@@ -119,6 +120,25 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
         ("layout: {pp: 5}", "layout.pp: pp 5 stages need as many layers, the model has 4"),
         ("layout: {cp: 3}", "layout.cp: seq_len 256 / cp 3 is not whole; nearest cp: 1, 2, 4"),
         ("layout: {ep: 2}", "nearest ep: 1"),
+        (
+            "layout: {tp: 4}\nmodel: {n_heads: 12, n_kv_heads: 6, d_model: 96}",
+            "layout.tp: tp 4 neither divides the n_kv_heads 6 nor is a multiple of them; nearest tp: 2, 3, 6",
+        ),
+        (
+            "layout: {tp: 4, sp: true}\nmodel: {seq_len: 30}",
+            "layout.sp: sequence parallel: seq_len 30 / tp 4 is not whole",
+        ),
+        ("layout: {tp: 4, sp: true}\nmodel: {seq_len: 30}", "nearest tp: 2, 3, 5, or sp=false"),
+        ("layout: {tp: 2, sp_regather: true}", "layout.sp_regather: is a part of sequence parallel: sp=true"),
+        (
+            "layout: {dp_shard: 2, zero: 1, accumulate: sharded}",
+            "layout.accumulate: sharded gradients need zero 2 or 3, zero is 1; local goes with any",
+        ),
+        (
+            "layout: {tp: 2}\ntrain: {compile: true}",
+            "train.compile: the compiler does not see through tensor parallel's collectives: tp 1, or compile off",
+        ),
+        ("layout: {tp: 4}\nmodel: {d_ff: 510}", "layout.tp: MLP width 510 / tp 4 is not whole; nearest tp: 2, 3, 5"),
         ("model: {n_heads: 3}", "d_model 128 / n_heads 3 is not whole; nearest n_heads: 1, 2, 4"),
         ("model: {n_kv_heads: 3}", "n_heads 4 / n_kv_heads 3 is not whole; nearest n_kv_heads: 1, 2, 4"),
         ("model: {dropout: 1}", "model.dropout: must be below 1"),
@@ -135,6 +155,21 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
 )
 def test_what_cannot_run_is_refused_with_the_nearest_legal_choice(tmp_path, text, message):
     assert any(message in problem for problem in problems(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "layout: {tp: 4}\nmodel: {n_heads: 4, n_kv_heads: 2}",
+        "layout: {tp: 2}\nmodel: {n_heads: 12, n_kv_heads: 6, d_model: 96}",
+        "layout: {tp: 4, sp: true, sp_regather: true}",
+        "layout: {dp_shard: 2, zero: 2, accumulate: sharded}",
+        "layout: {dp_shard: 2, tp: 2, zero: 3, reshard: false}",
+        "layout: {dp_shard: 2, zero: 1}\ntrain: {compile: true}",
+    ],
+)
+def test_sharded_layouts_that_go_together_are_legal(tmp_path, text):
+    assert untrainable(load(tmp_path, text).job) == []
 
 
 def test_the_rest_of_the_devices(tmp_path):

@@ -68,8 +68,23 @@ def test_masks_do_not_depend_on_the_data_type():
 def test_a_shard_of_the_heads_meets_its_part_of_the_mask():
     probabilities = torch.ones(2, 6, 5, 5)
     whole = Noise(1, 2, (3, 4)).dropout_heads(probabilities, 0.4, "a", n_heads=6)
-    shard = Noise(1, 2, (3, 4), heads=slice(2, 4)).dropout_heads(probabilities[:, 2:4], 0.4, "a", n_heads=6)
-    assert torch.equal(shard, whole[:, 2:4])
+    for part in range(3):
+        here = slice(2 * part, 2 * part + 2)
+        shard = Noise(1, 2, (3, 4), heads=(part, 3)).dropout_heads(probabilities[:, here], 0.4, "a", n_heads=6)
+        assert torch.equal(shard, whole[:, here])
+
+
+@settings(max_examples=40)
+@given(samples=st.integers(1, 6), each=st.integers(1, 4), parts=st.integers(1, 5))
+def test_a_part_of_the_tokens_meets_its_part_of_the_mask(samples: int, each: int, parts: int):
+    """Tokens are in the order (sample, position), so a part may begin and end within a sample."""
+    ids, width = range(7, 7 + samples), 3
+    whole = Noise(1, 2, ids).dropout(torch.ones(samples, each * parts, width), 0.4, "a")
+    found = [
+        Noise(1, 2, ids, tokens=(part, parts)).dropout(torch.ones(samples, each, width), 0.4, "a").flatten(0, 1)
+        for part in range(parts)
+    ]
+    assert torch.equal(torch.cat(found), whole.flatten(0, 1))
 
 
 @settings(deadline=None, max_examples=20)

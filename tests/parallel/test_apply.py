@@ -9,7 +9,6 @@ from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.train import Train
-from phalanx.model.init import initialise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.data import MicroTensors
@@ -19,12 +18,12 @@ SHAPE = Model(n_layers=1, d_model=16, n_heads=2, seq_len=8)
 
 
 def loss_and_gradients(ranks, train):
-    model = Transformer(SHAPE, 11)
-    initialise(model, SHAPE, 1)
-    replica = apply(model, Job(model=SHAPE, train=train), build(Layout(), "cpu"))
+    with torch.device("meta"):
+        model = Transformer(SHAPE, 11)
+    replica = apply(model, Job(model=SHAPE, train=train), build(Layout(), "cpu"), torch.device("cpu"))
     tokens = torch.arange(16).reshape(2, 8) % 11
     loss = replica.forward_backward(MicroTensors(tokens, tokens, None), 1.0, last=True)
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return loss, {f.name: f.gradient for f in replica.fragments}
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile builds its CPU kernels with g++, which is not here")

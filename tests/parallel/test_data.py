@@ -6,7 +6,7 @@ import torch
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
-from phalanx.model.init import initialise
+from phalanx.job.train import Train
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
@@ -24,10 +24,11 @@ def gradients(ranks, layout: Layout, accumulation: int, dropout: float = 0.0, ti
     inputs, targets = tokens[:, :-1].clamp(min=0), tokens[:, 1:]
     valid = int((targets != -100).sum())
     shape = Model(n_layers=2, d_model=16, n_heads=2, seq_len=SEQ, dropout=dropout, tied=tied)
-    model = Transformer(shape, VOCAB).double()
-    initialise(model, shape, SEED + ranks.rank)  # unequal on purpose: rank 0's weights are broadcast
+    with torch.device("meta"):
+        model = Transformer(shape, VOCAB).double()
     mesh = build(layout, "cpu")
-    replica = apply(model, Job(model=shape, layout=layout), mesh)
+    train = Train(seed=SEED + ranks.rank)  # unequal on purpose: the first replica's weights are broadcast
+    replica = apply(model, Job(model=shape, layout=layout, train=train), mesh, torch.device("cpu"))
     mine = range(mesh.data_rank * BATCH // mesh.data_ranks, (mesh.data_rank + 1) * BATCH // mesh.data_ranks)
     size = len(mine) // accumulation
     loss = torch.zeros((), dtype=torch.float64)
@@ -36,7 +37,7 @@ def gradients(ranks, layout: Layout, accumulation: int, dropout: float = 0.0, ti
         noise = Noise(SEED, 0, ids) if dropout else None
         micro = MicroTensors(inputs[ids], targets[ids], noise)
         loss += replica.forward_backward(micro, 1 / valid, last=k == accumulation - 1)
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return loss, {f.name: f.gradient.clone() for f in replica.fragments if f.gradient is not None}
 
 
 @pytest.fixture(scope="module")

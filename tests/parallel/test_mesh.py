@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,26 +26,62 @@ def the_group_of_an_axis(ranks, layout):
     for axis, size in mesh.sizes.items():
         if size > 1:
             total = torch.tensor([ranks.rank])
-            dist.all_reduce(total, group=mesh.group(axis))
+            assert (mesh.axis(axis).size, mesh.axis(axis).rank) == (size, mesh.coordinates[axis])
+            mesh.axis(axis).all_reduce(total).wait()
             sums[axis] = int(total)
-    return mesh.coordinates, sums, str(mesh), mesh.data_rank
+    return mesh.coordinates, sums, str(mesh), mesh.data_rank, mesh.speaks
 
 
 def test_groups_join_the_ranks_that_differ_along_one_axis(ranks):
     layout = Layout(dp_replicate=2, tp=2)
     results = ranks(the_group_of_an_axis, 4, layout)
-    for rank, (coordinates, sums, text, data_rank) in enumerate(results):
+    for rank, (coordinates, sums, text, data_rank, speaks) in enumerate(results):
         assert (coordinates["dp_replicate"], coordinates["tp"]) == divmod(rank, 2)
         assert sums == {"dp_replicate": rank + (rank + 2) % 4, "tp": 4 * (rank // 2) + 1}
         assert text == "dp_replicate 2 × tp 2 (4 ranks)"
         assert data_rank == rank // 2
+        assert speaks == (rank % 2 == 0)
+
+
+def the_neighbours_along_an_axis(ranks, layout, axis, size):
+    mesh = build(layout, "cpu")
+    found = mesh.neighbours(axis, size)
+    members = torch.zeros(found.size, dtype=torch.int64)
+    found.all_gather(members, torch.tensor([ranks.rank])).wait()
+    return found.rank, members.tolist(), mesh.ledger.traffic().get(axis, {})
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis", "size", "expected"),
+    [
+        (Layout(tp=4), "tp", 2, [[0, 1], [2, 3]]),
+        (Layout(tp=4), "tp", 4, [[0, 1, 2, 3]]),
+        (Layout(dp_shard=2, tp=4), "tp", 2, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (Layout(dp_shard=4, tp=2), "dp_shard", 2, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ],
+    ids=str,
+)
+def test_neighbours_along_an_axis_form_axes_of_their_own(ranks, layout, axis, size, expected):
+    for rank, (place_there, members, traffic) in enumerate(
+        ranks(the_neighbours_along_an_axis, layout.world, *(layout, axis, size))
+    ):
+        assert members in expected
+        assert members.index(rank) == place_there
+        assert traffic == {"all_gather": 8 * (size - 1)}
+
+
+def test_one_neighbour_is_the_rank_itself():
+    assert build(Layout(), "cpu").neighbours("tp", 1).size == 1
 
 
 def test_one_process_has_no_groups():
     mesh = build(Layout(), "cpu")
     assert (str(mesh), mesh.data_ranks, mesh.data_rank) == ("one rank", 1, 0)
-    with pytest.raises(ValueError, match="axis tp has one rank"):
-        mesh.group("tp")
+    assert mesh.speaks
+    assert not mesh.shards
+    for axis in (*AXES, "world"):
+        assert (mesh.axis(axis).size, mesh.axis(axis).rank, mesh.axis(axis).group) == (1, 0, None)
+        assert mesh.axis(axis).name == axis
 
 
 def test_a_layout_for_another_number_of_processes_is_refused():

@@ -25,14 +25,49 @@ def save(root, step=10, keep=0, groups=GROUPS):
     return checkpoint.save(root, step, groups, {"samples": 5 * step}, keep)
 
 
+def load(path):
+    """The manifest of a checkpoint whose digests were checked, and all its tensors."""
+    manifest = checkpoint.check(path)
+    groups = {}
+    for group in (name.removesuffix(".safetensors") for name in manifest.files):
+        with checkpoint.Reader(manifest, group) as tensors:
+            groups[group] = {name: tensors[name] for name in tensors.names()}
+    return manifest, groups
+
+
 def test_what_is_saved_is_loaded(root):
     path = save(root)
-    manifest, groups = checkpoint.load(path)
+    manifest, groups = load(path)
     assert (manifest.step, manifest.meta) == (10, {"samples": 50})
     assert torch.equal(groups["model"]["w"], GROUPS["model"]["w"])
     assert torch.equal(groups["optimizer"]["exp_avg/w"], GROUPS["optimizer"]["exp_avg/w"])
     assert (root.parent / "latest").read_text() == "checkpoints/step-000010\n"
     assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "model.safetensors", "optimizer.safetensors"]
+
+
+def test_tensors_are_held_to_the_model_before_they_are_read(root):
+    manifest = checkpoint.check(save(root))
+    with checkpoint.Reader(manifest, "model") as tensors:
+        tensors.require({"w": (2, 3)})
+        with pytest.raises(CheckpointError) as caught:
+            tensors.require({"w": (3, 2), "b": (3,)})
+        with pytest.raises(CheckpointError, match="w is not in the model"):
+            tensors.require({})
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: b cannot be read"):
+            tensors["b"]
+    assert str(caught.value).endswith(
+        "step-000010 does not fit the model: b is missing; w is (2, 3) there and (3, 2) here"
+    )
+
+
+def test_a_file_that_is_gone_or_no_safetensors_is_named(root):
+    path = save(root)
+    manifest = checkpoint.check(path)
+    (path / "optimizer.safetensors").write_bytes(b"x" * 20)
+    (path / "model.safetensors").unlink()
+    for group in GROUPS:
+        with pytest.raises(CheckpointError, match=rf"{group}\.safetensors cannot be read"):
+            checkpoint.Reader(manifest, group).__enter__()
 
 
 def test_only_the_newest_are_kept(root):
@@ -77,7 +112,7 @@ def test_every_damage_is_named_and_the_one_before_is_used(root, damage, message)
     save(root, 10)
     damage(save(root, 20))
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(root / "step-000020")
+        load(root / "step-000020")
     told: list[str] = []
     found = checkpoint.newest_valid(root, report=told.append)
     assert found is not None
@@ -151,7 +186,7 @@ def test_dying_in_a_save_never_leaves_a_latest_that_does_not_load(root, at):
     newest = checkpoint.newest_valid(root)
     assert newest is not None
     assert newest.step == (10 if at <= 3 else 20)
-    assert checkpoint.load(root.parent / (root.parent / "latest").read_text().strip())
+    assert load(root.parent / (root.parent / "latest").read_text().strip())
     save(root, 30)
     assert not list(root.glob(".step*"))  # what the dead save left is gone
 

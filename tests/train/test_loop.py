@@ -1,4 +1,4 @@
-"""Whole runs on tiny models: the same curve at any data-parallel size, exact resuming, and clean ends."""
+"""Whole runs on tiny models: the same curve on any layout, exact resuming, and clean ends."""
 
 import dataclasses
 import json
@@ -64,8 +64,15 @@ def train(ranks, job: Job, stop_at: int = 0):
 def weights(job: Job) -> dict[str, torch.Tensor]:
     manifest = checkpoint.newest_valid(Path(job.run.dir) / job.run.name / "checkpoints")
     assert manifest is not None
-    _, groups = checkpoint.load(manifest.path)
-    return {**groups["model"], **groups["optimizer"]}
+    found = {}
+    for group in ("model", "optimizer"):
+        with checkpoint.Reader(manifest, group) as tensors:
+            found.update({name: tensors[name] for name in tensors.names()})
+    return found
+
+
+def losses(job: Job) -> list[float]:
+    return [row["loss"] for row in rows(job, "step")]
 
 
 def rows(job: Job, event: str) -> list[dict]:
@@ -82,7 +89,25 @@ LAYOUTS = [
     Layout(dp_replicate=2, recompute="full", accumulation=3),
     Layout(recompute="selective", loss_chunk=7),
     Layout(dp_replicate=2, recompute="full", loss_chunk=64),
+    Layout(dp_shard=2, zero=1, accumulation=3),
+    Layout(dp_shard=2, zero=2, bucket_mb=0.005, accumulation=3, accumulate="sharded"),
+    Layout(dp_shard=2, zero=3, accumulation=2),
+    Layout(dp_shard=4, zero=3, reshard=False, accumulation=3, accumulate="sharded"),
+    Layout(dp_replicate=2, dp_shard=2, zero=2, bucket_mb=0.005),
+    Layout(dp_replicate=2, dp_shard=2, zero=3),
+    Layout(tp=2, accumulation=2),
+    Layout(tp=2, sp=True, sp_regather=True, loss_chunk=50),
+    Layout(dp_shard=2, tp=2, zero=3, sp=True, accumulation=2, recompute="full"),
+    Layout(dp_shard=2, tp=2, zero=1),
 ]
+SHARDED = [
+    Layout(dp_shard=2, zero=1, bucket_mb=0.01),
+    Layout(dp_shard=2, zero=2, bucket_mb=0.01),
+    Layout(dp_shard=2, zero=3),
+    Layout(tp=2, sp=True),
+    Layout(dp_shard=2, tp=2, zero=3),
+]
+"""One of every kind of sharding: their runs stop, resume and fail like any other."""
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -99,13 +124,24 @@ def test_the_loss_curve_does_not_depend_on_the_layout(ranks, job, dropout):
         assert summaries[0]["val_loss"] == pytest.approx(rows(job, "validation")[-1]["val_loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize(("world", "precision"), [(1, "fp64"), (2, "fp32"), (3, "fp32"), (4, "fp64")])
-def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job, world, precision):
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        (Layout(), "fp64"),
+        (Layout(dp_replicate=2, bucket_mb=0.01), "fp32"),
+        (Layout(dp_replicate=3, bucket_mb=0.01), "fp32"),
+        (Layout(dp_replicate=4, bucket_mb=0.01), "fp64"),
+        *((layout, "fp32") for layout in SHARDED),
+        (SHARDED[-1], "bf16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.line(),
+)
+def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job, layout, precision):
     job = change(change(job, "train", precision=precision), "model", dropout=0.1)
-    job = dataclasses.replace(job, layout=Layout(dp_replicate=world, bucket_mb=0.01))
+    job, world = dataclasses.replace(job, layout=layout), layout.processes
     ranks(train, world, job)
     broken = change(job, "run", name="broken")
-    for stop_at in (2, 3):
+    for stop_at in (2, 3) if layout not in SHARDED else (3,):
         with pytest.raises(StoppedError, match=f"stopped by a signal at step {stop_at} of 6, with a checkpoint"):
             ranks(train, world, broken, stop_at)
     ranks(train, world, broken)
@@ -113,20 +149,35 @@ def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job
     assert straight.keys() == resumed.keys()
     for name, tensor in straight.items():
         assert torch.equal(tensor, resumed[name]), name
-    losses = {row["step"]: row["loss"] for row in rows(broken, "step")}
-    assert losses == {row["step"]: row["loss"] for row in rows(job, "step")}
+    assert losses(broken) == losses(job)
 
 
-def test_resuming_on_another_number_of_ranks_continues_the_same_curve(ranks, job):
+MOVES = [
+    (Layout(), Layout(dp_replicate=2)),
+    (Layout(dp_shard=2, zero=3), Layout(tp=2, sp=True), Layout()),
+    (Layout(tp=2), Layout(dp_shard=3, zero=2, bucket_mb=0.01), Layout(dp_shard=2, tp=2)),
+    (Layout(dp_replicate=2, dp_shard=2, zero=1), Layout(dp_shard=4), Layout(dp_replicate=2, tp=2)),
+    (Layout(dp_replicate=3), Layout(dp_shard=2, tp=2, sp=True, zero=1), Layout(dp_replicate=2, dp_shard=2)),
+]
+
+
+@pytest.mark.parametrize("layouts", MOVES, ids=lambda layouts: " then ".join(each.line() for each in layouts))
+def test_resuming_on_another_layout_continues_the_same_curve(ranks, job, layouts):
+    """A checkpoint holds whole tensors: a run may go on under any layout, and back."""
     ranks(train, 1, job)
     moved = change(job, "run", name="moved")
-    with pytest.raises(StoppedError):
-        ranks(train, 1, moved, 3)
-    moved = dataclasses.replace(moved, layout=Layout(dp_replicate=2))
-    ranks(train, 2, moved)
-    assert [row["loss"] for row in rows(moved, "step")] == pytest.approx(
-        [r["loss"] for r in rows(job, "step")], rel=1e-9
-    )
+    for number, layout in enumerate(layouts):
+        moved = dataclasses.replace(moved, layout=layout)
+        if number < len(layouts) - 1:
+            with pytest.raises(StoppedError):
+                ranks(train, layout.processes, moved, 2 * number + 2)
+        else:
+            ranks(train, layout.processes, moved)
+    assert losses(moved) == pytest.approx(losses(job), rel=1e-9)
+    straight, found = weights(job), weights(moved)
+    assert straight.keys() == found.keys()
+    for name, tensor in straight.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10)
 
 
 def test_the_loss_falls_on_text(ranks, job, tmp_path):
@@ -134,67 +185,72 @@ def test_the_loss_falls_on_text(ranks, job, tmp_path):
     data = dataclasses.replace(job.data, corpus="text", path=str(tmp_path / "text.txt"))
     job = change(change(dataclasses.replace(job, data=data), "train", steps=40), "run", name="text")
     ranks(train, 1, job)
-    losses = [row["loss"] for row in rows(job, "step")]
-    assert losses[0] == pytest.approx(math.log(10), rel=0.1)
-    assert losses[-1] < 1.0
+    found = losses(job)
+    assert found[0] == pytest.approx(math.log(10), rel=0.1)
+    assert found[-1] < 1.0
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_trains(ranks, job, precision):
-    job = change(change(job, "train", precision=precision), "checkpoint", every=3)
-    ranks(train, 1, job)
+@pytest.mark.parametrize(("precision", "gradients"), [("bf16", "same"), ("bf16", "fp32"), ("fp16", "same")])
+def test_half_precision_trains(ranks, job, precision, gradients):
     full = change(change(job, "train", precision="fp32"), "run", name="full")
     ranks(train, 1, full)
-    assert [r["loss"] for r in rows(job, "step")] == pytest.approx([r["loss"] for r in rows(full, "step")], rel=2e-2)
-    found = weights(job)
-    assert found["embed.weight"].dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
-    assert found["master/embed.weight"].dtype == torch.float32
+    half = change(change(job, "train", precision=precision, gradients=gradients), "checkpoint", every=3)
+    for number, layout in enumerate([Layout(), Layout(dp_replicate=2), *SHARDED]):
+        job = change(dataclasses.replace(half, layout=layout), "run", name=f"half{number}")
+        ranks(train, layout.processes, job)
+        assert losses(job) == pytest.approx(losses(full), rel=2e-2)
+        found = weights(job)
+        assert found["embed.weight"].dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
+        assert found["master/embed.weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_loss_that_is_not_finite_stops_before_the_optimizer_writes_it(ranks, job, world):
-    job = dataclasses.replace(change(job, "checkpoint", every=2), layout=Layout(dp_replicate=world))
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_replicate=2), SHARDED[1], SHARDED[-1]], ids=Layout.line)
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer_writes_it(ranks, job, layout):
+    job, world = dataclasses.replace(change(job, "checkpoint", every=2), layout=layout), layout.processes
     with pytest.raises(StoppedError):
         ranks(train, world, job, 3)
     before = weights(job)
-    with pytest.raises(NotFiniteError) as caught:
-        ranks(poisoned, world, job)
-    assert str(caught.value).startswith(
-        "step 4: loss nan, gradient norm nan, first in embed.weight (samples 36 to 47)."
-    )
+    messages = ranks(poisoned, world, job)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("step 4: loss nan, gradient norm nan, first in embed.weight (samples 36 to 47).")
     after = weights(job)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def poisoned(ranks, job):
-    """A run one of whose ranks meets a NaN in its first micro-batch."""
+    """The message with which a run ends, one of whose ranks meets a NaN in its first micro-batch."""
     stop = StopRequest()
     trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop, Terminal(1, visible=False))
-    real = trainer.replica.forward_backward
+    real = trainer.stepper.replica.forward_backward
 
     def forward_backward(micro, factor, *, last):
         return real(micro, factor * (math.nan if ranks.rank == 0 else 1), last=last) * math.nan
 
-    trainer.replica.forward_backward = forward_backward
-    return trainer.run()
+    trainer.stepper.replica.forward_backward = forward_backward
+    with pytest.raises(NotFiniteError) as caught:
+        trainer.run()
+    return str(caught.value)
 
 
-def test_fp16_overflow_skips_the_step_and_goes_on(ranks, job):
+@pytest.mark.parametrize("layout", [Layout(), SHARDED[0], *SHARDED[2:4]], ids=Layout.line)
+def test_fp16_overflow_skips_the_step_and_goes_on(ranks, job, layout):
     job = change(change(job, "train", precision="fp16", steps=3), "optimizer", lr=1e-3)
-    assert ranks(overflowing, 1, job) == [2.0**15]
+    job = dataclasses.replace(job, layout=layout)
+    assert ranks(overflowing, layout.processes, job) == [2.0**15] * layout.processes
 
 
 def overflowing(ranks, job):
     trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
-    real = trainer.replica.forward_backward
+    real = trainer.stepper.replica.forward_backward
 
     def forward_backward(micro, factor, *, last):
-        return real(micro, factor * (math.inf if trainer.state.step == 1 else 1), last=last)
+        overflows = trainer.state.step == 1 and ranks.rank == 0
+        return real(micro, factor * (math.inf if overflows else 1), last=last)
 
-    trainer.replica.forward_backward = forward_backward
+    trainer.stepper.replica.forward_backward = forward_backward
     trainer.run()
-    assert trainer.state.optimizer.updates == 2
-    return trainer.state.loss_scale.value
+    assert trainer.stepper.optimizer.updates == 2
+    return trainer.stepper.loss_scale.value
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_differences(ranks, job):

@@ -1,4 +1,5 @@
-"""What every verb that takes a job does with its words: --help, --print-config, the job itself, the verb's switches."""
+"""What every verb that takes a job does with its words: --help, --print-config, the job itself, the verb's switches
+and options."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from phalanx.errors import JobError
-from phalanx.job import overrides
+from phalanx.job import overrides, values
 from phalanx.job.job import Job
 from phalanx.job.load import LoadedJob, load_words
 from phalanx.job.presets import PRESETS
@@ -23,11 +24,34 @@ COMMON_SWITCHES = {
 
 
 @dataclass(frozen=True)
+class Option:
+    """Something that a verb takes with a value: `--steps 2`, `--steps=2`."""
+
+    kind: Any
+    default: Any
+    about: str
+    at_least: int | None = None
+    many: bool = False
+    """Takes all words up to the next that begins with `--` or names a YAML file; its value is then a tuple."""
+
+    def convert(self, texts: Sequence[str]) -> tuple[Any, ...]:
+        """The values of what was written. Raises ValueError that says what was expected."""
+        if not texts:
+            raise ValueError("needs a value")
+        converted = tuple(values.convert(text, self.kind) for text in texts)
+        if self.at_least is not None and min(converted) < self.at_least:
+            raise ValueError(f"must be at least {self.at_least}, is {min(converted)}")
+        return converted
+
+
+@dataclass(frozen=True)
 class JobWords:
     """A verb's words, understood."""
 
     loaded: LoadedJob
     switches: frozenset[str]
+    options: dict[str, Any]
+    """The value of every option of the verb."""
 
     @property
     def job(self) -> Job:
@@ -36,11 +60,12 @@ class JobWords:
 
 @dataclass(frozen=True)
 class JobVerb:
-    """A verb that takes a job: its name, one line about it, and its switches with what each does."""
+    """A verb that takes a job: its name, one line about it, its switches with what each does, and its options."""
 
     name: str
     about: str
     switches: dict[str, str]
+    options: dict[str, Option] = field(default_factory=dict)
 
     def parse(self, argv: Sequence[str]) -> JobWords | None:
         """The job and the switches, or None where the words asked for help or the configuration, which was printed.
@@ -50,21 +75,44 @@ class JobVerb:
         if "-h" in argv or "--help" in argv:
             self._print_help(argv)
             return None
-        words = overrides.parse(argv, {*self.switches, *COMMON_SWITCHES})
+        words, options = self._words(argv)
         loaded = load_words(words)
         if "print_config" in words.switches:
             text = json.dumps(_with_origins(loaded), indent=2) if "json" in words.switches else as_yaml(loaded).rstrip()
             print(text)
             return None
-        return JobWords(loaded, frozenset(words.switches))
+        return JobWords(loaded, frozenset(words.switches), options)
+
+    def _words(self, argv: Sequence[str]) -> tuple[overrides.Words, dict[str, Any]]:
+        """The words of the command line without the verb's options, and the values of those. An option wins over a
+        field of the job with the same short name."""
+        found = {name: option.default for name, option in self.options.items()}
+        problems: list[str] = []
+        rest: list[str] = []
+        left = list(argv)
+        while left:
+            word = left.pop(0)
+            flag, equals, text = word.partition("=")
+            name = flag[2:].replace("-", "_")
+            if not flag.startswith("--") or name not in self.options:
+                rest.append(word)
+                continue
+            option = self.options[name]
+            try:
+                converted = option.convert([text] if equals else _take(left, option.many))
+            except ValueError as error:
+                problems.append(f"{flag}: {error}")
+            else:
+                found[name] = (*found[name], *converted) if option.many else converted[0]
+        words = overrides.parse(rest, {*self.switches, *COMMON_SWITCHES, *self.options})
+        words.problems[:0] = problems
+        return words, found
 
     def _print_help(self, argv: Sequence[str]) -> None:
         """tyro's page of every field; the defaults it shows are those of the job files on the same command line."""
         import tyro
 
-        words = overrides.parse(
-            [word for word in argv if word not in ("-h", "--help")], {*self.switches, *COMMON_SWITCHES}
-        )
+        words, _ = self._words([word for word in argv if word not in ("-h", "--help")])
         try:
             job = load_words(words).job
         except JobError:
@@ -73,10 +121,18 @@ class JobVerb:
             (name, Annotated[bool, tyro.conf.arg(help=what)], dataclasses.field(default=False))
             for name, what in {**self.switches, **COMMON_SWITCHES}.items()
         ]
-        page = dataclasses.make_dataclass(self.name, switches, bases=(Job,), frozen=True)
+        options = [
+            (
+                name,
+                Annotated[tuple[option.kind, ...] if option.many else option.kind, tyro.conf.arg(help=option.about)],
+                dataclasses.field(default=option.default),
+            )
+            for name, option in self.options.items()
+        ]
+        page = dataclasses.make_dataclass(self.name, [*options, *switches], bases=(Job,), frozen=True)
         page.__doc__ = (
             f"{self.about}\n\nFields may be written as `train.steps=10`, `--train.steps 10` or, where the last name is "
-            f"enough, `--steps 10`.\n\nModel presets: {', '.join(PRESETS)}."
+            f"enough, `--lr 1e-3`.\n\nModel presets: {', '.join(PRESETS)}."
         )
         values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
         try:
@@ -89,6 +145,16 @@ class JobVerb:
             )
         except SystemExit:
             sys.stdout.flush()
+
+
+def _take(left: list[str], many: bool) -> list[str]:
+    """An option's values, off the words that follow it."""
+    taken: list[str] = []
+    while left and not left[0].startswith("--") and (many or not taken):
+        if many and left[0].endswith((".yaml", ".yml")):
+            break
+        taken.append(left.pop(0))
+    return taken
 
 
 def _with_origins(loaded: LoadedJob) -> dict[str, object]:

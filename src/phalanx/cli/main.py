@@ -16,6 +16,7 @@ from phalanx.job.fields import nearest
 
 VERBS = {
     "train": "run a job: start its processes, train, validate, save; resumes where it stopped",
+    "verify": "prove that a job computes the same under every layout as on one process",
     "generate": "text from a checkpoint of a run",
     "data": "prepare a corpus: tokenize it into memory-mapped shards",
 }
@@ -30,6 +31,8 @@ usage: phalanx VERB [JOB.yaml ...] [key=value ...] [--key value ...]
 examples:
   phalanx train examples/main.yaml                   two processes of this machine, a few minutes
   phalanx train examples/main.yaml train.steps=50 --dp-replicate 1
+  phalanx verify examples/main.yaml                  every technique against one process, about a minute
+  phalanx verify job.yaml --layouts tp=2,sp=true dp_shard=4,zero=2
   phalanx generate runs/main --prompt "def " --max-new-tokens 200
 
 `phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.

@@ -18,7 +18,6 @@ from phalanx.parallel.precision import DTYPES
 from phalanx.train import checkpoint
 from phalanx.train.device import choose
 from phalanx.train.run_directory import RunDirectory, job_of
-from phalanx.train.state import load_parameters
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +77,8 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
     with torch.device("meta"):
         model = Transformer(job.model, manifest.meta["vocab_size"]).to(DTYPES[job.train.precision])
     model.to_empty(device=target)
-    _, groups = checkpoint.load(manifest.path, verify=False)
-    load_parameters(model, groups["model"], manifest.path)
+    with torch.no_grad(), checkpoint.Reader(manifest, "model") as tensors:
+        tensors.require({name: tuple(p.shape) for name, p in model.named_parameters()})
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
     return LoadedRun(model, Tokenizer.load(path), target, manifest.step)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from phalanx.job import batch
+from phalanx.job.check_sync import sync_problems
 from phalanx.job.data import Data
 from phalanx.job.fields import get, nearest
 from phalanx.job.job import Job
@@ -24,16 +25,22 @@ def problems_of(job: Job) -> list[Problem]:
     found = [*_ranges(job), *data_problems(job.data)]
     if found:
         return found  # the equations below would only repeat a zero or negative number in other words
-    return [*_model(job.model), *_layout(job), *_batch(job), *_data(job), *_train(job), *_optimizer(job)]
+    return [
+        *_model(job.model),
+        *_layout(job),
+        *_batch(job),
+        *_data(job),
+        *_train(job),
+        *_optimizer(job),
+        *sync_problems(job),
+    ]
 
 
 def untrainable(job: Job) -> list[Problem]:
     """The legal parts of a job that this version of `phalanx train` does not run yet."""
     layout, found = job.layout, []
     later = {
-        "dp_shard": "ZeRO and FSDP",
         "cp": "context parallel",
-        "tp": "tensor parallel",
         "pp": "pipeline parallel",
         "ep": "expert parallel",
     }
@@ -79,6 +86,8 @@ AT_LEAST_ONE = [
     "layout.tp",
     "layout.pp",
     "layout.ep",
+    "layout.tiles",
+    "layout.sync_every",
     "train.steps",
     "train.log_every",
 ]
@@ -111,6 +120,7 @@ AT_LEAST_ZERO = [
 POSITIVE = [
     "optimizer.lr",
     "optimizer.eps",
+    "optimizer.outer_lr",
     "model.norm_eps",
     "model.rope_theta",
     "run.timeout_s",
@@ -174,6 +184,36 @@ def _layout(job: Job) -> Iterator[Problem]:
             f"MLP width {model.ff_size} / tp {layout.tp} is not whole; nearest tp: "
             f"{nearest_divisors(model.ff_size, layout.tp)}",
         )
+    kv_heads = model.kv_heads
+    if model.n_heads % layout.tp == 0 and kv_heads % layout.tp and layout.tp % kv_heads:
+        legal = [
+            tp
+            for tp in range(1, model.n_heads + 1)
+            if model.n_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+        ]
+        yield (
+            "layout.tp",
+            f"tp {layout.tp} neither divides the n_kv_heads {kv_heads} nor is a multiple of them; nearest tp: "
+            f"{nearest_of(legal, layout.tp)}",
+        )
+    if layout.sp and model.seq_len % layout.tp:
+        yield (
+            "layout.sp",
+            f"sequence parallel: seq_len {model.seq_len} / tp {layout.tp} is not whole; nearest tp: "
+            f"{nearest_divisors(model.seq_len, layout.tp)}, or sp=false",
+        )
+    if layout.sp_regather and not layout.sp:
+        yield "layout.sp_regather", "is a part of sequence parallel: sp=true, or leave it out"
+    if layout.tiles > 1 and layout.tp > 1:
+        yield "layout.tiles", f"tiles {layout.tiles} go with tp 1, tp is {layout.tp}: tiles=1, or tp=1"
+    if model.ff_size % layout.tiles:
+        yield (
+            "layout.tiles",
+            f"MLP width {model.ff_size} / tiles {layout.tiles} is not whole; nearest tiles: "
+            f"{nearest_divisors(model.ff_size, layout.tiles)}",
+        )
+    if layout.accumulate == "sharded" and layout.zero == 1:
+        yield "layout.accumulate", "sharded gradients need zero 2 or 3, zero is 1; local goes with any"
     if layout.pp > model.n_layers:
         yield "layout.pp", f"pp {layout.pp} stages need as many layers, the model has {model.n_layers}"
     if model.seq_len % layout.cp:
@@ -269,6 +309,8 @@ def _data(job: Job) -> Iterator[Problem]:
 
 def _train(job: Job) -> Iterator[Problem]:
     train = job.train
+    if train.compile and job.layout.tp > 1:
+        yield "train.compile", "the compiler does not see through tensor parallel's collectives: tp 1, or compile off"
     if train.cpu_linear == "onednn" and (train.precision != "fp32" or train.compile or job.cluster.device == "cuda"):
         yield (
             "train.cpu_linear",
@@ -294,6 +336,10 @@ def _optimizer(job: Job) -> Iterator[Problem]:
 
 def nearest_divisors(n: int, wanted: int, count: int = 3) -> str:
     """The divisors of n that lie nearest to `wanted`, as text: "2, 4, 8"."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0] if n <= 1_000_000 else [1]
-    near = sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:count])
+    return nearest_of([d for d in range(1, n + 1) if n % d == 0] if n <= 1_000_000 else [1], wanted, count)
+
+
+def nearest_of(legal: Iterable[int], wanted: int, count: int = 3) -> str:
+    """The numbers that lie nearest to `wanted`, as text."""
+    near = sorted(sorted(legal, key=lambda d: (abs(d - wanted), d))[:count])
     return ", ".join(map(str, near))

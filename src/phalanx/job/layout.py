@@ -27,6 +27,20 @@ class Layout:
     """Expert-parallel ranks, taken from dp_shard × cp."""
     zero: Literal[1, 2, 3] = 3
     """What dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
+    reshard: bool = True
+    """zero=3: give up a block's parameters after its forward pass and gather them again for the backward pass; without,
+    less traffic and more memory."""
+    prefetch: int = 1
+    """zero=3: blocks whose parameters are gathered ahead; 0 leaves it to FSDP2."""
+    accumulate: Literal["local", "sharded"] = "local"
+    """Gradients of all micro-batches but the last: local keeps them whole on each rank and sends once a step; sharded
+    (zero 2 and 3) sends and shards those of every micro-batch, less memory for more traffic."""
+    tiles: int = 1
+    """zero=3: run the MLP's matrices in this many tiles, so that only one is whole at a time."""
+    sp: bool = False
+    """Sequence parallel: tp also cuts what lies between the matrices (norms, residuals, dropout) by tokens."""
+    sp_regather: bool = False
+    """sp: keep only this rank's part of a gathered input, and gather it again in the backward pass."""
     schedule: str = "1f1b"
     """Pipeline schedule."""
     micro_batch: int = 0
@@ -42,6 +56,11 @@ class Layout:
     data_parallel: Literal["ddp", "threads"] = "ddp"
     """How dp_replicate runs: one process a replica (ddp), or one process with a thread a replica (threads: torch's
     DataParallel, a baseline that shows what one interpreter costs)."""
+    sync: Literal["bsp", "asp", "local_sgd", "diloco"] = "bsp"
+    """How replicas (dp_replicate) agree: bsp sums gradients every step; asp sends each replica's to a parameter
+    server and waits for nobody; local_sgd averages parameters, diloco takes an outer step, every sync_every steps."""
+    sync_every: int = 10
+    """local_sgd, diloco: steps that a replica makes alone between two synchronisations."""
     bucket_mb: float = 25.0
     """Gradients are reduced in buckets of this many MiB, while the backward pass goes on."""
 
@@ -56,6 +75,12 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def apart(self) -> int:
+        """Replicas that do not sum their gradients with others': each computes by itself, on its share of the batch. 1
+        with bsp, where all are one."""
+        return 1 if self.sync == "bsp" else self.dp_replicate
+
+    @property
     def processes(self) -> int:
         """Processes that run it: the world, except that `threads` puts every replica in one."""
         return self.world // self.dp_replicate if self.data_parallel == "threads" else self.world
@@ -64,7 +89,7 @@ class Layout:
         """The layout in one line, as every table and log prints it: what differs from the default."""
         default = Layout()
         shown = [
-            f"{name}={value}"
+            f"{name}={str(value).lower() if isinstance(value, bool) else value}"
             for name, value in vars(self).items()
             if value != getattr(default, name) and name != "bucket_mb"
         ]

@@ -30,6 +30,10 @@ class Optimizer:
     """wsd: the share of decay_steps that decays (Hu et al. 2024, section 4)."""
     min_lr_ratio: float = 0.1
     """The smallest rate, as a share of the peak."""
+    outer_lr: float = 0.7
+    """diloco: learning rate of the outer step (Douillard et al. 2023)."""
+    outer_momentum: float = 0.9
+    """diloco: Nesterov momentum of the outer step; 0 makes it plain SGD."""
     batch_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the rate by global batch / base_batch (Goyal et al. 2017) or its square root (Krizhevsky 2014)."""
     base_batch: int = 0

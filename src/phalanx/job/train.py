@@ -16,6 +16,9 @@ class Train:
     """Sequences a step over all ranks = micro-batch × accumulation × data ranks; 0 means the others decide."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights."""
+    gradients: Literal["same", "fp32"] = "same"
+    """Precision in which gradients are summed over ranks (and, in flat buckets, over micro-batches): that of training,
+    or fp32 for twice the memory and traffic of bf16."""
     seed: int = 1337
     """The one seed: weights, order of samples and dropout derive from it by hashing."""
     compile: bool = False

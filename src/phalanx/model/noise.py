@@ -8,7 +8,7 @@ meets the same masks; and a recomputed forward pass meets them again without any
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -29,17 +29,28 @@ class Noise:
     """Optimizer step."""
     sample_ids: Sequence[int]
     """Number of each sample of the batch within the global batch or the epoch."""
-    heads: slice = field(default_factory=lambda: slice(None))
-    """Attention heads held here, among all of the model's (tensor parallelism)."""
+    heads: tuple[int, int] = (0, 1)
+    """Which of how many equal parts of the attention heads are held here (tensor parallelism)."""
+    tokens: tuple[int, int] = (0, 1)
+    """Which of how many equal parts of the batch's tokens, in the order (sample, position), lie between the matrices
+    here (sequence parallelism)."""
 
     def dropout(self, x: Tensor, p: float, site: str) -> Tensor:
-        """Drops elements of `x` (batch, ...) with probability `p` and scales up the others."""
-        return self._drop(x, p, self._keep(site, x.shape[1:], p, x.device))
+        """Drops elements of `x` (batch, seq, d_model) with probability `p` and scales up the others. Where a rank has
+        a part of the tokens, seq is that much shorter."""
+        part, parts = self.tokens
+        samples = len(self.sample_ids)
+        # The samples that this part of the tokens touches: with as many samples as parts, whole ones.
+        first, last = samples * part // parts, -(-samples * (part + 1) // parts)
+        keep = self._keep(site, (x.shape[1] * parts, *x.shape[2:]), p, x.device, first, last).flatten(0, 1)
+        start = samples * x.shape[1] * part - first * x.shape[1] * parts
+        return self._drop(x, p, _part(keep, 0, start, samples * x.shape[1]).unflatten(0, (samples, x.shape[1])))
 
     def dropout_heads(self, probabilities: Tensor, p: float, site: str, n_heads: int) -> Tensor:
         """The same for attention probabilities (batch, local heads, queries, keys) of a model with `n_heads` heads."""
+        part, parts = self.heads
         keep = self._keep(site, (n_heads, *probabilities.shape[2:]), p, probabilities.device)
-        return self._drop(probabilities, p, keep[:, self.heads])
+        return self._drop(probabilities, p, _part(keep, 1, n_heads * part // parts, n_heads // parts))
 
     def _drop(self, x: Tensor, p: float, keep: Tensor) -> Tensor:
         # Without this check one sample's mask would be broadcast over the batch.
@@ -48,19 +59,27 @@ class Noise:
         # A boolean mask takes one byte an element until the backward pass; the scale is that of the rounded p.
         return (x * keep).mul_(_LEVELS / (_LEVELS - round(p * _LEVELS)))
 
-    def _keep(self, site: str, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
-        """Boolean mask (samples, *shape), true where an element stays.
+    def _keep(
+        self, site: str, shape: Sequence[int], p: float, device: torch.device, first: int = 0, last: int | None = None
+    ) -> Tensor:
+        """Boolean mask (samples, *shape) of the samples from `first` to before `last`, true where an element stays.
 
         Each element compares 16 random bits with p, four elements to a 64-bit draw: some ten times faster on a CPU
         than torch's dropout, and independent of the data type. p is thereby rounded to a multiple of 2^-16."""
         size = prod(shape)
         generator = torch.Generator(device)
-        words = torch.empty(len(self.sample_ids), -(-size // 4), dtype=torch.int64, device=device)
-        for row, sample in zip(words, self.sample_ids, strict=True):
+        samples = self.sample_ids[first:last]
+        words = torch.empty(len(samples), -(-size // 4), dtype=torch.int64, device=device)
+        for row, sample in zip(words, samples, strict=True):
             generator.manual_seed(derive_seed(self.seed, "dropout", site, self.step, sample))
             row.random_(_LOWEST_INT64, None, generator=generator)
         bits = words.view(torch.int16)[:, :size].unflatten(1, tuple(shape))
         return bits >= round(p * _LEVELS) - _LEVELS // 2
+
+
+def _part(keep: Tensor, dim: int, start: int, size: int) -> Tensor:
+    """A part of a mask: a copy, since a view would hold on to the whole mask until the backward pass."""
+    return keep if size == keep.shape[dim] else keep.narrow(dim, start, size).clone()
 
 
 def dropout(x: Tensor, p: float, noise: Noise | None, site: str) -> Tensor:

@@ -3,12 +3,15 @@
 Nothing here knows of other devices. What a layout changes, it changes from outside and by name: `embed`, `positions`,
 `blocks`, `final_norm`, `head`; in a block `attn` with `wq`, `wk`, `wv`, `core`, `wo`, and `mlp` with `up`, `gate`,
 `down`. Numbers of heads are read off the weights, so that a shard of a layer computes with the heads it has, and blocks
-are keyed by their layer, so that a pipeline stage keeps the names of the blocks it holds.
+are keyed by their layer, so that a pipeline stage keeps the names of the blocks it holds. Layers that read the same
+input are called together (`qkv`, `widen`), so that what they share in a layout is done once.
 
 Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more with a cache), d_model, head_size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,9 @@ from phalanx.job.parameters import vocabulary
 from phalanx.model.cache import Cache
 from phalanx.model.noise import Noise, dropout
 from phalanx.model.rotary import rotary_table, rotate
+
+Multiply = Callable[..., Tensor]
+"""x weightᵀ + bias as F.linear computes it: (x, weight, bias=None)."""
 
 
 class Transformer(nn.Module):
@@ -51,7 +57,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         """Logits (batch, seq, vocab) of `tokens` (batch, seq). The arguments are those of `hidden`."""
-        return self.logits(self.hidden(tokens, noise=noise, cache=cache, positions=positions))
+        return self.logits(self.normed(self.hidden(tokens, noise=noise, cache=cache, positions=positions)))
 
     def hidden(
         self,
@@ -76,6 +82,10 @@ class Transformer(nn.Module):
             cache.length += tokens.shape[1]
         return x
 
+    def normed(self, x: Tensor) -> Tensor:
+        """What the head reads, (batch, seq, d_model), from what the last block wrote."""
+        return self.final_norm(x)
+
     def embed_tokens(self, tokens: Tensor, positions: Tensor, noise: Noise | None) -> Tensor:
         """What the first block reads, (batch, seq, d_model)."""
         x = self.embed(tokens)
@@ -93,8 +103,8 @@ class Transformer(nn.Module):
         return rotary_table(self.model, positions, dtype) if self.model.positions == "rope" else None
 
     def logits(self, x: Tensor) -> Tensor:
-        """(batch, seq, vocab) from what the last block wrote, (batch, seq, d_model)."""
-        return self.head(self.final_norm(x), self.embed.weight if self.model.tied else None)
+        """(..., vocab) from what `normed` gave, (..., d_model)."""
+        return self.head(x, self.embed.weight if self.model.tied else None)
 
 
 class Block(nn.Module):
@@ -116,6 +126,16 @@ class Block(nn.Module):
         return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, noise, f"{self.site}.mlp.residual")
 
 
+class Linear(nn.Linear):
+    """x weightᵀ + bias by a product, `multiply`, that a layout may exchange for one with other kernels."""
+
+    multiply: Multiply = staticmethod(F.linear)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., inputs) to (..., outputs)."""
+        return self.multiply(input, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """Causal self-attention with as many key/value heads as query heads, or fewer (Ainslie et al. 2023)."""
 
@@ -125,21 +145,25 @@ class Attention(nn.Module):
         self.head_size = model.head_size
         queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
         qkv_bias = model.bias or model.qkv_bias
-        self.wq = nn.Linear(model.d_model, queries, bias=qkv_bias)
-        self.wk = nn.Linear(model.d_model, keys, bias=qkv_bias)
-        self.wv = nn.Linear(model.d_model, keys, bias=qkv_bias)
+        self.wq = Linear(model.d_model, queries, bias=qkv_bias)
+        self.wk = Linear(model.d_model, keys, bias=qkv_bias)
+        self.wv = Linear(model.d_model, keys, bias=qkv_bias)
         self.core = CoreAttention(model, layer)
-        self.wo = nn.Linear(queries, model.d_model, bias=model.bias)
+        self.wo = Linear(queries, model.d_model, bias=model.bias)
 
     def forward(self, x: Tensor, rotary: Tensor | None, noise: Noise | None, cache: Cache | None) -> Tensor:
         """(batch, seq, d_model) to the same."""
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_size)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.qkv(x))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         return self.wo(self.core(q, k, v, noise).transpose(1, 2).flatten(2))
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model)."""
+        return self.wq(x), self.wk(x), self.wv(x)
 
 
 class CoreAttention(nn.Module):
@@ -169,9 +193,8 @@ class CoreAttention(nn.Module):
         queries_per_key = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1) + causal_mask(q, k)
-        at_least_fp32 = torch.promote_types(q.dtype, torch.float32)
-        probabilities = scores.softmax(dim=-1, dtype=at_least_fp32).to(q.dtype)
-        return noise.dropout_heads(probabilities, self.dropout, self.site, self.n_heads) @ v
+        # In half precision the softmax adds in fp32 by itself; asked to return fp32 it would keep twice the memory.
+        return noise.dropout_heads(scores.softmax(dim=-1), self.dropout, self.site, self.n_heads) @ v
 
 
 class MLP(nn.Module):
@@ -180,20 +203,28 @@ class MLP(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
         self.gelu = "tanh" if model.activation == "gelu_tanh" else "none"
-        self.up = nn.Linear(model.d_model, model.ff_size, bias=model.bias)
+        self.up = Linear(model.d_model, model.ff_size, bias=model.bias)
         swiglu = model.activation == "swiglu"
-        self.gate = nn.Linear(model.d_model, model.ff_size, bias=model.bias) if swiglu else None
-        self.down = nn.Linear(model.ff_size, model.d_model, bias=model.bias)
+        self.gate = Linear(model.d_model, model.ff_size, bias=model.bias) if swiglu else None
+        self.down = Linear(model.ff_size, model.d_model, bias=model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, d_model) to the same."""
         if self.gate is None:
-            return self.down(F.gelu(self.up(x), approximate=self.gelu))
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+            (wide,) = self.widen(x)
+            return self.down(F.gelu(wide, approximate=self.gelu))
+        wide, gate = self.widen(x)
+        return self.down(F.silu(gate) * wide)
+
+    def widen(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The hidden activations, and the gate's where there is one, each (batch, seq, width)."""
+        return (self.up(x),) if self.gate is None else (self.up(x), self.gate(x))
 
 
 class Head(nn.Module):
     """Logits from the final hidden states, by a matrix of its own or, where tied, by the embedding's."""
+
+    multiply: Multiply = staticmethod(F.linear)
 
     def __init__(self, model: Model, vocab: int):
         super().__init__()
@@ -203,7 +234,7 @@ class Head(nn.Module):
         """(batch, seq, vocab) from `x` (batch, seq, d_model) and, where tied, `embedding` (vocab, d_model)."""
         weight = embedding if self.weight is None else self.weight
         assert weight is not None, "a tied head needs the embedding's weight"
-        return F.linear(x, weight)
+        return self.multiply(x, weight)
 
 
 def make_norm(model: Model) -> nn.Module:

@@ -3,53 +3,153 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
+import torch
+
+from phalanx.comm.axis import Axis
 from phalanx.errors import JobError
 from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.pieces import padded_vocabulary
+from phalanx.model.init import initial_value
+from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.data import DDPReplica, Replica, ThreadReplicas
+from phalanx.parallel import tensor, vocabulary
+from phalanx.parallel.data import Partial, Pieces, Replica, ThreadReplicas
+from phalanx.parallel.fragments import by_whole
+from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import ChunkedObjective, Objective
+from phalanx.parallel.objective import ChunkedObjective, Loss, Objective
 from phalanx.parallel.recompute import recompute
+from phalanx.parallel.tiling import tile
+from phalanx.parallel.zero import BucketReplica
 
 log = logging.getLogger(__name__)
 
 
-def apply(model: Transformer, job: Job, mesh: Mesh) -> Replica:
-    """Apply the job's techniques to `model`, whose weights are initialised and lie on the device.
+def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Replica:
+    """Apply the job's techniques to `model`, which lies on the meta device, and put it, initialised, on `device`.
 
-    Inner techniques come first: what changes a layer (its kernels; tensor, context, expert parallel), then what wraps
-    blocks (recompute, compile), then what spreads the whole over data ranks. Each is one log line.
+    Inner techniques come first: what cuts a layer (tensor, sequence, context, expert parallel) or changes its kernels,
+    then what wraps blocks (recompute, compile), then what spreads the whole over data ranks. Each is one log line.
     """
     log.info("mesh: %s", mesh)
-    weight = model.embed.weight
+    layout, dtype = job.layout, model.embed.weight.dtype
+    pieces, partials = _cut(model, mesh, layout)
+    names = {}
+    if layout.tiles > 1:
+        pieces, names = tile(model, pieces, layout.tiles)
+        log.info("tiles: %d parameters in %d tiles each", len(set(names.values())), layout.tiles)
     if job.train.cpu_linear == "onednn" or (
-        job.train.cpu_linear == "auto" and not job.train.compile and onednn_is_faster(weight.device, weight.dtype)
+        job.train.cpu_linear == "auto" and not job.train.compile and onednn_is_faster(device, dtype)
     ):
         log.info("linear layers: %d through oneDNN", use_onednn(model))
-    if job.layout.recompute != "none":
-        log.info("recompute: %s, %d modules", job.layout.recompute, recompute(model, job.layout.recompute))
+    if layout.recompute != "none":
+        log.info("recompute: %s, %d modules", layout.recompute, recompute(model, layout.recompute))
     if job.train.compile:
         for block in model.blocks.values():
             block.compile()
         log.info("compile: %d blocks, each on its own", len(model.blocks))
-    layout = job.layout
-    objective = Objective(model)
-    if layout.loss_chunk:
-        objective = ChunkedObjective(model, layout.loss_chunk)
-        log.info("loss: the logits of %d tokens at a time", layout.loss_chunk)
+    replica = _spread(_objective(model, mesh, layout), pieces, partials, job, mesh, device)
+    for fragment in replica.fragments:
+        fragment.whole_name = names.get(fragment.name, fragment.name)
+    _initialise(replica, job, mesh)
+    return replica
+
+
+def _cut(model: Transformer, mesh: Mesh, layout: Layout) -> tuple[Pieces, list[Partial]]:
+    """Tensor and sequence parallelism: what each tensor rank holds, and whose gradients have to be summed over them."""
+    tp = mesh.axis("tp")
+    pieces = tensor.cut_parameters(model, tp)
+    if tp.size == 1:
+        return pieces, []
+    tensor.connect(model, tensor.Tensors(tp, layout.sp, layout.sp_regather and layout.recompute != "full"))
+    vocab = model.embed.num_embeddings
+    padding = padded_vocabulary(vocab, tp.size) - vocab
+    log.info("tensor parallel: %d ranks%s", tp.size, f", vocabulary {vocab} + {padding} padding" if padding else "")
+    partials = []
+    copies = max(piece[0].copies for piece in pieces.values() if piece[0].dim is not None)
+    if copies > 1:
+        shared = frozenset(name for name, piece in pieces.items() if piece[0].dim is not None and piece[0].copies > 1)
+        partials.append(Partial(mesh.neighbours("tp", copies), shared))
+        log.info("tensor parallel: each key/value head on %d ranks", copies)
+    if layout.sp:
+        partials.append(Partial(tp, frozenset(name for name, piece in pieces.items() if piece[0].dim is None)))
+        log.info("sequence parallel: %d tokens of a sequence a rank", model.model.seq_len // tp.size)
+    return pieces, partials
+
+
+def _objective(model: Transformer, mesh: Mesh, layout: Layout) -> Objective:
+    loss: Loss = cross_entropy_sum
+    if mesh.axis("tp").size > 1:
+        loss = partial(vocabulary.cross_entropy_sum, tp=mesh.axis("tp"), vocab=model.embed.num_embeddings)
+    if not layout.loss_chunk:
+        return Objective(model, loss)
+    log.info("loss: the logits of %d tokens at a time", layout.loss_chunk)
+    return ChunkedObjective(model, layout.loss_chunk, loss)
+
+
+def _spread(
+    objective: Objective, pieces: Pieces, partials: list[Partial], job: Job, mesh: Mesh, device: torch.device
+) -> Replica:
+    """Data parallelism in the layout's form."""
+    layout, tp = job.layout, mesh.axis("tp")
+    shard = mesh.axis("dp_shard")
+    # Replicas that agree by other means (train/sync) do not sum their gradients.
+    replicate = Axis("dp_replicate") if layout.apart > 1 else mesh.axis("dp_replicate")
+    gradient_dtype = torch.float32 if job.train.gradients == "fp32" else None
+    if shard.size > 1 and layout.zero == 3:
+        replica = ShardedReplica(
+            objective,
+            pieces,
+            tp,
+            partials,
+            mesh=mesh,
+            replicate=replicate,
+            layout=layout,
+            device=device,
+            gradient_dtype=gradient_dtype,
+        )
+        hybrid = f" × {replicate.size} replicas (HSDP)" if replicate.size > 1 else ""
+        log.info("data parallel: ZeRO-3 (FSDP2) over %d ranks%s, reshard %s", shard.size, hybrid, layout.reshard)
+        return replica
+    objective.to_empty(device=device)
     if layout.data_parallel == "threads" and layout.dp_replicate > 1:
-        if weight.device.type != "cpu":
+        if device.type != "cpu":
             raise JobError(
-                f"layout.data_parallel=threads is a baseline for CPUs, this rank's device is {weight.device}; "
+                f"layout.data_parallel=threads is a baseline for CPUs, this rank's device is {device}; "
                 "ddp runs on both, cluster.device=cpu runs threads"
             )
         log.info("data parallel: %d threads of one process", layout.dp_replicate)
-        return ThreadReplicas(objective, layout.dp_replicate)
-    if mesh.sizes["dp_replicate"] > 1:
-        replica = DDPReplica(objective, mesh, layout.bucket_mb)
-        replica.warm_up()
-        log.info("data parallel: DDP over %d ranks, buckets of %g MiB", layout.dp_replicate, layout.bucket_mb)
-        return replica
-    return Replica(objective)
+        return ThreadReplicas(objective, pieces, tp, layout.dp_replicate)
+    if shard.size * replicate.size == 1:
+        return Replica(objective, pieces, tp, partials)
+    replica = BucketReplica(
+        objective,
+        pieces,
+        tp,
+        partials,
+        shard=shard,
+        replicate=replicate,
+        zero=layout.zero,
+        bucket_mb=layout.bucket_mb,
+        gradient_dtype=gradient_dtype,
+        every_micro_batch=layout.accumulate == "sharded",
+    )
+    kinds = [f"ZeRO-{layout.zero} over {shard.size} ranks"] if shard.size > 1 else []
+    kinds += [f"DDP over {replicate.size} ranks"] if replicate.size > 1 else []
+    log.info("data parallel: %s, %d buckets", " × ".join(kinds), len(replica.buckets))
+    return replica
+
+
+def _initialise(replica: Replica, job: Job, mesh: Mesh) -> None:
+    """Every rank draws the whole of one parameter after the other and takes its share; replicas take the first's."""
+    for name, fragments in by_whole(replica.fragments).items():
+        whole = initial_value(name, fragments[0].piece.whole, job.model, job.train.seed)
+        for fragment in fragments:
+            fragment.assign(whole)
+            if fragment.value.numel():
+                mesh.axis("dp_replicate").broadcast(fragment.value.detach()).wait()
+    replica.publish()

@@ -1,22 +1,28 @@
 """Data parallelism: each replica computes the gradients of its own samples, and they are summed.
 
-`Replica` is one replica alone; `DDPReplica` is one of several processes (DistributedDataParallel: Li et al. 2020);
-`ThreadReplicas` runs them all as threads of one process, the baseline that shows what one interpreter costs.
+`Replica` is one replica alone; `BucketReplica` (parallel/zero.py) and `ShardedReplica` (parallel/fsdp.py) are one of
+several processes; `ThreadReplicas` runs them all as threads of one process, the baseline that shows what one
+interpreter costs.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
+from phalanx.comm.axis import Axis
+from phalanx.job.pieces import Piece
 from phalanx.model.noise import Noise
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.fragments import Fragment
 from phalanx.parallel.objective import Objective
+
+Pieces = Mapping[str, tuple[Piece, ...]]
+"""By parameter name, what each tensor rank holds."""
 
 
 @dataclass(frozen=True)
@@ -36,61 +42,75 @@ class MicroTensors:
         return MicroTensors(self.tokens[chosen], self.targets[chosen], noise)
 
 
-class Replica:
-    """One process that computes a whole step by itself."""
+@dataclass(frozen=True)
+class Partial:
+    """Parameters that several tensor ranks hold alike, but of whose gradient each computes only its own tokens' or
+    heads' part: the parts are summed over `axis` once a step."""
 
-    def __init__(self, objective: Objective):
-        self.objective = objective
+    axis: Axis
+    names: frozenset[str]
+
+
+class Replica:
+    """One process that computes a whole step by itself, or with its tensor ranks."""
+
+    def __init__(self, objective: Objective, pieces: Pieces, tp: Axis, partials: Sequence[Partial] = ()):
+        self.objective, self.tp, self.partials = objective, tp, partials
+        self.fragments = self._fragments(pieces)
 
     def forward_backward(self, micro: MicroTensors, factor: float, *, last: bool) -> Tensor:
-        """Add `factor` × the gradient of the micro-batch's summed loss to the parameters' .grad.
+        """Add `factor` × the gradient of the micro-batch's summed loss to what earlier micro-batches left.
 
-        Returns the loss summed over the micro-batch's tokens, detached. After the call with `last`, .grad holds the
-        sum over all data ranks.
+        Returns the loss summed over the micro-batch's tokens, detached. After the call with `last`, every fragment's
+        gradient is the sum over all data ranks.
         """
         loss = self.objective(micro.tokens, micro.targets, micro.noise)
         (loss * factor).backward()
+        if last:
+            self._finish()
         return loss.detach()
 
+    def loss(self, micro: MicroTensors) -> Tensor:
+        """The loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
+        with torch.no_grad():
+            return self.objective(micro.tokens, micro.targets)
 
-class DDPReplica(Replica):
-    """One of several replicas, each in its own process. Buckets are reduced while the backward pass goes on."""
+    def publish(self) -> None:
+        """Bring what the optimizers changed to every rank that computes with it."""
 
-    def __init__(self, objective: Objective, mesh: Mesh, bucket_mb: float):
-        super().__init__(objective)
-        self.ranks = mesh.sizes["dp_replicate"]
-        # DDP broadcasts rank 0's parameters when it is built. gradient_as_bucket_view saves a copy of all gradients.
-        self.ddp = DistributedDataParallel(
-            objective,
-            process_group=mesh.group("dp_replicate"),
-            bucket_cap_mb=bucket_mb,
-            gradient_as_bucket_view=True,
-        )
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for fragment in self.fragments:
+            fragment.gradient = None
+        self.objective.zero_grad(set_to_none=True)
 
-    def warm_up(self) -> None:
-        """Run one tiny backward pass, so that DDP has ordered its buckets before the first step.
+    def _fragments(self, pieces: Pieces) -> list[Fragment]:
+        return [Fragment(name, pieces[name], self.tp.rank, 0, parameter) for name, parameter in self._parameters()]
 
-        It reorders them by the first pass's order of gradients. With three ranks and more the order of a ring's
-        additions depends on a value's place in its bucket: a resumed run, whose first steps would still have the old
-        order, would differ from an unbroken one in the last bits.
-        """
-        device = next(self.ddp.parameters()).device
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        self.ddp(tokens, tokens).backward()
-        self.ddp.zero_grad(set_to_none=True)
+    def _finish(self) -> None:
+        """Give the fragments their gradients."""
+        for fragment in self.fragments:
+            fragment.gradient = fragment.value.grad
+        self._sum_partials()
 
-    def forward_backward(self, micro: MicroTensors, factor: float, *, last: bool) -> Tensor:
-        self.ddp.require_backward_grad_sync = last  # what no_sync() does: accumulation sends nothing
-        loss = self.ddp(micro.tokens, micro.targets, micro.noise)
-        (loss * (factor * self.ranks)).backward()  # DDP averages over ranks; we want the sum
-        return loss.detach()
+    def _sum_partials(self) -> None:
+        for partial in self.partials:
+            gradients = [f.gradient for f in self.fragments if f.name in partial.names and f.gradient is not None]
+            if not gradients or not (flat := torch.cat([g.flatten() for g in gradients])).numel():
+                continue
+            partial.axis.all_reduce(flat).wait()
+            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.objective.model.named_parameters())
 
 
 class ThreadReplicas(Replica):
     """All replicas in one process, each a thread over its share of the micro-batch, on shared parameters."""
 
-    def __init__(self, objective: Objective, replicas: int):
-        super().__init__(objective)
+    def __init__(self, objective: Objective, pieces: Pieces, tp: Axis, replicas: int):
+        super().__init__(objective, pieces, tp)
         self.replicas = replicas
         share = max(1, torch.get_num_threads() // replicas)
         self.pool = ThreadPoolExecutor(replicas, "replica", initializer=torch.set_num_threads, initargs=(share,))
@@ -100,4 +120,7 @@ class ThreadReplicas(Replica):
         bounds = [size * i // self.replicas for i in range(self.replicas + 1)]
         parts = [micro.part(slice(a, b)) for a, b in itertools.pairwise(bounds) if b > a]
         run = super().forward_backward
-        return torch.stack(list(self.pool.map(lambda part: run(part, factor, last=last), parts))).sum()
+        losses = list(self.pool.map(lambda part: run(part, factor, last=False), parts))
+        if last:
+            self._finish()
+        return torch.stack(losses).sum()

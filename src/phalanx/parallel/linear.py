@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.model.transformer import Head, Transformer
+from phalanx.model.transformer import Head, Linear, Multiply, Transformer
 
 
 def onednn_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
@@ -28,38 +28,15 @@ def onednn_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
 
 def use_onednn(model: Transformer) -> int:
     """Have every linear layer of `model` and its head multiply through oneDNN. Returns how many layers that are."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    layers = [module for module in model.modules() if isinstance(module, (Linear, Head))]
     for layer in layers:
-        layer.forward = _Layer(layer)
-    model.head.forward = _Head(model.head)
-    return len(layers) + 1
+        layer.multiply = linear
+    return len(layers)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weightᵀ + bias, as F.linear: (..., inputs) by (outputs, inputs) to (..., outputs), in fp32 on a CPU."""
     return _Linear.apply(x, weight, bias)
-
-
-class _Layer:
-    """A linear layer's forward."""
-
-    def __init__(self, layer: nn.Linear):
-        self.layer = layer
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return linear(input, self.layer.weight, self.layer.bias)
-
-
-class _Head:
-    """The head's forward, tied or not."""
-
-    def __init__(self, head: Head):
-        self.head = head
-
-    def __call__(self, x: Tensor, embedding: Tensor | None) -> Tensor:
-        weight = embedding if self.head.weight is None else self.head.weight
-        assert weight is not None, "a tied head needs the embedding's weight"
-        return linear(x, weight)
 
 
 class _Linear(torch.autograd.Function):
@@ -72,13 +49,22 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         (gradient,) = grad_outputs
-        rows = gradient.flatten(0, -2)
         need_x, need_weight, need_bias = ctx.needs_input_grad
         return (
-            _multiply(gradient, weight.t()) if need_x else None,
-            _multiply(rows.t(), x.flatten(0, -2).t()) if need_weight else None,
-            rows.sum(0) if need_bias else None,
+            gradient_of_input(_multiply, gradient, weight) if need_x else None,
+            gradient_of_weight(_multiply, gradient, x) if need_weight else None,
+            gradient.flatten(0, -2).sum(0) if need_bias else None,
         )
+
+
+def gradient_of_input(multiply: Multiply, gradient: Tensor, weight: Tensor) -> Tensor:
+    """Of a linear layer's input (..., inputs), from its output's `gradient` (..., outputs)."""
+    return multiply(gradient, weight.t())
+
+
+def gradient_of_weight(multiply: Multiply, gradient: Tensor, x: Tensor) -> Tensor:
+    """Of a linear layer's weight (outputs, inputs), from its output's `gradient` (..., outputs) and its input `x`."""
+    return multiply(gradient.flatten(0, -2).t(), x.flatten(0, -2).t())
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

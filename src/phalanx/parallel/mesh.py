@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from math import prod
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phalanx.comm.axis import Axis, Pending
+from phalanx.comm.ledger import Ledger
 from phalanx.errors import JobError
 from phalanx.job.layout import AXES, Layout
 
@@ -22,6 +26,16 @@ class Mesh:
     """This rank's place along each axis."""
     devices: DeviceMesh | None
     """torch's mesh over the axes with more than one rank; None for a single process."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Counts what goes over every axis."""
+    _axes: dict[str, Axis] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._axes.update({name: self._axis(name) for name in self.sizes})
+        self._axes["world"] = Axis("world")
+        if self.devices is not None:
+            everyone = dist.distributed_c10d._get_default_group()
+            self._axes["world"] = Axis("world", everyone.size(), everyone.rank(), everyone, self.ledger)
 
     @property
     def data_ranks(self) -> int:
@@ -33,11 +47,59 @@ class Mesh:
         """Which of those groups this rank is in."""
         return self.coordinates["dp_replicate"] * self.sizes["dp_shard"] + self.coordinates["dp_shard"]
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one along `axis` alone. The axis must have more than one rank."""
-        if self.devices is None or self.sizes[axis] == 1:
-            raise ValueError(f"axis {axis} has one rank and no group")
-        return self.devices.get_group(axis)
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank reports its data rank's loss: one of the ranks that read the same samples does."""
+        return all(place == 0 for axis, place in self.coordinates.items() if axis not in ("dp_replicate", "dp_shard"))
+
+    @property
+    def shards(self) -> bool:
+        """Whether ranks hold different parts of the state, so that a norm takes all of them."""
+        return any(self.sizes[axis] > 1 for axis in ("pp", "dp_shard", "tp"))
+
+    def axis(self, name: str) -> Axis:
+        """The collectives among the ranks that differ from this one along axis `name` alone; `world` is all ranks."""
+        return self._axes[name]
+
+    def neighbours(self, name: str, size: int) -> Axis:
+        """The collectives among `size` neighbours along an axis: of those, ranks 0 to size - 1 are together, and so on.
+        Every rank of the axis has to call it."""
+        if size == 1:
+            return Axis(name)
+        stride = prod(self.sizes[axis] for axis in AXES[AXES.index(name) + 1 :])
+        place = self.coordinates[name] % size
+        first = dist.get_rank() - place * stride
+        group = dist.new_group([first + i * stride for i in range(size)], use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "this rank is among them"
+        return Axis(name, size, place, group, self.ledger)
+
+    def messages(self, name: str, timeout_s: float) -> Axis:
+        """An axis once more, with a process group of its own on the CPU, for messages from threads: they never meet the
+        collectives. Each waits at most `timeout_s` for its peer. All ranks of the axis have to call it."""
+        axis = self.axis(name)
+        if axis.group is None:
+            return axis
+        group = dist.new_group(
+            dist.get_process_group_ranks(axis.group),
+            timeout=timedelta(seconds=timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        assert isinstance(group, dist.ProcessGroup), "this rank is among them"
+        return Axis(name, axis.size, axis.rank, group, self.ledger)
+
+    def reduce_replica(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        """`x` becomes the sum (or maximum) over the ranks of this replica: those that differ along any axis but
+        dp_replicate."""
+        *inner, outermost = (self.axis(name) for name in reversed(AXES) if name != "dp_replicate")
+        for axis in inner:
+            axis.all_reduce(x, op).wait()
+        return outermost.all_reduce(x, op)
+
+    def _axis(self, name: str) -> Axis:
+        if self.devices is None or self.sizes[name] == 1:
+            return Axis(name)
+        return Axis(name, self.sizes[name], self.coordinates[name], self.devices.get_group(name), self.ledger)
 
     def __str__(self) -> str:
         axes = " × ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)

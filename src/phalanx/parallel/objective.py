@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -10,17 +12,25 @@ from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Of logits (..., vocabulary) and targets (...): the sum over valid targets, in nats."""
+
 
 class Objective(nn.Module):
-    """What DDP and its kin wrap: logits stay inside, one scalar comes out."""
+    """What data parallelism wraps: logits stay inside, one scalar comes out."""
 
-    def __init__(self, model: Transformer):
+    def __init__(self, model: Transformer, loss: Loss = cross_entropy_sum):
         super().__init__()
         self.model = model
+        self.loss = loss
 
     def forward(self, tokens: Tensor, targets: Tensor, noise: Noise | None = None) -> Tensor:
         """Loss summed over valid targets, in nats. tokens and targets: (micro_batch, seq_len)."""
-        return cross_entropy_sum(self.model(tokens, noise=noise), targets)
+        return self.of_hidden(self.model.normed(self.model.hidden(tokens, noise=noise)), targets)
+
+    def of_hidden(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The same from what the head reads: (micro_batch, seq_len, d_model)."""
+        return self.loss(self.model.logits(x), targets)
 
 
 class ChunkedObjective(Objective):
@@ -28,16 +38,12 @@ class ChunkedObjective(Objective):
     again in the backward pass. 8k tokens of a 128k vocabulary take 4 GiB of logits in fp32; a chunk of 512, 1/16 of it.
     """
 
-    def __init__(self, model: Transformer, chunk: int):
-        super().__init__(model)
+    def __init__(self, model: Transformer, chunk: int, loss: Loss = cross_entropy_sum):
+        super().__init__(model, loss)
         self.chunk = chunk
 
-    def forward(self, tokens: Tensor, targets: Tensor, noise: Noise | None = None) -> Tensor:
-        hidden = self.model.hidden(tokens, noise=noise).flatten(0, 1).split(self.chunk)
+    def of_hidden(self, x: Tensor, targets: Tensor) -> Tensor:
         parts = []
-        for x, target in zip(hidden, targets.flatten().split(self.chunk), strict=True):
-            parts.append(checkpoint(self._loss, x, target, use_reentrant=False, preserve_rng_state=False))
+        for hidden, target in zip(x.flatten(0, 1).split(self.chunk), targets.flatten().split(self.chunk), strict=True):
+            parts.append(checkpoint(super().of_hidden, hidden, target, use_reentrant=False, preserve_rng_state=False))
         return torch.stack(parts).sum()
-
-    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy_sum(self.model.logits(x), targets)

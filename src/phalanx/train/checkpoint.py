@@ -83,16 +83,50 @@ def save(root: Path, step: int, groups: Mapping[str, Mapping[str, Tensor]], meta
     return final
 
 
-def load(path: Path, verify: bool = True) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
-    """The manifest and the tensors {group: {name: tensor}} of a checkpoint. Raises CheckpointError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+class Reader:
+    """The tensors of one group of a checkpoint, read one at a time. A context manager.
 
-    manifest = check(path, verify)
-    try:
-        return manifest, {name.removesuffix(".safetensors"): load_file(path / name) for name in manifest.files}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+    Raises CheckpointError, naming the file, where one cannot be read."""
+
+    def __init__(self, manifest: Manifest, group: str):
+        self.path = manifest.path
+        self.file = manifest.path / f"{group}.safetensors"
+
+    def __enter__(self) -> Reader:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            self.tensors = safe_open(self.file, "pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"checkpoint file {self.file} cannot be read: {error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import SafetensorError
+
+        try:
+            return self.tensors.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"checkpoint file {self.file}: {name} cannot be read: {error}") from error
+
+    def names(self) -> list[str]:
+        """Every tensor of the group."""
+        return list(self.tensors.keys())
+
+    def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises CheckpointError with every name that is missing, extra or of another shape."""
+        held = set(self.names())
+        wrong = [f"{name} is missing" for name in shapes.keys() - held]
+        wrong += [f"{name} is not in the model" for name in held - shapes.keys()]
+        for name in shapes.keys() & held:
+            there = tuple(self.tensors.get_slice(name).get_shape())
+            if there != tuple(shapes[name]):
+                wrong.append(f"{name} is {there} there and {tuple(shapes[name])} here")
+        if wrong:
+            raise CheckpointError(f"checkpoint {self.path} does not fit the model: {'; '.join(sorted(wrong))}")
 
 
 def check(path: Path, verify: bool = True) -> Manifest:

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.model.loss import valid_tokens
-from phalanx.parallel.data import MicroTensors
-from phalanx.parallel.objective import Objective
+from phalanx.parallel.data import MicroTensors, Replica
+from phalanx.parallel.mesh import Mesh
 
 
-@torch.no_grad()
-def validation_loss(objective: Objective, batches: Iterable[MicroTensors], device: torch.device) -> float:
-    """Loss per valid token, in nats, over the batches of all ranks: one sum divided by one count."""
+def validation_loss(replica: Replica, mesh: Mesh, batches: Iterable[MicroTensors], device: torch.device) -> float:
+    """Loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for micro in batches:
-        loss: Tensor = objective(micro.tokens, micro.targets)
+        loss: Tensor = replica.loss(micro)
         total += torch.stack((loss.double(), valid_tokens(micro.targets).double()))
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total)
+    total *= mesh.speaks
+    mesh.axis("world").all_reduce(total).wait()
     return (total[0] / total[1]).item()

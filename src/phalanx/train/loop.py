@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from phalanx.comm.agree import on_rank_zero
 from phalanx.cost.flops import train_flops_per_step
@@ -23,21 +21,18 @@ from phalanx.job.job import Job
 from phalanx.job.parameters import count
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
-from phalanx.model.init import initialise
-from phalanx.model.noise import Noise
-from phalanx.model.transformer import Transformer
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.apply import apply
-from phalanx.parallel.data import MicroTensors, Replica
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.precision import DTYPES, LossScale
+from phalanx.parallel.precision import DTYPES
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, metrics
 from phalanx.train.evaluate import validation_loss
-from phalanx.train.optimizer import AdamW
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.state import State
+from phalanx.train.step import Step, Stepper
 from phalanx.train.stop import StopRequest
+from phalanx.train.sync.arrivals import Arrivals
+from phalanx.train.sync.asp import Asynchronous
 from phalanx.train.terminal import Terminal, logging_to
 from phalanx.units import seconds as as_time
 
@@ -68,17 +63,6 @@ def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
         return Trainer(job, ranks, device, stop, terminal).run()
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one step showed, the same on every rank."""
-
-    loss: float
-    """Mean over the global batch's tokens, in nats."""
-    grad_norm: float
-    stop: bool
-    """Some rank was asked to stop."""
-
-
 class Trainer:
     """One rank's part in a run: everything is set up here, `run` is the loop."""
 
@@ -89,19 +73,15 @@ class Trainer:
         self.mesh: Mesh = meshes.build(job.layout, device.type)
         shards = Path(on_rank_zero(self._find_data))
         index = open_shards(shards)
-        dtype = DTYPES[job.train.precision]
-        with torch.device("meta"):
-            model = Transformer(job.model, index.vocab_size).to(dtype)
-        initialise(model.to_empty(device=device), job.model, job.train.seed)
-        optimizer = AdamW(model.named_parameters(), job.optimizer)
-        self.state = State(model, optimizer, LossScale(dtype), index.fingerprint)
+        self.stepper = Stepper(job, self.mesh, device, index.vocab_size)
+        self.state = State(self.stepper, index.fingerprint, index.vocab_size)
+        self.asynchronous = Asynchronous(self.stepper) if job.layout.sync == "asp" else None
         self.train_data = TokenData(shards, "train", job.model.seq_len)
         self.val_data = TokenData(shards, "val", job.model.seq_len) if job.train.eval_samples else None
         on_rank_zero(self._keep_tokenizer)
         self._introduce()
         self._resume()
-        self.replica: Replica = apply(model, job, self.mesh)
-        self.peak, source = devices.peak_flops(job.cluster.peak_tflops, device, dtype)
+        self.peak, source = devices.peak_flops(job.cluster.peak_tflops, device, DTYPES[job.train.precision])
         log.info("peak: %.3g TFLOP/s a rank (%s), for mfu", self.peak / 1e12, source)
 
     def run(self) -> dict[str, Any]:
@@ -109,79 +89,118 @@ class Trainer:
         job, state = self.job, self.state
         loss, began = math.nan, time.perf_counter()
         tokens = self.batch.global_batch * job.model.seq_len
-        flops = train_flops_per_step(job.model, self.batch.global_batch, state.model.embed.num_embeddings)
+        flops = train_flops_per_step(job.model, self.batch.global_batch, state.vocab_size)
         # A process is a device: the replicas of data_parallel=threads share one, and its peak.
         meter = metrics.Meter(tokens, flops / job.layout.processes, self.peak, job.layout.processes)
         path = self.directory.metrics if self.ranks.rank == 0 else None
-        with metrics.MetricsFile(path) as rows, self._batches() as batches:
+        self.mesh.ledger.clear()
+        self.first_step = state.step
+        # With asp nothing is read here: shares of a batch go to whoever is ready.
+        prefetch = 0 if self.asynchronous else job.data.prefetch
+        place = self.mesh.data_rank, self.mesh.data_ranks
+        with (
+            metrics.MetricsFile(path) as rows,
+            self._batches(state.samples, self.batch.global_batch, *place, prefetch) as batches,
+        ):
             rows.write("start", step=state.step, layout=job.layout.line(), devices=job.layout.world)
-            while state.step < job.train.steps:
-                waiting = time.perf_counter()
-                micro_batches = next(batches)
-                meter.waited += time.perf_counter() - waiting
-                lr = learning_rate.at_step(state.step, job.optimizer, job.train.steps, self.batch.global_batch)
-                step = self._step(micro_batches, lr)
-                loss = step.loss
-                state.step += 1
-                state.samples += self.batch.global_batch
-                row = {"step": state.step, "loss": loss, "grad_norm": step.grad_norm, "lr": lr, **meter.step()}
+
+            def note(step: int, values: dict[str, float]) -> None:
+                """A step is done."""
+                row = {"step": step, **values, **meter.step()}
                 rows.write("step", **row)
                 self._show(meter, row)
+
+            arrivals = Arrivals(job.layout.dp_replicate, note) if self.asynchronous else None
+            while state.step < job.train.steps:
+                before = state.step
+                if self.asynchronous and arrivals:
+                    state.step, stop = self._round(self.asynchronous, arrivals)
+                    loss = arrivals.loss
+                else:
+                    waiting = time.perf_counter()
+                    micro_batches = next(batches)
+                    meter.waited += time.perf_counter() - waiting
+                    lr = self._lr(state.step)
+                    step = self._step(micro_batches, lr)
+                    state.step, stop, loss = state.step + 1, step.stop, step.loss
+                    note(state.step, {"loss": loss, "grad_norm": step.grad_norm, "lr": lr})
+                state.samples += (state.step - before) * self.batch.global_batch
                 last = state.step == job.train.steps
                 if last or _due(state.step, job.train.eval_every):
                     self._validate(rows, meter)
-                if last or step.stop or _due(state.step, job.checkpoint.every):
+                if last or stop or _due(state.step, job.checkpoint.every):
                     self._save(meter)
-                if step.stop and not last:
+                if last or stop:
+                    self._report_traffic(rows)
+                    if arrivals:
+                        self._report_staleness(rows, arrivals)
+                if stop and not last:
                     raise StoppedError(
                         f"stopped by a signal at step {state.step} of {job.train.steps}, with a checkpoint in "
                         f"{self.directory.checkpoints}; run the same command again to go on"
                     )
-        return self._summary(loss, time.perf_counter() - began)
+        summary = self._summary(loss, time.perf_counter() - began)
+        return {**summary, "staleness": arrivals.summary()} if arrivals else summary
 
     def _step(self, micro_batches: list[MicroBatch], lr: float) -> Step:
         """One optimizer step over this rank's micro-batches."""
-        state, scale = self.state, self.state.loss_scale.value
         # Samples are cut from one stream of tokens, so every position counts, on every rank.
         global_tokens = self.batch.global_batch * self.job.model.seq_len
-        status = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for number, micro in enumerate(micro_batches):
-            last = number == len(micro_batches) - 1
-            status[0] += self.replica.forward_backward(self._to_device(micro), scale / global_tokens, last=last)
-        status[1] = float(self.stop.signal != 0)
-        # What all ranks must know travels while the optimizer works.
-        work = dist.all_reduce(status, async_op=True) if self.mesh.data_ranks > 1 else None
-        norm = state.optimizer.gradient_norm(scale)
-        grad_norm = norm.item()
-        if math.isfinite(grad_norm):
-            state.optimizer.step(lr, norm)
-            state.loss_scale.fine()
-        if work is not None:
-            work.wait()
-        loss = (status[0] / global_tokens).item()
-        if not math.isfinite(grad_norm) and not state.loss_scale.overflow():
-            raise NotFiniteError(self._not_finite(loss, grad_norm))
-        state.optimizer.zero_grad()
-        return Step(loss, grad_norm, bool(status[1].item()))
+        try:
+            return self.stepper.step(micro_batches, self.state.step, global_tokens, lr, self.stop.signal != 0)
+        except NotFiniteError as error:
+            raise self._not_finite(error) from None
 
-    def _to_device(self, micro: MicroBatch) -> MicroTensors:
-        tokens = torch.from_numpy(micro.tokens).to(self.device, non_blocking=True)
-        targets = torch.from_numpy(micro.targets).to(self.device, non_blocking=True)
-        noise = None
-        if self.job.model.dropout:
-            noise = Noise(self.job.train.seed, self.state.step, micro.sample_ids.tolist())
-        return MicroTensors(tokens, targets, noise)
+    def _round(self, asynchronous: Asynchronous, arrivals: Arrivals) -> tuple[int, bool]:
+        """sync=asp: the steps until something is due. Returns the steps done, and whether to stop."""
+        job, done = self.job, self.state.step
+        due = [job.train.steps, *(done + e - done % e for e in (job.train.eval_every, job.checkpoint.every) if e)]
+        samples, ranks = self.batch.global_batch // job.layout.dp_replicate, self.mesh.axis("dp_shard")
 
-    def _batches(self) -> Batches:
+        def read(chunk: int) -> list[MicroBatch]:
+            first = self.state.samples + (chunk - done * job.layout.dp_replicate) * samples
+            with self._batches(first, samples, ranks.rank, ranks.size, prefetch=0) as batches:
+                return next(batches)
+
+        try:
+            return asynchronous.round(
+                done,
+                min(due),
+                read=read,
+                chunk_tokens=samples * job.model.seq_len,
+                lr=self._lr,
+                stop=lambda: self.stop.signal != 0,
+                note=arrivals,
+            )
+        except NotFiniteError as error:
+            raise self._not_finite(error) from None
+
+    def _not_finite(self, error: NotFiniteError) -> NotFiniteError:
+        """The error with what a person can do about it."""
+        first = self.state.samples
+        samples = (
+            f" (samples {first} to {first + self.batch.global_batch - 1})" if self.job.layout.sync == "bsp" else ""
+        )
+        return NotFiniteError(
+            f"{error}{samples}. The optimizer has not written it. Checkpoints in {self.directory.checkpoints} are from "
+            "before; a lower optimizer.lr, a longer optimizer.warmup_steps or train.precision=fp32 are what usually "
+            "helps"
+        )
+
+    def _lr(self, step: int) -> float:
+        return learning_rate.at_step(step, self.job.optimizer, self.job.train.steps, self.batch.global_batch)
+
+    def _batches(self, first: int, samples: int, rank: int, ranks: int, prefetch: int) -> Batches:
+        """The `rank`-th of `ranks` equal parts of `samples` samples a step, from sample `first` on."""
         return Batches(
             self.train_data,
-            global_batch=self.batch.global_batch,
+            global_batch=samples,
             micro_batch=self.batch.micro_batch,
-            rank=self.mesh.data_rank,
-            ranks=self.mesh.data_ranks,
+            rank=rank,
+            ranks=ranks,
             seed=self.job.train.seed,
-            first_sample=self.state.samples,
-            prefetch=self.job.data.prefetch,
+            first_sample=first,
+            prefetch=prefetch,
         )
 
     def _find_data(self) -> str:
@@ -205,20 +224,20 @@ class Trainer:
 
         path = on_rank_zero(choose)
         if path:
-            # Rank 0 has just checked the digests.
-            self.state.load(Path(path), verify=False)
+            self.state.load(Path(path))
             log.info("resumed at step %d from %s", self.state.step, path)
 
     def _introduce(self) -> None:
         job, model = self.job, self.job.model
-        vocab = self.state.model.embed.num_embeddings
+        vocab = self.state.vocab_size
         log.info("run: %s  layout: %s  precision: %s", self.directory.path, job.layout.line(), job.train.precision)
         log.info("model: %s parameters, %d layers, vocabulary %d", f"{count(model, vocab):,}", model.n_layers, vocab)
         log.info("batch: %s; %s training samples", self.batch.equation(), f"{self.train_data.sample_count:,}")
 
     def _show(self, meter: metrics.Meter, row: dict[str, float]) -> None:
-        self.terminal.step(self.state.step, row["loss"], row["tps"])
-        if self.state.step == 1 or _due(self.state.step, self.job.train.log_every):
+        step = int(row["step"])
+        self.terminal.step(step, row["loss"], row["tps"])
+        if step == 1 or _due(step, self.job.train.log_every):
             shown = {**row, **meter.since_shown()}
             log.info("%s", metrics.line(shown, devices.peak_memory(self.device)))
 
@@ -233,8 +252,9 @@ class Trainer:
             rank=self.mesh.data_rank,
             ranks=self.mesh.data_ranks,
         )
-        tensors = (self._to_device(micro) for micro in batches)
-        loss = validation_loss(self.replica.objective, tensors, self.device)
+        tensors = (self.stepper.tensors(micro, self.state.step) for micro in batches)
+        with self.mesh.ledger.aside():
+            loss = validation_loss(self.stepper.replica, self.mesh, tensors, self.device)
         self.state.val_loss = loss
         elapsed = time.perf_counter() - began
         meter.pause(elapsed)
@@ -243,21 +263,24 @@ class Trainer:
 
     def _save(self, meter: metrics.Meter) -> None:
         began = time.perf_counter()
-        path = on_rank_zero(lambda: str(self.state.save(self.directory.checkpoints, self.job)))
+        with self.mesh.ledger.aside():
+            path = self.state.save(self.directory.checkpoints)
         elapsed = time.perf_counter() - began
         meter.pause(elapsed)
         log.info("step: %d  checkpoint: %s  (%s)", self.state.step, path, as_time(elapsed))
 
-    def _not_finite(self, loss: float, grad_norm: float) -> str:
-        name = self.state.optimizer.first_bad_gradient()
-        first = self.state.samples
-        return (
-            f"step {self.state.step + 1}: loss {loss:g}, gradient norm {grad_norm:g}"
-            + (f", first in {name}" if name else "")
-            + f" (samples {first} to {first + self.batch.global_batch - 1}). The optimizer has not written it. "
-            f"Checkpoints in {self.directory.checkpoints} are from before; a lower optimizer.lr, a longer "
-            "optimizer.warmup_steps or train.precision=fp32 are what usually helps"
-        )
+    def _report_traffic(self, rows: metrics.MetricsFile) -> None:
+        """What this rank sent a step, from the ledger."""
+        ledger, steps = self.mesh.ledger, self.state.step - self.first_step
+        rows.write("traffic", step=self.state.step, steps=steps, traffic_bytes=ledger.traffic(steps))
+        for line in ledger.lines(steps):
+            log.info("sent a step by each rank over %s", line)
+
+    def _report_staleness(self, rows: metrics.MetricsFile, arrivals: Arrivals) -> None:
+        """How far the server's parameters had moved on when gradients arrived, since this attempt began."""
+        found = arrivals.summary()
+        rows.write("staleness", step=self.state.step, **found)
+        log.info("staleness of %d gradients: mean %.3g, at most %d", found["updates"], found["mean"], found["max"])
 
     def _summary(self, loss: float, elapsed: float) -> dict[str, Any]:
         return {
@@ -267,6 +290,7 @@ class Trainer:
             "val_loss": self.state.val_loss,
             "tokens": self.state.samples * self.job.model.seq_len,
             "seconds": elapsed,
+            "traffic_bytes": self.mesh.ledger.traffic(self.state.step - self.first_step),
         }
 
 

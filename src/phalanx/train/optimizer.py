@@ -1,101 +1,121 @@
-"""AdamW over a model's parameters: decay groups, fp32 master weights for half precisions, clipping, and its state."""
+"""AdamW over a rank's fragments: decay groups, fp32 master weights for half precisions, clipping, and its state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from phalanx.job.optimizer import Optimizer
+from phalanx.parallel.fragments import Fragment, counted
 from phalanx.parallel.precision import needs_master_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter 2019) as torch fuses it, on the parameters or on fp32 copies of them."""
+    """AdamW (Loshchilov & Hutter 2019) as torch fuses it, on the fragments or on fp32 copies of them."""
 
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], config: Optimizer):
-        self.parameters = dict(named_parameters)
+    def __init__(self, fragments: Sequence[Fragment], config: Optimizer):
+        self.fragments = fragments
         self.config = config
         self.masters = {
-            name: p.detach().float().requires_grad_() if needs_master_weights(p.dtype) else p
-            for name, p in self.parameters.items()
+            f.name: f.value.detach().float().requires_grad_() if needs_master_weights(f.value.dtype) else f.value
+            for f in fragments
         }
         self.updates = 0
-        matrices = [p for p in self.masters.values() if p.ndim >= 2]
-        vectors = [p for p in self.masters.values() if p.ndim < 2]
+        # A fragment may be empty: another rank of dp_shard then updates all of that parameter.
+        matrices = [self.masters[f.name] for f in fragments if f.decays and f.value.numel()]
+        vectors = [self.masters[f.name] for f in fragments if not f.decays and f.value.numel()]
         groups = [
             {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},  # shrinking a norm or a bias regularises nothing
+            {"params": vectors, "weight_decay": 0.0},
         ]
         self.adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+            [group for group in groups if group["params"]] or [{"params": [torch.zeros(1)]}],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
         )
 
-    def gradient_norm(self, loss_scale: float = 1.0) -> Tensor:
-        """The global 2-norm of the gradients, which it leaves unscaled and in the optimizer's precision."""
-        for name, parameter in self.parameters.items():
-            master = self.masters[name]
-            if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.float()
-                parameter.grad = None
-        grads = self._gradients()
+    def square_norm(self, loss_scale: float = 1.0) -> Tensor:
+        """Sum of squares, in fp64, of those gradients that this rank counts: over all ranks that hold different
+        fragments they add up to the square of the global 2-norm. Leaves the gradients unscaled and in the optimizer's
+        precision."""
+        self.take()
         if loss_scale != 1:
-            for gradient in grads:
+            for gradient in self._gradients():
                 gradient.mul_(1 / loss_scale)
-        return get_total_norm(grads)
+        masters = (self.masters[f.name].grad for f in counted(self.fragments))
+        return get_total_norm([gradient for gradient in masters if gradient is not None]).double() ** 2
+
+    def take(self) -> None:
+        """Take over the fragments' gradients, in the optimizer's precision."""
+        for fragment in self.fragments:
+            master = self.masters[fragment.name]
+            gradient = fragment.gradient
+            master.grad = None if gradient is None else gradient.to(master.dtype)
+            if master is not fragment.value:
+                fragment.gradient = None  # its half-precision memory is not needed any longer
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor) -> None:
-        """Clip to the configured norm, update, and clear the gradients. `norm` is what gradient_norm returned."""
+        """Clip to the configured norm, update, and clear the gradients. `norm` is the global norm."""
         if self.config.clip:
             clip_grads_with_norm_(self.masters.values(), self.config.clip, norm)
         for group in self.adam.param_groups:
             group["lr"] = lr
         self.adam.step()
         self.updates += 1
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
-        self.zero_grad()
+        self.write()
+        self.clear()
 
-    def zero_grad(self) -> None:
-        """Forget the gradients (DDP keeps them as views of its buckets, which it refills)."""
-        for name, parameter in self.parameters.items():
-            parameter.grad = None
-            self.masters[name].grad = None
+    @torch.no_grad()
+    def write(self) -> None:
+        """Give the fragments what the masters hold, where those are copies."""
+        for fragment in self.fragments:
+            if self.masters[fragment.name] is not fragment.value:
+                fragment.value.copy_(self.masters[fragment.name])
 
-    def first_bad_gradient(self) -> str | None:
-        """Name of the first parameter whose gradient holds a NaN or an infinity."""
-        for name, master in self.masters.items():
-            if master.grad is not None and not torch.isfinite(master.grad).all():
-                return name
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for master in self.masters.values():
+            master.grad = None
+
+    def first_bad_gradient(self) -> int | None:
+        """Place among the fragments of the first whose gradient holds a NaN or an infinity."""
+        for number, fragment in enumerate(self.fragments):
+            gradient = self.masters[fragment.name].grad
+            if gradient is not None and not torch.isfinite(gradient).all():
+                return number
         return None
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Moments as "exp_avg/NAME", and "master/NAME" where masters are kept. Empty before the first update."""
-        tensors: dict[str, Tensor] = {}
-        for name, master in self.masters.items():
-            state = self.adam.state.get(master, {})
-            tensors.update({f"{moment}/{name}": state[moment] for moment in MOMENTS if moment in state})
-            if master is not self.parameters[name]:
-                tensors[f"master/{name}"] = master.detach()
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """By kind, then by name, tensors of the fragments' shapes: the moments, and "master" where masters are kept.
+        Without the moments before the first update."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        if self.updates:
+            tensors |= {kind: {} for kind in MOMENTS}
+            for fragment in self.fragments:
+                state = self.adam.state[self.masters[fragment.name]]
+                for kind in MOMENTS:
+                    tensors[kind][fragment.name] = state.get(kind, self.masters[fragment.name].detach())
+        if any(self.masters[f.name] is not f.value for f in self.fragments):
+            tensors["master"] = {name: master.detach() for name, master in self.masters.items()}
         return tensors
 
     @torch.no_grad()
-    def load_state_tensors(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Put back what state_tensors gave after `updates` updates."""
+    def make_state(self, updates: int) -> dict[str, dict[str, Tensor]]:
+        """What state_tensors gives, with zero moments, for a checkpoint of `updates` updates to be read into."""
         self.updates = updates
-        for name, master in self.masters.items():
-            if master is not self.parameters[name]:
-                master.copy_(tensors[f"master/{name}"])
-            if updates:
-                state = {moment: tensors[f"{moment}/{name}"].to(master.device).clone() for moment in MOMENTS}
-                step = torch.tensor(float(updates), device=master.device)
-                self.adam.state[master] = {"step": step, **state}
+        for master in self.masters.values():
+            if updates and master.numel():
+                moments = {kind: torch.zeros_like(master) for kind in MOMENTS}
+                self.adam.state[master] = {"step": torch.tensor(float(updates), device=master.device), **moments}
+        return self.state_tensors()
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.masters.values() if p.grad is not None]
+        return [master.grad for master in self.masters.values() if master.grad is not None]

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from phalanx.comm.agree import on_rank_zero
 from phalanx.errors import CheckpointError
-from phalanx.job.job import Job
 from phalanx.job.show import as_dict
-from phalanx.model.transformer import Transformer
-from phalanx.parallel.precision import LossScale
+from phalanx.parallel.fragments import by_whole, wholes
 from phalanx.train import checkpoint
-from phalanx.train.optimizer import AdamW
+from phalanx.train.optimizer import MOMENTS
+from phalanx.train.step import Stepper
 
 
 @dataclass
 class State:
     """All that the next step depends on."""
 
-    model: Transformer
-    optimizer: AdamW
-    loss_scale: LossScale
+    stepper: Stepper
     data_fingerprint: str
     """Of the token shards: a run does not go on with other data."""
+    vocab_size: int
     step: int = 0
     """Steps done."""
     samples: int = 0
@@ -33,47 +33,92 @@ class State:
     val_loss: float | None = None
     """The last validation loss."""
 
-    def save(self, root: Path, job: Job) -> Path:
-        """Write a checkpoint. Raises RunError."""
-        groups = {"model": dict(self.model.named_parameters()), "optimizer": self.optimizer.state_tensors()}
+    def save(self, root: Path) -> Path:
+        """Write a checkpoint, together with all other ranks. Raises RunError."""
+        stepper = self.stepper
+        groups = {"model": self._whole("", {f.name: f.value for f in stepper.replica.fragments}), "optimizer": {}}
+        for kind, tensors in stepper.optimizer.state_tensors().items():
+            if not tensors:
+                continue  # sync=asp: only the first replica, which serves, has an optimizer
+            groups["optimizer"] |= self._whole(f"{kind}/", tensors)
+            for replica in range(1, self.replicas if kind in MOMENTS else 1):
+                theirs = self._of_replica(replica, tensors)
+                groups["optimizer"] |= self._whole(f"replica{replica}/{kind}/", theirs)
+        for kind, tensors in stepper.sync.state_tensors().items() if stepper.sync else ():
+            groups["optimizer"] |= self._whole(f"{kind}/", tensors)
         meta: dict[str, Any] = {
-            "job": as_dict(job),
+            "job": as_dict(stepper.job),
             "samples": self.samples,
-            "updates": self.optimizer.updates,
-            "loss_scale": self.loss_scale.state(),
+            "updates": stepper.optimizer.updates,
+            "replicas": self.replicas,
+            "loss_scale": stepper.loss_scale.state(),
             "data": self.data_fingerprint,
-            "vocab_size": self.model.embed.num_embeddings,
+            "vocab_size": self.vocab_size,
             "val_loss": self.val_loss,
         }
-        return checkpoint.save(root, self.step, groups, meta, job.checkpoint.keep)
+        keep = stepper.job.checkpoint.keep
+        return Path(on_rank_zero(lambda: str(checkpoint.save(root, self.step, groups, meta, keep))))
 
-    def load(self, path: Path, verify: bool) -> None:
-        """Become what the checkpoint holds. Raises CheckpointError where it is damaged or belongs to other data."""
-        manifest, groups = checkpoint.load(path, verify)
+    def load(self, path: Path) -> None:
+        """Become what the checkpoint holds, whose digests have been checked. Raises CheckpointError where it is damaged
+        or belongs to other data or another model."""
+        manifest = checkpoint.check(path, verify=False)
         meta = manifest.meta
         if meta["data"] != self.data_fingerprint:
             raise CheckpointError(
                 f"checkpoint {path} was trained on other data (shards {meta['data'][:12]}…, now "
                 f"{self.data_fingerprint[:12]}…); restore the corpus, or start over with --fresh"
             )
-        load_parameters(self.model, groups["model"], path)
-        self.optimizer.load_state_tensors(groups["optimizer"], meta["updates"])
-        self.loss_scale.load_state(meta["loss_scale"])
+        parameters = by_whole(self.stepper.replica.fragments)
+        with checkpoint.Reader(manifest, "model") as tensors:
+            tensors.require({name: fragments[0].piece.whole for name, fragments in parameters.items()})
+            for name, fragments in parameters.items():
+                whole = tensors[name]
+                for fragment in fragments:
+                    fragment.assign(whole)
+        optimizer, sync = self.stepper.optimizer, self.stepper.sync
+        # Of another number of replicas, each takes one's moments in turn.
+        replica = self.stepper.mesh.coordinates["dp_replicate"] % meta.get("replicas", 1) if sync else 0
+        own = f"replica{replica}/" if replica else ""
+        updated = by_whole(optimizer.fragments)
+        with checkpoint.Reader(manifest, "optimizer") as tensors:
+            saved = set(tensors.names())
+            groups = {
+                (own if kind in MOMENTS else "") + kind: found
+                for kind, found in optimizer.make_state(meta["updates"]).items()
+            }
+            # A run that becomes DiLoCo begins without an outer momentum.
+            outer = sync.state_tensors() if sync else {}
+            groups |= {kind: found for kind, found in outer.items() if _all_there(kind, updated, saved)}
+            for kind, found in groups.items():
+                for name, fragments in updated.items():
+                    whole = tensors[f"{kind}/{name}"]
+                    for fragment in fragments:
+                        fragment.assign(whole, into=found[fragment.name])
+        self.stepper.reload()
+        self.stepper.loss_scale.load_state(meta["loss_scale"])
         self.step, self.samples, self.val_loss = manifest.step, meta["samples"], meta["val_loss"]
 
+    @property
+    def replicas(self) -> int:
+        """Replicas whose moments differ."""
+        return self.stepper.apart if self.stepper.sync else 1
 
-@torch.no_grad()
-def load_parameters(model: Transformer, tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Fill a model's parameters. Raises CheckpointError with every name that is missing, extra or of another shape."""
-    parameters = dict(model.named_parameters())
-    wrong = [f"{name} is missing" for name in parameters.keys() - tensors.keys()]
-    wrong += [f"{name} is not in the model" for name in tensors.keys() - parameters.keys()]
-    wrong += [
-        f"{name} is {tuple(tensors[name].shape)} there and {tuple(parameters[name].shape)} here"
-        for name in parameters.keys() & tensors.keys()
-        if tensors[name].shape != parameters[name].shape
-    ]
-    if wrong:
-        raise CheckpointError(f"checkpoint {path} does not fit the model: {'; '.join(sorted(wrong))}")
-    for name, parameter in parameters.items():
-        parameter.copy_(tensors[name])
+    def _of_replica(self, replica: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the rank at this one's place in another replica has."""
+        found = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        for tensor in found.values():
+            if tensor.numel():
+                self.stepper.mesh.axis("dp_replicate").broadcast(tensor, replica).wait()
+        return found
+
+    def _whole(self, prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors of all ranks' fragments put together: on rank 0, nothing elsewhere."""
+        replica, mesh = self.stepper.replica, self.stepper.mesh
+        keep = mesh.axis("world").rank == 0
+        found = wholes(replica.fragments, tensors, mesh.axis("dp_shard"), mesh.axis("tp"), keep)
+        return {prefix + name: tensor for name, tensor in found}
+
+
+def _all_there(kind: str, names: Iterable[str], saved: set[str]) -> bool:
+    return all(f"{kind}/{name}" in saved for name in names)

@@ -9,17 +9,13 @@ from __future__ import annotations
 from html import escape
 
 from phalanx.comm.algorithms.plan import Message, Plan
-
-# Colours of chunks: white digits are legible on them, and they are on white and on black.
-_COLOURS = ("#3b76c4", "#c4513d", "#2f8f57", "#8e5fc0", "#b0741a", "#1d8c9c", "#bd4a8a", "#74801f")
-_NEUTRAL = "#808890"
+from phalanx.pictures import COLOURS, FONT, NEUTRAL
 
 _CELL = 14  # pixels
 _MARGIN_LEFT = 176
 _MARGIN = 24
 _TOP = 62
 _BAND = 84  # height of a step: the chunks that are sent, then the arrows
-_FONT = "font-family='system-ui, sans-serif'"
 
 
 def svg(plan: Plan) -> str:
@@ -36,7 +32,7 @@ def svg(plan: Plan) -> str:
     columns = [_MARGIN_LEFT + rank * spacing + spacing / 2 for rank in range(plan.ranks)]
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-        f"role='img' {_FONT} font-size='12' fill='{_NEUTRAL}'>",
+        f"role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
         f"<title>{escape(_title(plan))}</title>",
         f"<text x='{_MARGIN}' y='24' font-size='15' font-weight='600'>{escape(_title(plan))}</text>",
         *(_rank(rank, x, height - 2 * _MARGIN) for rank, x in enumerate(columns)),
@@ -55,7 +51,7 @@ def _title(plan: Plan) -> str:
 
 
 def _rank(rank: int, x: float, bottom: float) -> str:
-    line = f"<line x1='{x:g}' y1='{_TOP - 6}' x2='{x:g}' y2='{bottom:g}' stroke='{_NEUTRAL}' stroke-opacity='0.35'/>"
+    line = f"<line x1='{x:g}' y1='{_TOP - 6}' x2='{x:g}' y2='{bottom:g}' stroke='{NEUTRAL}' stroke-opacity='0.35'/>"
     return f"<text x='{x:g}' y='{_TOP - 12}' text-anchor='middle'>rank {rank}</text>" + line
 
 
@@ -74,7 +70,7 @@ def _chunks_of(message: Message, plan: Plan) -> list[int]:
 def _message(message: Message, plan: Plan, columns: list[float], top: float) -> str:
     """The chunks above the source, and the arrow from there to the target at the end of the step."""
     carried = _chunks_of(message, plan)
-    colour = _COLOURS[carried[0] % len(_COLOURS)] if len(carried) == 1 else _NEUTRAL
+    colour = COLOURS[carried[0] % len(COLOURS)] if len(carried) == 1 else NEUTRAL
     cells = _cells(carried, plan, columns[message.source], top)
     return f"<g class='message'>{cells}{_arrow(message, columns, top, colour)}</g>"
 
@@ -88,7 +84,7 @@ def _cells(carried: list[int], plan: Plan, centre: float, top: float) -> str:
         x = left + place * size
         label = "all" if len(plan.chunks) == 1 else str(chunk)
         cells.append(
-            f"<rect x='{x:g}' y='{top}' width='{size}' height='{_CELL}' fill='{_COLOURS[chunk % len(_COLOURS)]}'/>"
+            f"<rect x='{x:g}' y='{top}' width='{size}' height='{_CELL}' fill='{COLOURS[chunk % len(COLOURS)]}'/>"
             f"<text x='{x + size / 2:g}' y='{top + 11}' text-anchor='middle' font-size='10' fill='#fff'>{label}</text>"
         )
     return "".join(cells)

@@ -1,0 +1,83 @@
+"""`phalanx verify JOB`: prove that a job's model computes the same under every layout as on one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from phalanx.cli.job_words import JobVerb, Option
+from phalanx.errors import JobError
+from phalanx.verify.plan import make
+
+if TYPE_CHECKING:
+    from phalanx.job.layout import Layout
+    from phalanx.verify.run import Case
+
+VERB = JobVerb(
+    "verify",
+    "Prove that a job's model computes the same under every layout as on one process: a few steps in float64 on "
+    "processes of this machine, comparing the loss, every gradient and every parameter. A large model is compared as a "
+    "small one of the same kind.",
+    {
+        "full": "Compare every product of dp_replicate, dp_shard and tp too, with every sp, zero and recompute.",
+        "as_is": "Compare the model as it is, however large.",
+    },
+    {
+        "layouts": Option(
+            str,
+            (),
+            "Layouts to compare instead of the job's own and the matrix, each in one word such "
+            "as tp=2,sp=true; they end at the next --option or job file.",
+            many=True,
+        ),
+        "steps": Option(int, 2, "Optimizer steps to compare.", at_least=1),
+        "max_ranks": Option(int, 8, "Most processes to start at once.", at_least=1),
+    },
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    words = VERB.parse(argv)
+    if words is None:
+        return 0
+    steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
+    full, as_is = ("full" in words.switches), ("as_is" in words.switches)
+    if lines and full:
+        raise JobError("--full and --layouts exclude each other: one is all layouts, the other those that you name")
+    plan = make(words.job, lines=lines, full=full, max_ranks=max_ranks, as_is=as_is)
+    # Here, because it imports torch, for which --help and mistakes need not wait.
+    from phalanx.verify import run as verify
+    from phalanx.verify.table import introduction, table
+
+    print(*introduction(plan, steps), sep="\n", file=sys.stderr, flush=True)
+    with _progress(len(plan.layouts)) as (on_start, on_case):
+        report = verify.run(plan, steps, on_case, on_start)
+    print(json.dumps(report.as_dict(), indent=1) if "json" in words.switches else table(report))
+    return 0 if report.ok else 1
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[Case], None]]]:
+    """What is called before and after each case: a live bar on a terminal, plain lines elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from phalanx.verify.table import progress
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield lambda _: None, lambda case: print(progress(case), file=sys.stderr, flush=True)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+
+        def on_case(case: Case) -> None:
+            bar.advance(task)
+            if not case.ok:
+                console.print(progress(case), markup=False)
+
+        yield lambda layout: bar.update(task, description=layout.line()), on_case

@@ -1,0 +1,79 @@
+"""The traffic ledger: how often each collective was called on each axis of the mesh, and how many bytes it sent.
+
+It counts where the calls are made (comm/axis.py), so a real run and a dry run of it count the same. One entry costs two
+additions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from phalanx.cost.traffic import Collective, sent_bytes
+from phalanx.units import gib
+
+
+@dataclass
+class Entry:
+    """One collective on one axis."""
+
+    calls: int = 0
+    sent: float = 0.0
+    """Bytes that this rank sent, by the formula of the bandwidth-optimal algorithm."""
+
+
+class Ledger:
+    """What one rank has sent so far."""
+
+    def __init__(self) -> None:
+        self.entries: defaultdict[tuple[str, Collective], Entry] = defaultdict(Entry)
+        self.counts = True
+        self.lock = threading.Lock()  # a parameter server answers each replica in a thread
+
+    def add(self, axis: str, collective: Collective, payload: int, ranks: int) -> None:
+        """Note a call over a whole tensor of `payload` bytes."""
+        if not self.counts:
+            return
+        with self.lock:
+            entry = self.entries[axis, collective]
+            entry.calls += 1
+            entry.sent += sent_bytes(collective, payload, ranks)
+
+    def clear(self) -> None:
+        """Start counting anew."""
+        self.entries.clear()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is sent meanwhile (a validation, a checkpoint) is no part of a step's traffic."""
+        before, self.counts = self.counts, False
+        try:
+            yield
+        finally:
+            self.counts = before
+
+    def sent(self, axis: str, collective: Collective) -> float:
+        """Bytes that this rank sent by one collective on one axis."""
+        return self.entries[axis, collective].sent if (axis, collective) in self.entries else 0.0
+
+    def traffic(self, steps: int = 1) -> dict[str, dict[str, float]]:
+        """Bytes sent a step, {axis: {collective: bytes}}, as `phalanx predict --json` names them."""
+        table: dict[str, dict[str, float]] = {}
+        for (axis, collective), entry in sorted(self.entries.items()):
+            table.setdefault(axis, {})[collective] = entry.sent / steps
+        return table
+
+    def lines(self, steps: int) -> list[str]:
+        """For a person, a line for each axis: bytes and calls a step."""
+        found = []
+        for axis in dict.fromkeys(axis for axis, _ in sorted(self.entries)):
+            parts = [
+                f"{collective.replace('_', '-')} {gib(int(entry.sent / steps))} in {entry.calls / steps:.4g} calls"
+                for (of, collective), entry in sorted(self.entries.items())
+                if of == axis
+            ]
+            found.append(f"{axis}: {', '.join(parts)}")
+        return found

@@ -1,0 +1,110 @@
+"""Bytes of memory that a rank needs, by formula: parameters, gradients, optimizer state, and what blocks keep for their
+backward passes.
+
+State: with bf16 and Adam 2 + 2 + 12 bytes a parameter, of which ZeRO's stages divide the last, the last two, or all
+three by the ranks (Rajbhandari et al. 2020, section 5). Activations: Korthikanti et al. 2022, table 2. Tests hold both
+to what ranks really have (docs/memory.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.parameters import parameter_shapes
+from phalanx.job.pieces import groups, piece, tile
+
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number, by `train.precision`."""
+STATE_WIDTHS = {"fp64": 16, "fp32": 8, "bf16": 12, "fp16": 12}
+"""Bytes of AdamW's state for a parameter: two moments, and for half precisions an fp32 copy (all three in fp32)."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What lives from step to step, and the gradients as they are when the optimizer begins."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(
+    model: Model, layout: Layout, precision: str = "fp32", gradients: str = "same", vocab: int | None = None
+) -> StateBytes:
+    """Bytes on the fullest rank: exactly what it holds, padding included. Pipeline stages are not told apart,
+    and what a `layout.sync` other than bsp keeps besides is not counted.
+
+    `precision` and `gradients` are `train`'s, `vocab` the tokenizer's vocabulary where the model leaves it open. Raises
+    JobError where nothing says it."""
+    shapes = _held_shapes(model, layout, vocab)
+    width, state_width = WIDTHS[precision], STATE_WIDTHS[precision]
+    ranks = layout.dp_shard
+    if ranks > 1 and layout.zero == 3:
+        # FSDP2 deals out rows; each rank's memory is that of the fullest.
+        share = sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes)
+        return StateBytes(share * width, share * width, share * state_width)
+    sizes = [prod(shape) for shape in shapes]
+    sums = layout.dp_replicate > 1 and layout.apart == 1 and layout.data_parallel == "ddp"
+    if ranks == 1 and not sums:
+        return StateBytes(sum(sizes) * width, sum(sizes) * width, sum(sizes) * state_width)
+    # Flat buckets, each padded to a multiple of the ranks.
+    buckets = groups([size * width for size in sizes][::-1], layout.bucket_mb * 2**20)
+    shares = [-(-sum(sizes[::-1][place] for place in bucket) // ranks) for bucket in buckets]
+    share, padded = sum(shares), sum(shares) * ranks
+    gradient_width = 4 if gradients == "fp32" else width
+    kept = share if layout.zero == 2 and ranks > 1 else padded
+    return StateBytes(padded * width, kept * gradient_width, share * state_width)
+
+
+def activation_bytes(model: Model, layout: Layout, micro_batch: int, width: int = 2) -> int:
+    """Bytes that one dense block keeps on a rank from its forward to its backward pass, in numbers of `width` bytes.
+
+    For the GPT-2 kind with dropout these are the rows of Korthikanti et al. 2022, table 2 (s tokens, b sequences, h
+    wide, a heads, t tensor ranks, 2 bytes): sbh (34 + 5as/h) of everything; sbh (10 + 24/t + 5as/ht) with tp; all of it
+    by t with sp; without the terms in a s with selective recomputation; 2sbh with full. Two bytes a norm's mean and
+    deviation are left out, as there. What a layout adds or leaves out: without `layout.sp_regather` the inputs of the
+    matrices are kept whole; without dropout there are no masks, and torch's fused attention keeps no scores. An RMS
+    norm is counted as a layer norm; torch's for CPUs keeps an fp32 copy more, in half precisions two.
+    """
+    h, t = model.d_model, layout.tp
+    tokens = micro_batch * model.seq_len / layout.cp
+    share = t if layout.sp else 1
+    if layout.recompute == "full":
+        return round(tokens * h * width / share)
+    drops = model.dropout > 0
+    regathers = layout.sp and layout.sp_regather
+    norm_inputs, norm_outputs, masks = 2 * h * width, 2 * h * width, 2 * h * drops
+    outside = (norm_inputs + masks) / share + norm_outputs / (share if regathers else 1)
+    queries, keys = model.n_heads * model.head_size, max(model.kv_heads, t) * model.head_size
+    # Dropout on the probabilities is not in the fused kernel: every head then has keys and values of its own.
+    repeated = drops and layout.recompute != "selective"
+    attention = (queries + 2 * (queries if repeated else keys) + queries) * width
+    mlp = (4 if model.activation == "swiglu" else 2) * model.ff_size * width
+    scores = model.n_heads * model.seq_len * (2 * width + 1) * drops * (layout.recompute != "selective")
+    return round(tokens * (outside + (attention + mlp + scores) / t))
+
+
+def logit_bytes(model: Model, layout: Layout, micro_batch: int, width: int = 2, vocab: int | None = None) -> int:
+    """Bytes of the logits of a micro-batch, or of `layout.loss_chunk` of its tokens, and of their fp32 copy (fp64 has
+    none) that the loss reads."""
+    tokens = layout.loss_chunk or micro_batch * model.seq_len
+    rows = piece("embed.weight", (vocab or model.vocab_size, model.d_model), model, layout.tp, 0).shape[0]
+    return tokens * rows * (width + (4 if width < 4 else width))
+
+
+def _held_shapes(model: Model, layout: Layout, vocab: int | None) -> list[tuple[int, ...]]:
+    """Of every parameter (of every tile of one), what a tensor rank holds: the first, than which none holds more."""
+    shapes = []
+    for name, whole in parameter_shapes(model, vocab).items():
+        if layout.tp > 1:
+            shapes.append(piece(name, whole, model, layout.tp, 0).shape)
+        else:
+            shapes += [part.shape for part in tile(name, whole, layout.tiles)]
+    return shapes

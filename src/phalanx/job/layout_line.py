@@ -1,0 +1,47 @@
+"""A layout from one line, `dp_shard=4,tp=2,sp=true`: what `Layout.line` prints and tables, logs and options hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.errors import JobError
+from phalanx.job import values
+from phalanx.job.fields import leaves, nearest, resolve, suggestion
+from phalanx.job.layout import Layout
+
+
+def parse(line: str) -> Layout:
+    """The layout that a line describes; what it leaves out is the default. Whether the layout is legal for a model is
+    for job/check.py to say.
+
+    Raises JobError with every problem of the line.
+    """
+    kinds = leaves(Layout)
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for item in line.split(","):
+        key, equals, text = (part.strip() for part in item.partition("="))
+        name = key.replace("-", "_").removeprefix("layout.")
+        if not equals:
+            problems.append(f"expected key=value with commas between, found {item.strip()!r}")
+        elif name not in kinds:
+            problems.append(_unknown(key, name))
+        elif name in found:
+            problems.append(f"{name} is given twice")
+        else:
+            try:
+                found[name] = values.convert(text, kinds[name])
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+                found[name] = None  # given, if wrongly: a second time is still a second time
+    if problems:
+        raise JobError([f"layout {line!r}: {problem}" for problem in problems])
+    return Layout(**found)
+
+
+def _unknown(key: str, name: str) -> str:
+    if meant := nearest(name, leaves(Layout)):
+        return f"unknown key {key}; did you mean {meant}?"
+    if path := resolve(name):
+        return f"{path} is no part of a layout"
+    return f"unknown key {key}{suggestion(name)}"

@@ -1,0 +1,153 @@
+"""A bucket: parameters whose gradients lie in one flat buffer and travel in one collective.
+
+The layout is that of Megatron's distributed optimizer: on an axis of N ranks, rank r owns the r-th N-th of the buffer,
+whatever parameters lie there; the gradient's share comes by one reduce-scatter, the updated parameters go back by one
+all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.axis import Axis, Pending
+from phalanx.job.pieces import groups
+
+
+@dataclass
+class Slot:
+    """A parameter's place in its bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    filled: bool = False
+    """The buffer holds this step's gradient of an earlier micro-batch."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.numel()
+
+
+@dataclass
+class Bucket:
+    """Some parameters, with the state of their gradients' journey."""
+
+    slots: list[Slot]
+    shard: Axis
+    replicate: Axis
+    transient: bool
+    """The whole gradient exists only until it is reduced (ZeRO-2)."""
+    dtype: torch.dtype
+    """Of the gradients, added up and on the way."""
+    waiting: int = 0
+    """Gradients of the present micro-batch that are still to come."""
+    parameters: Tensor = field(init=False)
+    """All parameters, flat and padded to a multiple of the ranks; empty where they are not sharded."""
+    gradients: Tensor | None = None
+    reduced: Tensor | None = None
+    """This rank's share of the summed gradient: a view of `gradients`, or where those are transient, its own tensor."""
+    arriving: Tensor | None = None
+    """Where a share that has to be added to an earlier one arrives."""
+    work: Pending | None = None
+    gathering: Pending | None = None
+
+    def __post_init__(self) -> None:
+        used = self.slots[-1].stop
+        self.length = -(-used // self.shard.size) * self.shard.size
+        each = self.length // self.shard.size
+        self.share = slice(each * self.shard.rank, each * (self.shard.rank + 1))
+        self.expect()
+        first = self.slots[0].parameter
+        self.parameters = first.new_zeros(self.length if self.shard.size > 1 else 0).detach()
+        if self.shard.size == 1:
+            return
+        for slot in self.slots:
+            view = self.parameters[slot.start : slot.stop]
+            view.copy_(slot.parameter.detach().view(-1))
+            slot.parameter.data = view.view_as(slot.parameter)
+
+    def expect(self) -> None:
+        """Get ready for the gradients of another micro-batch."""
+        self.waiting = len(self.slots)
+
+    def take(self, slot: Slot) -> None:
+        """Move a parameter's new gradient into the buffer, where later micro-batches add to it by themselves."""
+        if self.gradients is None:
+            self.gradients = slot.parameter.new_empty(self.length, dtype=self.dtype)
+        view = self.gradients[slot.start : slot.stop].view_as(slot.parameter)
+        gradient = slot.parameter.grad
+        assert gradient is not None, "the hook runs after a gradient came"
+        if gradient.data_ptr() != view.data_ptr():
+            if slot.filled:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+            slot.filled = True
+            stays = not self.transient and self.dtype == slot.parameter.dtype
+            slot.parameter.grad = view if stays else None
+        self.waiting -= 1
+
+    def reduce(self) -> None:
+        """Start summing over the data ranks. Afterwards this rank's share is in `reduced`."""
+        assert self.gradients is not None, "a bucket is reduced once all its gradients came"
+        if self.shard.size == 1:
+            self.reduced = self.gradients
+            self.work = self.replicate.all_reduce(self.gradients)
+            return
+        share = self.gradients[self.share]
+        if self.transient:
+            share = torch.empty_like(share)
+            if self.reduced is None:
+                self.reduced = share
+            else:
+                self.arriving = share
+        else:
+            self.reduced = share
+        self.work = self.shard.reduce_scatter(share, self.gradients)
+
+    def settle(self) -> None:
+        """Wait for the sum."""
+        assert self.work is not None, "settle follows reduce"
+        self.work.wait()
+        self.work = None
+        if self.arriving is not None and self.reduced is not None:
+            self.reduced += self.arriving
+            self.arriving = None
+        if self.transient:
+            self.gradients = None
+            for slot in self.slots:
+                slot.filled = False
+
+    def gather(self) -> None:
+        """Start bringing every rank's share of the parameters to all."""
+        self.arrive()  # what is still under way from before would write into the same memory
+        self.gathering = self.shard.all_gather(self.parameters, self.parameters[self.share])
+
+    def arrive(self) -> None:
+        """Wait until the parameters are whole."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def clear(self) -> None:
+        """Forget the gradients. The buffer stays, unless it is transient: its values are replaced, not added to."""
+        self.reduced = None
+        for slot in self.slots:
+            slot.parameter.grad = None
+            slot.filled = False
+
+    def owned(self) -> Iterator[tuple[Slot, int, int]]:
+        """Every parameter with the range of the buffer that is both the parameter's and this rank's (may be empty)."""
+        first, last = (self.share.start, self.share.stop) if self.shard.size > 1 else (0, self.length)
+        for slot in self.slots:
+            start = min(max(slot.start, first), slot.stop)
+            yield slot, start, max(start, min(slot.stop, last))
+
+
+def fill(named: Sequence[tuple[str, nn.Parameter]], bytes_each: float) -> list[list[tuple[str, nn.Parameter]]]:
+    """Group parameters, in their order, so that each group but the last reaches at least `bytes_each`."""
+    return [[named[i] for i in group] for group in groups([p.nbytes for _, p in named], bytes_each)]

@@ -1,0 +1,134 @@
+"""What a rank's optimizer updates: for every parameter a run of the elements that its tensor rank holds.
+
+Whatever shards the parameters (flat buckets, FSDP's rows, or nothing), a rank's share of one parameter is a contiguous
+range of the flattened piece. So the optimizer, norms, checkpoints and the comparison with one process are written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.axis import Axis
+from phalanx.job.pieces import Piece
+
+
+@dataclass(eq=False)
+class Fragment:
+    """This rank's share of one parameter, or of one tile of it."""
+
+    name: str
+    """Of the module's parameter."""
+    pieces: tuple[Piece, ...]
+    """What each tensor rank holds of the whole."""
+    tp_rank: int
+    start: int
+    """First element of the flattened piece; the share may be empty."""
+    value: Tensor
+    """The elements themselves, a leaf: what the optimizer changes in place."""
+    gradient: Tensor | None = None
+    """Of the loss over the global batch, summed over all data ranks; there after the last micro-batch."""
+    whole_name: str = ""
+    """Of the parameter in the plain model, as checkpoints have it; several tiles make up one. By default `name`."""
+
+    def __post_init__(self) -> None:
+        self.whole_name = self.whole_name or self.name
+
+    @property
+    def piece(self) -> Piece:
+        return self.pieces[self.tp_rank]
+
+    @property
+    def decays(self) -> bool:
+        """Matrices decay; shrinking a norm or a bias regularises nothing."""
+        return len(self.piece.whole) >= 2
+
+    @torch.no_grad()
+    def assign(self, whole: Tensor, into: Tensor | None = None) -> None:
+        """Take this rank's share out of the whole parameter (or one of its moments), to `into` or to the value."""
+        target = self.value if into is None else into
+        if target.numel():
+            part = cut(whole, self.piece).reshape(-1)[self.start : self.start + target.numel()]
+            target.copy_(part.view(target.shape))
+
+
+def cut(whole: Tensor, piece: Piece) -> Tensor:
+    """The part of a whole parameter that a tensor rank holds; padding is zero."""
+    if piece.dim is None:
+        return whole
+    real = whole.narrow(piece.dim, min(piece.start, whole.shape[piece.dim]), piece.real)
+    if piece.real == piece.size:
+        return real
+    padded = whole.new_zeros(piece.shape)
+    padded.narrow(piece.dim, 0, piece.real).copy_(real)
+    return padded
+
+
+@torch.no_grad()
+def wholes(
+    fragments: Sequence[Fragment], tensors: Mapping[str, Tensor], shard: Axis, tp: Axis, keep: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter-like tensor put together again from what the ranks hold, by name in the plain model, on the CPU.
+
+    `tensors` holds, under a fragment's own name, something of that fragment's shape (its value, gradient, a moment).
+    Ranks that do not `keep` take part and get nothing. One tensor at a time is whole, so a model larger than a device
+    can be read out.
+    """
+    device = fragments[0].value.device
+    lengths = torch.empty(shard.size, len(fragments), dtype=torch.int64, device=device)
+    mine = torch.tensor([f.value.numel() for f in fragments], device=device)
+    shard.all_gather(lengths.view(-1), mine).wait()
+    counts = dict(zip([f.name for f in fragments], lengths.t().tolist(), strict=True))
+    for name, parts in by_whole(fragments).items():
+        whole = None
+        for fragment in parts:
+            part = _join(tensors[fragment.name].detach().reshape(-1), counts[fragment.name], shard)
+            every = part.view(1, -1)
+            if fragment.piece.dim is not None and tp.size > 1:
+                every = part.new_empty(tp.size, part.numel())
+                tp.all_gather(every.view(-1), part).wait()
+            if keep:
+                whole = _place(every, fragment.pieces, whole)
+        if whole is not None:
+            yield name, whole.cpu()
+
+
+def by_whole(fragments: Iterable[Fragment]) -> dict[str, list[Fragment]]:
+    """The fragments of each parameter of the plain model, by its name: one, or its tiles."""
+    found: dict[str, list[Fragment]] = {}
+    for fragment in fragments:
+        found.setdefault(fragment.whole_name, []).append(fragment)
+    return found
+
+
+def _join(mine: Tensor, counts: Sequence[int], shard: Axis) -> Tensor:
+    """The flattened piece from the shares of the shard axis, which may differ in length."""
+    if shard.size == 1:
+        return mine
+    longest = max(counts)
+    padded = mine.new_zeros(longest)
+    padded[: mine.numel()] = mine
+    every = mine.new_empty(shard.size, longest)
+    shard.all_gather(every.view(-1), padded).wait()
+    return torch.cat([row[:count] for row, count in zip(every, counts, strict=True)])
+
+
+def _place(parts: Tensor, pieces: Sequence[Piece], whole: Tensor | None) -> Tensor:
+    """Put flattened pieces, a row of `parts` each, to their places in `whole`, which is made where it is missing."""
+    if pieces[0].dim is None:
+        return parts[0].view(pieces[0].whole)
+    if whole is None:
+        whole = parts.new_empty(pieces[0].whole)
+    for part, piece in zip(parts, pieces, strict=True):
+        if piece.first and piece.dim is not None and piece.real:
+            target = whole.narrow(piece.dim, piece.start, piece.real)
+            target.copy_(part.view(piece.shape).narrow(piece.dim, 0, piece.real))
+    return whole
+
+
+def counted(fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+    """The fragments that this rank counts in sums over the whole model: copies on other tensor ranks do not."""
+    return (f for f in fragments if f.piece.first and f.value.numel())

@@ -1,0 +1,167 @@
+"""ZeRO-3 / FSDP and its hybrid form (HSDP) by torch's FSDP2: parameters are whole only while a block computes.
+
+Zhao et al. 2023; ZeRO-3: Rajbhandari et al. 2020, section 5.3. Each block is one group, what lies around the blocks
+another; with `layout.tiles` each tile of a large matrix is one as well (parallel/tiling.py). A group's parameters are
+all-gathered before its forward pass and, where they were given up after it, again before its backward pass; its
+gradients leave by a reduce-scatter. FSDP2's collectives go through the mesh's axes, so that they are counted, and on
+gloo take the faster way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # exported by no public module
+from torch.distributed.tensor import DTensor
+
+from phalanx.comm.axis import Axis
+from phalanx.job.layout import Layout
+from phalanx.parallel.data import MicroTensors, Partial, Pieces, Replica
+from phalanx.parallel.fragments import Fragment
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.objective import Objective
+from phalanx.parallel.tiling import Tile
+
+
+class ShardedReplica(Replica):
+    """One of the ranks that hold the parameters among them.
+
+    `objective`'s parameters may lie on the meta device: each rank then gets memory for its shares alone."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        pieces: Pieces,
+        tp: Axis,
+        partials: Sequence[Partial],
+        *,
+        mesh: Mesh,
+        replicate: Axis,
+        layout: Layout,
+        device: torch.device,
+        gradient_dtype: torch.dtype | None = None,
+    ):
+        """`replicate` is the axis beside dp_shard over which gradients are summed: of one rank, where they are not."""
+        self.every_micro_batch = layout.accumulate == "sharded"
+        self.groups = _shard(objective, mesh, replicate.size > 1, layout, gradient_dtype)
+        self.root = self.groups[-1]
+        objective.to_empty(device=device)
+        self.scatter = _ReduceScatter(mesh.axis("dp_shard"), replicate)
+        for group in self.groups:
+            group.set_custom_all_gather(_AllGather(mesh.axis("dp_shard")))
+            group.set_custom_reduce_scatter(self.scatter)
+            # Plain sums: what they are divided by is the trainer's concern.
+            group.set_gradient_divide_factor(1.0)
+            group.set_force_sum_reduction_for_comms(True)
+        super().__init__(objective, pieces, tp, partials)
+
+    def forward_backward(self, micro: MicroTensors, factor: float, *, last: bool) -> Tensor:
+        sends = last or self.every_micro_batch
+        self.root.set_requires_gradient_sync(sends)
+        self.root.set_requires_all_reduce(last)
+        self.root.set_is_last_backward(last)
+        self.scatter.all_reduces = last
+        return super().forward_backward(micro, factor, last=last)
+
+    def loss(self, micro: MicroTensors) -> Tensor:
+        found = super().loss(micro)
+        self.root.reshard()  # otherwise done in the backward pass, which does not come here
+        return found
+
+    def _finish(self) -> None:
+        for fragment, (_, parameter) in zip(self.fragments, self._parameters(), strict=True):
+            gradient = parameter.grad
+            assert isinstance(gradient, DTensor), "after the last backward pass every gradient is sharded"
+            fragment.gradient = gradient.to_local()
+        self._sum_partials()
+
+    def _fragments(self, pieces: Pieces) -> list[Fragment]:
+        found = []
+        for name, parameter in self._parameters():
+            assert isinstance(parameter, DTensor), "fully_shard replaced every parameter"
+            local = parameter.to_local().detach()
+            # Rows are dealt out as torch.chunk does: equally many to each rank, the last ones fewer or none.
+            mesh, rows = parameter.device_mesh, parameter.shape[0]
+            before = -(-rows // mesh.size(mesh.ndim - 1)) * mesh.get_local_rank(mesh.ndim - 1)
+            start = min(before, rows) * (parameter.numel() // rows)
+            found.append(Fragment(name, pieces[name], self.tp.rank, start, local.requires_grad_()))
+        return found
+
+
+def _shard(
+    objective: Objective, mesh: Mesh, hybrid: bool, layout: Layout, gradient_dtype: torch.dtype | None
+) -> list[FSDPModule]:
+    """Apply fully_shard to each tile, each block and to the rest. Returns the groups, the root last."""
+    assert mesh.devices is not None, "a sharded layout has a mesh"
+    axes = ("dp_replicate", "dp_shard") if hybrid else ("dp_shard",)
+    devices = mesh.devices[axes]
+    policy = MixedPrecisionPolicy(reduce_dtype=gradient_dtype)
+    tiles = [module for module in objective.model.modules() if isinstance(module, Tile)]
+    groups: list[FSDPModule] = []
+    for tile in tiles:
+        group = fully_shard(tile, mesh=devices, reshard_after_forward=layout.reshard, mp_policy=policy)
+        # Told nothing of what to gather ahead in the backward pass, FSDP2 gathers the next group: two tiles at once.
+        group.set_modules_to_backward_prefetch([group])
+        if layout.reshard:
+            # A forward pass that is repeated in the backward pass would leave all tiles whole.
+            tile.register_forward_hook(_give_up)
+        groups.append(group)
+    blocks = [
+        fully_shard(block, mesh=devices, reshard_after_forward=layout.reshard, mp_policy=policy)
+        for block in objective.model.blocks.values()
+    ]
+    # The head is needed again as soon as the backward pass begins: it is not given up in between.
+    root = fully_shard(objective, mesh=devices, reshard_after_forward=False, mp_policy=policy)
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + layout.prefetch])
+        block.set_modules_to_backward_prefetch(blocks[max(0, number - layout.prefetch) : number][::-1])
+    return [*groups, *blocks, root]
+
+
+def _give_up(module: nn.Module, *_: Any) -> None:
+    assert isinstance(module, FSDPModule), "the hook of a tile"
+    module.reshard()
+
+
+class _Allocates:
+    """Memory for a collective, as FSDP2 asks for it."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocates, AllGather):
+    def __init__(self, shard: Axis):
+        self.shard = shard
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        work = self.shard.all_gather(output_tensor, input_tensor)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+class _ReduceScatter(_Allocates, ReduceScatter):
+    def __init__(self, shard: Axis, replicate: Axis):
+        self.shard, self.replicate = shard, replicate
+        self.all_reduces = True
+        """HSDP: FSDP2 follows up with an all-reduce of its own, which is counted here."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        work = self.shard.reduce_scatter(output_tensor, input_tensor)
+        if self.replicate.size > 1 and self.all_reduces:
+            self.replicate.count("all_reduce", output_tensor)
+        if async_op:
+            return work
+        work.wait()
+        return None

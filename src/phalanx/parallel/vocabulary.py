@@ -1,0 +1,52 @@
+"""Cross-entropy where every tensor rank has the logits of its part of the vocabulary: no rank ever has them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm.axis import Axis
+from phalanx.job.data import IGNORE
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor, *, tp: Axis, vocab: int) -> Tensor:
+    """Sum over valid tokens of -log p(target), in nats, the same scalar on every rank of `tp`.
+
+    `logits` (..., padded vocabulary / tp) are this rank's; `targets` (...) with IGNORE where a position does not count.
+    Rows beyond `vocab` are padding: their probability is zero. What travels is two numbers a token
+    (Shoeybi et al. 2019, section 3)."""
+    return _Loss.apply(logits.flatten(0, -2), targets.flatten(), tp, vocab)  # pyright: ignore[reportReturnType]
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: Axis, vocab: int) -> Tensor:
+        ctx.dtype = logits.dtype
+        rows = logits.shape[1]
+        first = tp.rank * rows
+        # One copy, which becomes the probabilities.
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        scores[:, max(0, vocab - first) :] = float("-inf")
+        top = scores.amax(dim=-1)
+        tp.all_reduce(top, dist.ReduceOp.MAX).wait()
+        scores -= top.unsqueeze(-1)
+        mine = (targets >= first) & (targets < first + rows)
+        local = (targets - first).where(mine, 0).unsqueeze(-1)
+        chosen = scores.gather(-1, local).squeeze(-1).where(mine, 0)
+        probabilities = scores.exp_()
+        sums = torch.stack((probabilities.sum(dim=-1), chosen))
+        tp.all_reduce(sums).wait()
+        probabilities /= sums[0].unsqueeze(-1)
+        valid = targets != IGNORE
+        ctx.save_for_backward(probabilities, local, mine, valid)
+        return (sums[0].log() - sums[1]).where(valid, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        probabilities, local, mine, valid = ctx.saved_tensors
+        gradient = probabilities.scatter_add(-1, local, -mine.to(probabilities.dtype).unsqueeze(-1))
+        gradient *= (grad_outputs[0] * valid).unsqueeze(-1)
+        return gradient.to(ctx.dtype), None, None, None

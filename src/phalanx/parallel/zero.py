@@ -1,0 +1,148 @@
+"""DDP, ZeRO-1 and ZeRO-2 over flat buckets: gradients are reduced while the backward pass goes on.
+
+DDP (Li et al. 2020) sums every bucket over the replicas. With a dp_shard axis each rank keeps the optimizer state of
+its share of every bucket (ZeRO-1: Rajbhandari et al. 2020, section 5.1), and of the gradients too (ZeRO-2, section
+5.2): a step is one reduce-scatter and one all-gather of every bucket, the bytes of one all-reduce. With both axes the
+shares are summed over dp_replicate as well (HSDP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.axis import Axis
+from phalanx.parallel.bucket import Bucket, Slot, fill
+from phalanx.parallel.data import MicroTensors, Partial, Pieces, Replica
+from phalanx.parallel.fragments import Fragment
+from phalanx.parallel.objective import Objective
+
+
+class BucketReplica(Replica):
+    """One of several replicas, each in its own process (or in its own tensor ranks)."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        pieces: Pieces,
+        tp: Axis,
+        partials: Sequence[Partial],
+        *,
+        shard: Axis,
+        replicate: Axis,
+        zero: int,
+        bucket_mb: float,
+        gradient_dtype: torch.dtype | None = None,
+        every_micro_batch: bool = False,
+    ):
+        """`zero` 1 keeps whole gradients until the optimizer is done, 2 only shares of them. `gradient_dtype` is that
+        in which gradients are added up and sent, by default the parameters'. `every_micro_batch` reduces the gradients
+        of each micro-batch instead of once a step: less memory with ZeRO-2, more traffic."""
+        self.shard, self.replicate = shard, replicate
+        self.every_micro_batch = every_micro_batch
+        # The backward pass reaches the last layers first: their bucket is the first to travel.
+        named = list(objective.model.named_parameters())[::-1]
+        self.buckets = [
+            Bucket(_slots(group), shard, replicate, zero == 2 and shard.size > 1, gradient_dtype or group[0][1].dtype)
+            for group in fill(named, bucket_mb * 2**20)
+        ]
+        self.sends = False
+        """Whether the present micro-batch's gradients are reduced."""
+        for number, bucket in enumerate(self.buckets):
+            for slot in bucket.slots:
+                slot.parameter.register_post_accumulate_grad_hook(partial(self._came, number, slot))
+        if shard.size > 1:
+            self._wait_where_needed(objective)
+        super().__init__(objective, pieces, tp, partials)
+
+    def forward_backward(self, micro: MicroTensors, factor: float, *, last: bool) -> Tensor:
+        self.sends = last or self.every_micro_batch
+        self.next = 0
+        for bucket in self.buckets:
+            bucket.expect()
+        loss = super().forward_backward(micro, factor, last=last)
+        if self.sends and not last:
+            self._settle()
+        return loss
+
+    def publish(self) -> None:
+        """All-gather the parameters that this rank's optimizer changed, in the order in which the next forward pass
+        meets them. It waits for each where it needs it."""
+        if self.shard.size > 1:
+            for bucket in reversed(self.buckets):
+                bucket.gather()
+
+    def clear(self) -> None:
+        for fragment in self.fragments:
+            fragment.gradient = None
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def _came(self, number: int, slot: Slot, _: Tensor) -> None:
+        """A parameter's gradient of this micro-batch is complete. Buckets are sent in their order, on every rank."""
+        self.buckets[number].take(slot)
+        while self.sends and self.next < len(self.buckets) and not self.buckets[self.next].waiting:
+            self.buckets[self.next].reduce()
+            self.next += 1
+
+    def _wait_where_needed(self, objective: Objective) -> None:
+        """Have the model's parts wait for their parameters: the embeddings at the start, each block, and the end."""
+        model = objective.model
+        parts: dict[nn.Module, list[nn.Module]] = {
+            objective: [model.embed],
+            model.final_norm: [model.final_norm, model.head],
+        }
+        if model.positions is not None:
+            parts[objective].append(model.positions)
+        parts |= {block: [block] for block in model.blocks.values()}
+        for module, owners in parts.items():
+            needed = {p for owner in owners for p in owner.parameters()}
+            buckets = [b for b in self.buckets if any(slot.parameter in needed for slot in b.slots)]
+            module.register_forward_pre_hook(partial(_arrive, buckets))
+
+    def _settle(self) -> None:
+        for bucket in self.buckets:
+            bucket.settle()
+
+    def _finish(self) -> None:
+        self._settle()
+        if self.shard.size > 1 and self.replicate.size > 1:
+            works = [self.replicate.all_reduce(b.reduced) for b in self.buckets if b.reduced is not None]
+            for work in works:
+                work.wait()
+        for fragment, (bucket, start, stop) in zip(self.fragments, self.places, strict=True):
+            assert bucket.reduced is not None, "settled above"
+            begin = bucket.share.start if self.shard.size > 1 else 0
+            fragment.gradient = bucket.reduced[start - begin : stop - begin].view(fragment.value.shape)
+        self._sum_partials()
+
+    def _fragments(self, pieces: Pieces) -> list[Fragment]:
+        found: dict[str, Fragment] = {}
+        places: dict[str, tuple[Bucket, int, int]] = {}
+        for bucket in self.buckets:
+            for slot, start, stop in bucket.owned():
+                value: Tensor = slot.parameter
+                if self.shard.size > 1:
+                    value = bucket.parameters[start:stop].detach().requires_grad_()
+                found[slot.name] = Fragment(slot.name, pieces[slot.name], self.tp.rank, start - slot.start, value)
+                places[slot.name] = bucket, start, stop
+        names = [name for name, _ in self._parameters()]
+        self.places = [places[name] for name in names]
+        return [found[name] for name in names]
+
+
+def _arrive(buckets: Sequence[Bucket], *_: Any) -> None:
+    for bucket in buckets:
+        bucket.arrive()
+
+
+def _slots(group: Sequence[tuple[str, nn.Parameter]]) -> list[Slot]:
+    slots, start = [], 0
+    for name, parameter in group:
+        slots.append(Slot(name, parameter, start))
+        start += parameter.numel()
+    return slots

@@ -1,0 +1,102 @@
+"""Line plots as SVG, by a small writer of its own. Without a background and in colours of middle lightness, so that a
+page may be light or dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+# White digits are legible on them, and they are on white and on black.
+COLOURS = ("#3b76c4", "#c4513d", "#2f8f57", "#8e5fc0", "#b0741a", "#1d8c9c", "#bd4a8a", "#74801f")
+NEUTRAL = "#808890"
+FONT = "font-family='system-ui, sans-serif'"
+
+_WIDTH, _HEIGHT = 400, 260  # of the space for lines in a panel, pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 72, 52
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes with its lines."""
+
+    title: str
+    x: str
+    """What the x axis shows, with its unit."""
+    y: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    """By name, the points (x, y) in order. The same name has the same colour in every panel."""
+
+
+def svg(title: str, panels: Sequence[Panel]) -> str:
+    """The panels side by side under one legend, as an SVG document. Raises ValueError where a panel has no points."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    each = _LEFT + _WIDTH + _RIGHT
+    width, height = each * len(panels), _TOP + _HEIGHT + _BOTTOM
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
+        f"role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
+        f"<title>{escape(title)}</title>",
+        f"<text x='16' y='22' font-size='15' font-weight='600'>{escape(title)}</text>",
+    ]
+    at = 16.0
+    for name, colour in zip(names, _colours(names), strict=True):
+        parts.append(f"<line x1='{at:g}' y1='38' x2='{at + 18:g}' y2='38' stroke='{colour}' stroke-width='3'/>")
+        parts.append(f"<text x='{at + 24:g}' y='42'>{escape(name)}</text>")
+        at += 44 + 7 * len(name)
+    colours = dict(zip(names, _colours(names), strict=True))
+    for number, panel in enumerate(panels):
+        parts.append(f"<g class='panel' transform='translate({number * each + _LEFT} {_TOP})'>")
+        parts += [*_panel(panel, colours), "</g>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, about `count` of them: steps of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _panel(panel: Panel, colours: dict[str, str]) -> list[str]:
+    points = [point for line in panel.lines.values() for point in line]
+    if not points:
+        raise ValueError(f"panel {panel.title!r} has no points")
+    xs, ys = _span([x for x, _ in points]), _span([y for _, y in points])
+    parts = [f"<text x='{_WIDTH / 2:g}' y='-12' text-anchor='middle' font-weight='600'>{escape(panel.title)}</text>"]
+    for x in ticks(*xs):
+        at = _place(x, xs) * _WIDTH
+        parts.append(
+            f"<line x1='{at:.1f}' y1='0' x2='{at:.1f}' y2='{_HEIGHT}' stroke='{NEUTRAL}' stroke-opacity='.2'/>"
+        )
+        parts.append(f"<text x='{at:.1f}' y='{_HEIGHT + 16}' text-anchor='middle'>{x:g}</text>")
+    for y in ticks(*ys):
+        at = _HEIGHT - _place(y, ys) * _HEIGHT
+        parts.append(f"<line x1='0' y1='{at:.1f}' x2='{_WIDTH}' y2='{at:.1f}' stroke='{NEUTRAL}' stroke-opacity='.2'/>")
+        parts.append(f"<text x='-6' y='{at + 4:.1f}' text-anchor='end'>{y:g}</text>")
+    parts.append(f"<text x='{_WIDTH / 2:g}' y='{_HEIGHT + 38}' text-anchor='middle'>{escape(panel.x)}</text>")
+    middle = f"{-_LEFT + 18} {_HEIGHT / 2:g}"
+    parts.append(f"<text transform='translate({middle}) rotate(-90)' text-anchor='middle'>{escape(panel.y)}</text>")
+    for name, line in panel.lines.items():
+        path = " ".join(f"{_place(x, xs) * _WIDTH:.1f},{_HEIGHT - _place(y, ys) * _HEIGHT:.1f}" for x, y in line)
+        parts.append(f"<polyline points='{path}' fill='none' stroke='{colours[name]}' stroke-width='2'/>")
+    return parts
+
+
+def _colours(names: Sequence[str]) -> list[str]:
+    return [COLOURS[number % len(COLOURS)] for number in range(len(names))]
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    """The range of an axis: that of the values, and never empty."""
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _place(value: float, span: tuple[float, float]) -> float:
+    return (value - span[0]) / (span[1] - span[0])

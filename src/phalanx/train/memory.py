@@ -1,0 +1,179 @@
+"""A rank's memory: what it really holds, next to what the formulas say, and which of it did not fit."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.cost.memory import WIDTHS, StateBytes, activation_bytes, logit_bytes, state_bytes
+from phalanx.errors import RunError
+from phalanx.job import batch
+from phalanx.job.job import Job
+from phalanx.parallel.zero import BucketReplica
+from phalanx.units import gib
+
+if TYPE_CHECKING:
+    from phalanx.train.step import Stepper
+
+REFUSALS = ("can't allocate memory", "DefaultCPUAllocator")
+"""What torch says, in a RuntimeError, where a CPU has no memory left."""
+
+
+def state_memory(stepper: Stepper) -> StateBytes:
+    """Bytes that this rank holds now, each storage once. The step counters of Adam, 4 bytes a tensor, do not count."""
+    replica, optimizer = stepper.replica, stepper.optimizer
+    parameters = list(replica.objective.parameters())
+    values = [*parameters, *(f.value for f in replica.fragments)]
+    gradients = [p.grad for p in parameters] + [f.gradient for f in replica.fragments]
+    gradients += [master.grad for master in optimizer.masters.values()]
+    if isinstance(replica, BucketReplica):
+        gradients += [buffer for b in replica.buckets for buffer in (b.gradients, b.reduced, b.arriving)]
+    states = [tensor for tensors in optimizer.state_tensors().values() for tensor in tensors.values()]
+    state_only = _storages(states).items() - _storages(values).items()  # an empty moment stands for itself
+    return StateBytes(
+        sum(_storages(values).values()), sum(_storages(gradients).values()), sum(size for _, size in state_only)
+    )
+
+
+def activation_memory(block: nn.Module, x: Tensor, *others: Any) -> tuple[int, Tensor]:
+    """Bytes that `block(x, *others)` keeps until its backward pass, and its output.
+
+    They are `x` and what the forward pass made that is still alive after it, each storage once; without parameters, and
+    without the output, which the next block counts."""
+    with _Made() as made:
+        y = block(x, *others)
+    gc.collect()
+    output = y.untyped_storage()._cdata
+    kept = sum(size for key, (ref, size) in made.storages.items() if key != output and not ref.expired())
+    return kept + x.untyped_storage().nbytes(), y
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one rank by the formulas, to say what did not fit."""
+
+    job: Job
+    device: torch.device
+    vocab_size: int
+
+    def table(self) -> dict[str, int]:
+        """Bytes of each part."""
+        model, layout, train = self.job.model, self.job.layout, self.job.train
+        width = WIDTHS[train.precision]
+        micro_batch = batch.solve(train.global_batch, layout).micro_batch
+        state = state_bytes(model, layout, train.precision, train.gradients, self.vocab_size)
+        kept = activation_bytes(model, layout, micro_batch, width)
+        # While a block is computed again it has all that it would have kept.
+        whole = activation_bytes(model, replace(layout, recompute="none"), micro_batch, width)
+        logits = logit_bytes(model, layout, micro_batch, width, self.vocab_size)
+        return {**vars(state), "activations": (model.n_layers - 1) * kept + whole, "logits": logits}
+
+    @contextmanager
+    def allocating(self, *parts: str) -> Iterator[None]:
+        """What happens here allocates these parts of the table. Raises RunError where there is no room for them."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise RunError(self._message(parts, error)) from error
+        except RuntimeError as error:
+            if not any(refusal in str(error) for refusal in REFUSALS):
+                raise
+            raise RunError(self._message(parts, error)) from error
+
+    def _message(self, parts: Iterable[str], error: Exception) -> str:
+        table = self.table()
+        largest = max(parts, key=table.__getitem__)
+        shown = ", ".join(f"{part} {gib(size)}" for part, size in table.items())
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        named = " or ".join(sorted(parts, key=table.__getitem__, reverse=True))
+        return (
+            f"no memory for this rank's {named}: by the formulas it needs {shown}, together "
+            f"{gib(sum(table.values()))}; {gib(_free(self.device))} are free; nearest remedy for its {largest}: "
+            f"{self._remedy(largest)} ({said[0]})"
+        )
+
+    def _remedy(self, part: str) -> str:
+        """The smallest change of the layout that makes a part smaller."""
+        layout, model = self.job.layout, self.job.model
+        if part == "logits":
+            tokens = layout.loss_chunk or batch.solve(self.job.train.global_batch, layout).micro_batch * model.seq_len
+            return f"layout.loss_chunk={max(1, tokens // 4)}"
+        if part == "activations":
+            if layout.recompute == "none":
+                return f"layout.recompute={'selective' if model.dropout else 'full'}"
+            if layout.recompute == "selective":
+                return "layout.recompute=full"
+            if layout.tp > 1 and not layout.sp:
+                return "layout.sp=true"
+            micro_batch = batch.solve(self.job.train.global_batch, layout).micro_batch
+            return f"layout.micro_batch={micro_batch // 2}" if micro_batch > 1 else self._more_devices()
+        stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[part]
+        if layout.dp_shard > 1 and layout.zero < stage:
+            return f"layout.zero={stage}"
+        if layout.dp_replicate > 1:
+            stage = max(stage, layout.zero if layout.dp_shard > 1 else stage)
+            return f"layout.dp_replicate=1 layout.dp_shard={layout.data_ranks} layout.zero={stage}"
+        return self._more_devices()
+
+    def _more_devices(self) -> str:
+        layout, model = self.job.layout, self.job.model
+        twice = 2 * layout.tp
+        if model.n_heads % twice == 0 and model.ff_size % twice == 0 and layout.tiles == 1:
+            return (
+                f"twice the devices with layout.tp={twice}, or layout.dp_shard={2 * layout.dp_shard} with layout.zero=3"
+            )
+        return f"twice the devices with layout.dp_shard={2 * layout.dp_shard} and layout.zero=3"
+
+
+class _Made(TorchDispatchMode):
+    """Every storage that an operation makes; not those that operations meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.met: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.met |= {t.untyped_storage()._cdata for t in _tensors((args, kwargs))} - self.storages.keys()
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.met:
+                # The weak reference keeps the key from being used again.
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
+    """Bytes of each storage, by its identity."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None)
+    return {(storage := t.untyped_storage())._cdata: storage.nbytes() for t in local}
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that a rank on `device` can still have: of an accelerator, or of the machine and this process's limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    left = limit - pages * resource.getpagesize() if limit != resource.RLIM_INFINITY else 2**63
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return max(0, min(left, available))

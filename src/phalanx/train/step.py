@@ -1,0 +1,156 @@
+"""One optimizer step of a job on this rank: what the training loop repeats and what `phalanx verify` compares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.axis import Pending
+from phalanx.data.loader import MicroBatch
+from phalanx.errors import NotFiniteError
+from phalanx.job.job import Job
+from phalanx.model.noise import Noise
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.apply import apply
+from phalanx.parallel.data import MicroTensors
+from phalanx.parallel.fragments import Fragment
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.precision import DTYPES, LossScale
+from phalanx.train.memory import Memory
+from phalanx.train.optimizer import AdamW
+from phalanx.train.sync.diloco import DiLoCo
+from phalanx.train.sync.local import LocalSGD
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step showed, the same on every rank of a replica, and with sync=bsp on all."""
+
+    loss: float
+    """Mean over the global batch's tokens, in nats; over this replica's share of them where replicas are apart."""
+    grad_norm: float
+    stop: bool
+    """Some rank was asked to stop; where replicas are apart this is known only when they meet."""
+
+
+class Stepper:
+    """A job's model with its optimizer, spread as the layout says, on one rank."""
+
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int):
+        self.job, self.mesh, self.device = job, mesh, device
+        dtype = DTYPES[job.train.precision]
+        with torch.device("meta"):
+            model = Transformer(job.model, vocab_size).to(dtype)
+        self.memory = Memory(job, device, vocab_size)
+        with self.memory.allocating("parameters"):
+            self.replica = apply(model, job, mesh, device)
+        fragments = self.replica.fragments
+        if job.layout.sync == "asp":
+            # The first replica's ranks keep the server's parameters beside those that they compute with.
+            serves = mesh.coordinates["dp_replicate"] == 0
+            fragments = [_copy(fragment) for fragment in fragments] if serves else []
+        with self.memory.allocating("optimizer"):
+            self.optimizer = AdamW(fragments, job.optimizer)
+        self.loss_scale = LossScale(dtype)
+        self.apart = job.layout.apart
+        self.sync: LocalSGD | None = None
+        if job.layout.sync in ("local_sgd", "diloco"):
+            kind = LocalSGD if job.layout.sync == "local_sgd" else DiLoCo
+            self.sync = kind(job, mesh, self.optimizer, device)
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int) -> Tensor:
+        """Forward and backward over this rank's micro-batches. Returns the loss summed over them, in fp64.
+
+        Afterwards the fragments' gradients are those of the mean loss over `global_tokens`, times the loss scale."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, micro in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
+            factor = self.loss_scale.value / global_tokens
+            with self.memory.allocating("activations", "logits", "gradients"):
+                loss += self.replica.forward_backward(self.tensors(micro, step), factor, last=last)
+        return loss
+
+    def step(
+        self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, lr: float, stop: bool = False
+    ) -> Step:
+        """One optimizer step, the `step`-th, whose global batch has `global_tokens` valid tokens. Replicas that are
+        apart take their share of them to be the same.
+
+        `stop` on any rank is seen on all. Raises NotFiniteError, before the optimizer writes anything, when loss or
+        gradients are not finite (with fp16, when a smaller loss scale cannot help); where replicas are apart, when
+        they meet; RunError where memory is short. With sync=asp replicas take no such steps: see train/sync/asp.py."""
+        assert self.job.layout.sync != "asp", "the parameter server takes the steps"
+        tokens = global_tokens // self.apart
+        loss = self.gradients(micro_batches, step, tokens)
+        with self.memory.allocating("gradients"):
+            square = self.optimizer.square_norm(self.loss_scale.value)
+        # Everything is counted by one rank: a loss by one of those that read the same samples, a gradient's element by
+        # one of those that hold it.
+        first_replica = self.apart > 1 or self.mesh.coordinates["dp_replicate"] == 0
+        status = torch.stack((loss * self.mesh.speaks, square * first_replica, loss.new_tensor(stop)))
+        everywhere = self._reduce(status)
+        if self.mesh.shards:
+            everywhere.wait()
+            square = status[1]
+        norm = square.sqrt()
+        grad_norm = norm.item()
+        if math.isfinite(grad_norm):
+            with self.memory.allocating("optimizer"):
+                self.optimizer.step(lr, norm)
+            self.loss_scale.fine()
+        everywhere.wait()  # where every rank has the whole gradient it travels while the optimizer works
+        mean, stop = (status[0] / tokens).item(), bool(status[2].item())
+        problem = ""
+        if not math.isfinite(grad_norm) and not self.loss_scale.overflow():
+            bad = self.name_first(self.optimizer.first_bad_gradient())
+            problem = f"step {step + 1}: loss {mean:g}, gradient norm {grad_norm:g}{bad}"
+        if self.sync:
+            stop = self.sync.after_update(step, stop, problem)
+        elif problem:
+            raise NotFiniteError(problem)
+        self.replica.publish()
+        self.optimizer.clear()
+        self.replica.clear()
+        return Step(mean, grad_norm, stop)
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Take up the parameters and optimizer state that a checkpoint has brought, on every rank."""
+        self.replica.publish()
+        if self.sync:
+            self.sync.reload()
+        if self.job.layout.sync == "asp":
+            for served, fragment in zip(self.optimizer.fragments, self.replica.fragments, strict=False):
+                served.value.copy_(fragment.value)
+
+    def tensors(self, micro: MicroBatch, step: int) -> MicroTensors:
+        """A micro-batch on the device, with what its dropout masks in optimizer step `step` derive from."""
+        tokens = torch.from_numpy(micro.tokens).to(self.device, non_blocking=True)
+        targets = torch.from_numpy(micro.targets).to(self.device, non_blocking=True)
+        noise = None
+        if self.job.model.dropout:
+            tp = self.mesh.axis("tp")
+            part = tp.rank, tp.size
+            tokens_here = part if self.job.layout.sp else (0, 1)
+            noise = Noise(self.job.train.seed, step, micro.sample_ids.tolist(), heads=part, tokens=tokens_here)
+        return MicroTensors(tokens, targets, noise)
+
+    def name_first(self, found: int | None) -> str:
+        """ ", first in NAME": the first of the fragments that any rank found, if there is one. A collective."""
+        count = len(self.replica.fragments)
+        place = torch.tensor([0 if found is None else count - found], device=self.device)
+        self._reduce(place, torch.distributed.ReduceOp.MAX).wait()
+        number = count - int(place.item())
+        return f", first in {self.replica.fragments[number].name}" if number < count else ""
+
+    def _reduce(self, x: Tensor, op: torch.distributed.ReduceOp.RedOpType = torch.distributed.ReduceOp.SUM) -> Pending:
+        """A sum (or maximum) over the ranks that make a step together: all, or those of one replica."""
+        return self.mesh.reduce_replica(x, op) if self.apart > 1 else self.mesh.axis("world").all_reduce(x, op)
+
+
+def _copy(fragment: Fragment) -> Fragment:
+    return replace(fragment, value=fragment.value.detach().clone().requires_grad_(), gradient=None)

@@ -1,0 +1,140 @@
+"""Asynchronous SGD (ASP) through a parameter server (Li et al. 2014; Dean et al. 2012, section 4.1, Downpour SGD).
+
+Each replica computes the gradient of its share of a batch, sends it to the server (sync/server.py), and gets back the
+newest parameters and the next share. It waits for nobody: the parameters have moved on meanwhile, and the gradient is
+*stale* by as many updates as others made. The server's AdamW takes one step for every gradient, so a step of the global
+batch is as many updates as there are replicas. The replicas meet only where a validation or a checkpoint is due.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from phalanx.data.loader import MicroBatch
+from phalanx.parallel.fragments import Fragment, counted
+from phalanx.train.step import Stepper
+from phalanx.train.sync.flat import join, spread
+from phalanx.train.sync.meeting import meet
+from phalanx.train.sync.server import Push, Reply, Server, Update
+
+
+class Asynchronous:
+    """One rank's part in asynchronous training: it computes, and where its replica is the first, it also serves."""
+
+    def __init__(self, stepper: Stepper):
+        job, mesh = stepper.job, stepper.mesh
+        self.stepper, self.mesh = stepper, mesh
+        self.fragments: Sequence[Fragment] = stepper.replica.fragments
+        self.values = [fragment.value for fragment in self.fragments]
+        self.size = sum(value.numel() for value in self.values)
+        self.gradient_dtype = torch.float32 if job.train.gradients == "fp32" else self.values[0].dtype
+        self.messages = mesh.messages("dp_replicate", job.run.timeout_s)
+        self.replicas, self.replica = self.messages.size, self.messages.rank
+        self.leads = all(place == 0 for axis, place in mesh.coordinates.items() if axis != "dp_replicate")
+        """Whether this position's server sets the order of updates."""
+        self.server: Server | None = None
+        if self.replica == 0:
+            self.server = Server(stepper.optimizer, self.messages, self.gradient_dtype, job.run.timeout_s)
+
+    def round(
+        self,
+        first: int,
+        until: int,
+        *,
+        read: Callable[[int], Sequence[MicroBatch]],
+        chunk_tokens: int,
+        lr: Callable[[int], float],
+        stop: Callable[[], bool] = lambda: False,
+        note: Callable[[Update], None] | None = None,
+    ) -> tuple[int, bool]:
+        """Train from step `first` to step `until`, or to the one in which some rank was asked to stop.
+
+        `read` gives this rank's micro-batches of a chunk, which has `chunk_tokens` valid tokens over the replica's
+        ranks; `lr` the rate of a step; `note` hears of every update on rank 0. Returns the steps done and whether to
+        stop. Afterwards all replicas have the server's parameters.
+
+        Raises NotFiniteError on every rank after a loss or gradient that is not finite, which the server has not
+        applied; RunError when a replica or the server is lost.
+        """
+        problem, asked = "", False
+        reply = Reply(first * self.replicas, first * self.replicas + self.replica)
+        if self.server:
+            self.server.open(reply.version, until * self.replicas, lr, note if self.leads else None)
+        while reply.chunk >= 0:
+            push, gradient, problem = self._compute(read(reply.chunk), reply, chunk_tokens, stop())
+            asked = asked or push.stop
+            reply, values = self._exchange(push, gradient)
+            if reply.chunk >= 0:  # otherwise newer ones come from the meeting
+                spread(values, self.values)
+                self.stepper.replica.publish()
+        if self.server:
+            self.server.close()
+        asked = meet(self.mesh.axis("dp_replicate"), self.stepper.device, asked, problem)
+        return self._take_over() // self.replicas, asked
+
+    def _compute(
+        self, micro_batches: Sequence[MicroBatch], reply: Reply, tokens: int, stop: bool
+    ) -> tuple[Push, Tensor | None, str]:
+        """What to push: the facts, the flat gradient, and a problem if there is one."""
+        stepper, step = self.stepper, reply.chunk // self.replicas
+        loss = stepper.gradients(micro_batches, step, tokens)
+        gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.fragments]
+        of = {fragment.name: gradient for fragment, gradient in zip(self.fragments, gradients, strict=True)}
+        # A norm rounded to bf16 would be wrong in the third digit.
+        kind = torch.promote_types(self.values[0].dtype, torch.float32)
+        square = get_total_norm([of[f.name].to(kind) for f in counted(self.fragments)]).double() ** 2
+        status = torch.stack((loss * self.mesh.speaks, square.to(loss.device), loss.new_tensor(stop)))
+        self.mesh.reduce_replica(status).wait()
+        total, square_norm, stops = status.tolist()
+        mean, norm = total / tokens, math.sqrt(square_norm) if square_norm >= 0 else math.nan
+        broken = not (math.isfinite(norm) and math.isfinite(mean))
+        push = Push(reply.chunk, reply.version, mean, norm, stops > 0, broken)
+        if broken:
+            bad = (n for n, gradient in enumerate(gradients) if not gradient.isfinite().all())
+            problem = f"step {step + 1}: loss {mean:g}, gradient norm {norm:g}{stepper.name_first(next(bad, None))}"
+            stepper.replica.clear()
+            return push, None, problem
+        flat = join(gradients)
+        stepper.replica.clear()
+        return push, flat.to("cpu", self.gradient_dtype), ""
+
+    def _exchange(self, push: Push, gradient: Tensor | None) -> tuple[Reply, Tensor]:
+        """Push and pull. Where a replica has several ranks, the first learns the gradient's ticket for the others."""
+        ticket = torch.zeros((), dtype=torch.float64, device=self.stepper.device)
+        reply, values = None, None
+        if self.leads:
+            reply, values = self._send(push, gradient)
+            ticket.fill_(reply.version - 1)
+        self.mesh.reduce_replica(ticket).wait()
+        if reply is None or values is None:
+            reply, values = self._send(replace(push, ticket=int(ticket.item())), gradient)
+        return reply, values
+
+    def _send(self, push: Push, gradient: Tensor | None) -> tuple[Reply, Tensor]:
+        if self.server:
+            return self.server.exchange(push, gradient)
+        self.messages.send(push.tensor(), 0)
+        if gradient is not None:
+            self.messages.send(gradient, 0)
+        reply = Reply.receive(self.messages)
+        values = torch.empty(self.size, dtype=self.values[0].dtype)
+        self.messages.receive(values, 0)
+        return reply, values
+
+    def _take_over(self) -> int:
+        """Give every replica the server's parameters. Returns their version."""
+        replicas, device = self.mesh.axis("dp_replicate"), self.stepper.device
+        version = torch.tensor([self.server.version if self.server else 0], device=device)
+        replicas.broadcast(version).wait()
+        flat = join(self.server.values if self.server else self.values)
+        if flat.numel():
+            replicas.broadcast(flat).wait()
+        spread(flat, self.values)
+        self.stepper.replica.publish()
+        return int(version.item())

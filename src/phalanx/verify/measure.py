@@ -1,0 +1,157 @@
+"""On the ranks: steps of a job, written down by one process and compared with that by every layout.
+
+Tensors are put together one at a time, on rank 0, and the record is read one tensor at a time, so that a layout's case
+needs no more memory than its training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from phalanx.data.loader import MicroBatch
+from phalanx.job import batch
+from phalanx.job.data import IGNORE
+from phalanx.job.job import Job
+from phalanx.launch.ranks import Ranks
+from phalanx.model.seeding import derive_seed
+from phalanx.parallel import mesh as meshes
+from phalanx.parallel.fragments import wholes
+from phalanx.parallel.mesh import Mesh
+from phalanx.train.step import Stepper
+
+TOLERANCE = 1e-9
+"""Largest relative difference, in float64, of what is equal."""
+ROUNDING = 1e-7
+"""A gradient's scale is at least this share of the largest gradient of all. Times TOLERANCE that is 1e-16 of it, the
+rounding of float64: some gradients (of a key's bias) are zero but for rounding, which differs with the layout."""
+
+See = Callable[[str, Tensor], None]
+"""Called on rank 0 with a key (`gradient/STEP/NAME` or `parameter/NAME`) and a whole tensor."""
+
+
+@dataclass
+class Differences:
+    """By how much a layout's steps differ from those of one process, relatively."""
+
+    losses: list[float] = field(default_factory=list)
+    """By step."""
+    gradients: list[dict[str, float]] = field(default_factory=list)
+    """By step, then by parameter, in the model's order."""
+    parameters: dict[str, float] = field(default_factory=dict)
+    """After the last step."""
+
+
+def nothing(_: Ranks) -> None:
+    """What ranks do to be there."""
+
+
+def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> None:
+    """Write down losses, gradients and parameters of `steps` steps of a job of one process, as safetensors."""
+    tensors: dict[str, Tensor] = {}
+
+    def see(key: str, whole: Tensor) -> None:
+        tensors[key] = whole.clone()  # the optimizer clips the gradient in place, and goes on with the parameter
+
+    losses = _run(ranks, job, vocab_size, steps, see)
+    largest = [
+        max(float(tensor.abs().max()) for key, tensor in tensors.items() if key.startswith(f"gradient/{step}/"))
+        for step in range(steps)
+    ]
+    save_file(tensors, path, {"losses": json.dumps(losses), "largest": json.dumps(largest)})
+
+
+def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> Differences | None:
+    """The same steps on the ranks of a layout, compared with the record. The result is rank 0's; None elsewhere.
+
+    The difference of a tensor is max|a - b| / scale. The scale of a gradient is the largest element of the tensor, but
+    at least ROUNDING × the largest of all gradients of the step. That of a parameter is its largest element, but at
+    least the learning rate, the size of one step of Adam, which turns rounding noise in a gradient that should be zero
+    into up to lr × noise / eps.
+    """
+    found = Differences(gradients=[{} for _ in range(steps)])
+    with safe_open(path, "pt") as expected:
+        facts = expected.metadata()
+        largest: list[float] = json.loads(facts["largest"])
+
+        def see(key: str, whole: Tensor) -> None:
+            kind, rest = key.split("/", 1)
+            if kind == "parameter":
+                found.parameters[rest] = difference(whole, expected.get_tensor(key), job.optimizer.lr)
+                return
+            step, name = rest.split("/", 1)
+            found.gradients[int(step)][name] = difference(
+                whole, expected.get_tensor(key), ROUNDING * largest[int(step)]
+            )
+
+        losses = _run(ranks, job, vocab_size, steps, see)
+        for loss, other in zip(losses, json.loads(facts["losses"]), strict=True):
+            found.losses.append(abs(loss - other) / abs(other) if other else abs(loss))
+    return found if ranks.rank == 0 else None
+
+
+def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
+    """max|a - b|, relative to the largest element of `expected`, but at least to `least_scale`. Raises ValueError for
+    tensors of different shapes."""
+    if found.shape != expected.shape:
+        raise ValueError(f"a tensor of shape {tuple(found.shape)}, but of {tuple(expected.shape)} in one process")
+    absolute = float((found - expected).abs().max())
+    return absolute / scale if (scale := max(float(expected.abs().max()), least_scale)) else absolute
+
+
+def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[list[MicroBatch], int]:
+    """This rank's random micro-batches of a step, and the valid tokens of the whole batch, of which every row has
+    another number."""
+    equation = batch.solve(job.train.global_batch, job.layout)
+    rows, seq_len = equation.global_batch, job.model.seq_len
+    generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
+    tokens = generator.integers(vocab_size, size=(rows, seq_len + 1))
+    targets = tokens[:, 1:].copy()
+    targets[np.arange(seq_len) >= generator.integers(1, seq_len + 1, size=(rows, 1))] = IGNORE
+    share = rows // mesh.data_ranks
+    first, size = mesh.data_rank * share, equation.micro_batch
+    batches = [
+        MicroBatch(tokens[a : a + size, :-1].copy(), targets[a : a + size].copy(), step * rows + np.arange(a, a + size))
+        for a in range(first, first + share, size)
+    ]
+    return batches, int((targets != IGNORE).sum())
+
+
+def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, see: See) -> list[float]:
+    """Train; every loss. `see` is called for every gradient of every step, then for every parameter."""
+    mesh = meshes.build(job.layout, "cpu")
+    stepper = _Watched(job, mesh, vocab_size, see, keep=ranks.rank == 0)
+    losses = []
+    for step in range(steps):
+        batches, valid = micro_batches(job, vocab_size, mesh, step)
+        losses.append(stepper.step(batches, step, valid, job.optimizer.lr).loss)
+    stepper.show("parameter", {f.name: f.value for f in stepper.replica.fragments})
+    return losses
+
+
+class _Watched(Stepper):
+    """A Stepper whose gradients are seen before the optimizer uses them."""
+
+    def __init__(self, job: Job, mesh: Mesh, vocab_size: int, see: See, keep: bool):
+        super().__init__(job, mesh, torch.device("cpu"), vocab_size)
+        self.see, self.keep = see, keep
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int) -> Tensor:
+        loss = super().gradients(micro_batches, step, global_tokens)
+        found = {f.name: f.gradient for f in self.replica.fragments if f.gradient is not None}
+        self.show(f"gradient/{step}", found)
+        return loss
+
+    def show(self, kind: str, tensors: dict[str, Tensor]) -> None:
+        """Put tensors of the fragments' shapes together from all ranks, and see them."""
+        shard, tp = self.mesh.axis("dp_shard"), self.mesh.axis("tp")
+        for name, whole in wholes(self.replica.fragments, tensors, shard, tp, self.keep):
+            self.see(f"{kind}/{name}", whole)

@@ -1,0 +1,180 @@
+"""Compares layouts with one process, each on warm ranks of this machine: cases and the report on them."""
+
+from __future__ import annotations
+
+import math
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.parameters import count
+from phalanx.launch.pool import Pool
+from phalanx.verify.measure import TOLERANCE, Differences, compare, nothing, record
+from phalanx.verify.plan import Plan
+
+PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "phalanx.verify.measure")
+START_S = 300.0
+"""Longest that processes may take to start."""
+
+
+@dataclass(frozen=True)
+class First:
+    """Where a layout first differs: the earliest step, the first parameter in the model's order."""
+
+    what: str
+    """gradient, parameter or loss."""
+    name: str | None
+    """Of the parameter; None for a loss."""
+    step: int
+    """Counted from 1."""
+    rel: float
+    """By how much."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout's comparison with one process. The differences are None where it could not be made."""
+
+    layout: str
+    world: int
+    global_batch: int
+    loss_max_rel: float | None
+    grad_max_rel: float | None
+    param_max_rel: float | None
+    ok: bool
+    first_difference: First | None
+    error: str | None
+    seconds: float
+
+
+@dataclass
+class Report:
+    """All cases, in their order."""
+
+    plan: Plan
+    steps: int
+    cases: list[Case] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return all(case.ok for case in self.cases)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `phalanx verify --json` prints. A difference that is no number (NaN) is null."""
+        proof = self.plan.proof
+        return {
+            "cases": [_finite(asdict(case)) for case in self.cases],
+            "ok": self.ok,
+            "tolerance": TOLERANCE,
+            "precision": proof.job.train.precision,
+            "steps": self.steps,
+            "model": {
+                **asdict(proof.job.model),
+                "vocab_size": proof.vocab_size,
+                "parameters": count(proof.job.model, proof.vocab_size),
+            },
+            "shrunk": {path: list(pair) for path, pair in proof.changes.items()},
+            "skipped": [asdict(skipped) for skipped in self.plan.skipped],
+            "notes": self.plan.notes,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def run(plan: Plan, steps: int, on_case: Callable[[Case], None], on_start: Callable[[Layout], None]) -> Report:
+    """Compare every layout of the plan, over `steps` steps.
+
+    Raises what the steps of one process raise (NotFiniteError for a job that diverges at once). What the ranks of a
+    layout raise makes its case fail with the message, and the others go on.
+    """
+    began = time.perf_counter()
+    report = Report(plan, steps)
+    processes = max((layout.processes for layout in plan.layouts), default=1)
+    with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, Pool(processes, PRELOAD) as pool:
+        _start(pool, processes)
+        records: dict[int, Path] = {}
+        for layout in plan.layouts:
+            on_start(layout)
+            job = plan.case(layout)
+            size = job.train.global_batch
+            if size not in records:
+                path = Path(folder) / f"batch_{size}.safetensors"
+                alone = plan.alone(size)
+                pool.run(record, 1, alone, plan.proof.vocab_size, steps, path, timeout=job.run.timeout_s)
+                records[size] = path
+            report.cases.append(_case(pool, job, plan.proof.vocab_size, steps, records[size]))
+            on_case(report.cases[-1])
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _start(pool: Pool, processes: int) -> None:
+    """Start the pool's processes, with Ctrl-C held back until they are there (seconds).
+
+    It goes to every process of a terminal, and the fork server ignores it only once it has imported torch: before, it
+    would leave tracebacks. A blocked signal stays blocked in a child."""
+    resource_tracker.ensure_running()  # before, because it unblocks the signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        pool.run(nothing, processes, timeout=START_S)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Case:
+    layout, began = job.layout, time.perf_counter()
+    found, error = None, None
+    try:
+        found = pool.run(compare, layout.processes, job, vocab_size, steps, path, timeout=job.run.timeout_s)[0]
+    except Exception as raised:  # whatever a rank may raise is this case's result, not the end of the others
+        kind = "" if isinstance(raised, PhalanxError) else f"{type(raised).__name__}: "
+        error = kind + (str(raised).strip().splitlines() or [""])[0]
+    first = first_difference(found, TOLERANCE) if found else None
+    return Case(
+        layout=layout.line(),
+        world=layout.world,
+        global_batch=job.train.global_batch,
+        loss_max_rel=worst(found.losses) if found else None,
+        grad_max_rel=worst([rel for step in found.gradients for rel in step.values()]) if found else None,
+        param_max_rel=worst(list(found.parameters.values())) if found else None,
+        ok=found is not None and first is None,
+        first_difference=first,
+        error=error,
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+def first_difference(found: Differences, tolerance: float) -> First | None:
+    """The first gradient that differs by more than `tolerance` (or by no number), else the first parameter, else the
+    first loss, else nothing."""
+    for step, gradients in enumerate(found.gradients):
+        for name, rel in gradients.items():
+            if not rel <= tolerance:
+                return First("gradient", name, step + 1, rel)
+    for name, rel in found.parameters.items():
+        if not rel <= tolerance:
+            return First("parameter", name, len(found.losses), rel)
+    for step, rel in enumerate(found.losses):
+        if not rel <= tolerance:
+            return First("loss", None, step + 1, rel)
+    return None
+
+
+def worst(differences: list[float]) -> float:
+    """The largest, where one that is no number is larger than any."""
+    return max((math.inf if math.isnan(rel) else rel for rel in differences), default=0.0)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,85 @@
+"""The job that is compared: the model as it is where that is cheap, else a small one of the same kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.job import fields
+from phalanx.job.cluster import Cluster
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.parameters import count
+
+CHEAP_PARAMETERS = 3_000_000
+CHEAP_SEQ_LEN = 128
+SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB = 2, 8, 256, 32, 251
+"""The vocabulary is a prime: no number of tensor ranks divides it, so that its padding is at work."""
+BUCKETS = 4
+"""Gradient buckets of the model that is compared: a real one has many, and their order matters."""
+LEAST_EPS = 1e-8
+"""Adam divides by this where a gradient is zero but for rounding, which a smaller one makes visible."""
+
+Changes = dict[str, tuple[Any, Any]]
+"""By dotted path: what the job says, and what was compared."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is compared."""
+
+    job: Job
+    """With a layout of one process; in float64."""
+    vocab_size: int
+    changes: Changes
+    """Empty where the job is compared as it is."""
+
+
+def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
+    """The job to compare in place of `job`, which differs in size where that takes too long, unless `as_is`.
+
+    A small model has the same parts, heads and key/value heads, and its widths divide by the same numbers of ranks up
+    to `max_ranks`: the same layouts are legal for it.
+    """
+    vocab = job.model.vocab_size or SMALL_VOCAB
+    small = job
+    if not as_is:
+        model = _small_model(job.model, vocab, max_ranks)
+        vocab = model.vocab_size or SMALL_VOCAB
+        bucket_mb = min(job.layout.bucket_mb, float(f"{count(model, vocab) * 8 / BUCKETS / 2**20:.3g}"))
+        optimizer = replace(job.optimizer, eps=max(job.optimizer.eps, LEAST_EPS))
+        small = replace(job, model=model, optimizer=optimizer, layout=replace(job.layout, bucket_mb=bucket_mb))
+    changes = {
+        path: (fields.get(job, path), fields.get(small, path))
+        for path in fields.leaves()
+        if fields.get(job, path) != fields.get(small, path)
+    }
+    train = replace(small.train, precision="fp64", gradients="same", compile=False, cpu_linear="auto", global_batch=0)
+    layout = Layout(bucket_mb=small.layout.bucket_mb)
+    return Proof(replace(small, train=train, layout=layout, cluster=Cluster(device="cpu")), vocab, changes)
+
+
+def _small_model(model: Model, vocab: int, max_ranks: int) -> Model:
+    seq_len = model.seq_len
+    if seq_len > CHEAP_SEQ_LEN:
+        seq_len = like(seq_len, SMALL_SEQ_LEN, max_ranks)
+    if count(model, vocab) <= CHEAP_PARAMETERS:
+        return replace(model, seq_len=seq_len)
+    head = min(model.head_size, SMALL_HEAD)
+    width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
+    return replace(
+        model,
+        n_layers=min(model.n_layers, SMALL_LAYERS),
+        d_model=width,
+        head_dim=head if model.head_dim or width != model.n_heads * head else 0,
+        d_ff=like(model.ff_size, min(model.ff_size, 2 * width), max_ranks),
+        vocab_size=min(vocab, SMALL_VOCAB) if model.vocab_size else 0,
+        seq_len=seq_len,
+    )
+
+
+def like(number: int, at_least: int, max_ranks: int) -> int:
+    """The smallest number from `at_least` on that divides by just those of 2 to `max_ranks` by which `number` does."""
+    ranks = range(2, max_ranks + 1)
+    return next(n for n in range(at_least, number + 1) if all((n % r == 0) == (number % r == 0) for r in ranks))

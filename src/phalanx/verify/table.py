@@ -1,0 +1,92 @@
+"""A report for a person: one line a layout, then what went wrong, what was left out, and the verdict."""
+
+from __future__ import annotations
+
+from phalanx.units import seconds
+from phalanx.verify.measure import TOLERANCE
+from phalanx.verify.plan import Plan
+from phalanx.verify.run import Case, First, Report
+
+
+def table(report: Report) -> str:
+    """The report as plain text in columns."""
+    head = ("layout", "ranks", "loss", "gradients", "parameters", "", "time")
+    rows = [head, *(_row(case) for case in report.cases)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+        "  ".join(_cell(text, width, i == 0) for i, (text, width) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+    lines = [line.rstrip() for line in lines]
+    failed = [case for case in report.cases if not case.ok]
+    if failed:
+        lines += ["", "What differs:", *(f"  {case.layout}: {complaint(case)}" for case in failed)]
+    if report.plan.skipped:
+        lines += ["", "Not compared:", *_skipped(report.plan)]
+    return "\n".join([*lines, "", _verdict(report)])
+
+
+def complaint(case: Case) -> str:
+    """What is wrong with a case that failed: the error, or the first difference."""
+    if case.error is not None:
+        return case.error
+    first = case.first_difference
+    return _where(first) if first else ""
+
+
+def introduction(plan: Plan, steps: int) -> list[str]:
+    """What is about to be compared, and how it differs from the job."""
+    job = plan.proof.job
+    what = f"{_number(len(plan.layouts), 'layout')} with one process"
+    lines = [f"comparing {what}: {_number(steps, 'step')} in {job.train.precision}"]
+    lines += [f"{path}: {wanted} in the job, {used} here" for path, (wanted, used) in plan.proof.changes.items()]
+    if not job.model.vocab_size:
+        lines.append(f"model.vocab_size: the tokenizer's in the job, {plan.proof.vocab_size} here")
+    return [*lines, *plan.notes]
+
+
+def progress(case: Case) -> str:
+    """One line about a case that is done."""
+    return f"{'ok  ' if case.ok else 'FAIL'}  {case.layout} ({seconds(case.seconds)})" + (
+        "" if case.ok else f": {complaint(case)}"
+    )
+
+
+def _row(case: Case) -> tuple[str, ...]:
+    measured = (case.loss_max_rel, case.grad_max_rel, case.param_max_rel)
+    numbers = ("-" if number is None else f"{number:.1e}" for number in measured)
+    return case.layout, str(case.world), *numbers, "ok" if case.ok else "FAIL", seconds(case.seconds)
+
+
+def _skipped(plan: Plan) -> list[str]:
+    """The layouts that were left out, by reason; --json lists each."""
+    by_reason: dict[str, list[str]] = {}
+    for skipped in plan.skipped:
+        by_reason.setdefault(skipped.reason, []).append(skipped.layout)
+    return [
+        f"  {layouts[0]}{f' and {len(layouts) - 1} more' if len(layouts) > 1 else ''}: {reason}"
+        for reason, layouts in by_reason.items()
+    ]
+
+
+def _cell(text: str, width: int, left: bool) -> str:
+    return text.ljust(width) if left else text.rjust(width)
+
+
+def _where(first: First) -> str:
+    if first.what == "parameter":
+        return f"{first.name}: after step {first.step} the parameter differs by {first.rel:.1e}, its gradients agree"
+    if first.what == "loss":
+        return f"the loss of step {first.step} differs by {first.rel:.1e}, gradients and parameters agree"
+    return f"{first.name}: the gradient of step {first.step} differs by {first.rel:.1e}"
+
+
+def _verdict(report: Report) -> str:
+    bad = sum(not case.ok for case in report.cases)
+    how_many = f"{f'{bad} of ' if bad else ''}{_number(len(report.cases), 'layout')}"
+    measure = f"tolerance {TOLERANCE:g}, {_number(report.steps, 'step')}, {seconds(report.seconds)}"
+    return f"{'Not equal' if bad else 'Equal'} to one process: {how_many} ({measure})"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -1,0 +1,153 @@
+"""An axis's collectives against the backend's own, which take other ways, and what they count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.axis import SMALL, Axis
+from phalanx.comm.ledger import Ledger
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def axis_of(ranks) -> Axis:
+    everyone = dist.distributed_c10d._get_default_group()
+    return Axis("tp", ranks.world, ranks.rank, everyone, Ledger())
+
+
+def data(ranks, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, other ones on each rank: every order of adding them gives the same bits."""
+    generator = torch.Generator().manual_seed(ranks.rank)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def compare_all(ranks, dtype):
+    """Every collective of the axis equals torch's; returns what went over the axis."""
+    axis, world = axis_of(ranks), ranks.world
+    large = SMALL // dtype.itemsize + 3
+    for shape in ((1,), (3, 5), (large,)):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            mine = data(ranks, *shape, dtype=dtype)
+            expected = mine.clone()
+            dist.all_reduce(expected, op)
+            axis.all_reduce(mine, op).wait()
+            assert torch.equal(mine, expected), (shape, op)
+    for n in (1, 7, large):
+        whole = data(ranks, world * n, dtype=dtype)
+        expected = torch.empty(n, dtype=dtype)
+        dist.reduce_scatter_tensor(expected, whole.clone())
+        part = torch.empty(n, dtype=dtype)
+        kept = whole.clone()
+        axis.reduce_scatter(part, whole).wait()
+        assert torch.equal(part, expected)
+        assert torch.equal(whole, kept)  # a part of its own leaves the whole alone
+        place = whole.view(world, n)[ranks.rank]
+        axis.reduce_scatter(place, whole).wait()
+        assert torch.equal(place, expected)
+
+        part = data(ranks, n, dtype=dtype)
+        expected = torch.empty(world * n, dtype=dtype)
+        dist.all_gather_into_tensor(expected, part)
+        whole = torch.full((world * n,), -99.0).to(dtype)
+        axis.all_gather(whole, part).wait()
+        assert torch.equal(whole, expected)
+        whole = torch.full((world * n,), -99.0).to(dtype)
+        place = whole.view(world, n)[ranks.rank]
+        place.copy_(part)
+        axis.all_gather(whole, place).wait()
+        assert torch.equal(whole, expected)
+
+        x = data(ranks, n, dtype=dtype)
+        expected = x.clone()
+        dist.broadcast(expected, 0)
+        axis.broadcast(x).wait()
+        assert torch.equal(x, expected)
+    return {kind: entry.calls for (_, kind), entry in axis.ledger.entries.items()}
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_collective_equals_the_backends(ranks, world, dtype):
+    for calls in ranks(compare_all, world, dtype):
+        assert calls == {"all_reduce": 6, "reduce_scatter": 6, "all_gather": 6, "broadcast": 3}
+
+
+def several_under_way(ranks):
+    """Collectives started one after the other and awaited in the opposite order."""
+    axis, world = axis_of(ranks), ranks.world
+    sums = [torch.full((size,), float(ranks.rank + size)) for size in (4, SMALL, 9)]
+    gathered = torch.empty(world * 3)
+    pending = [axis.all_reduce(x) for x in sums]
+    pending.append(axis.all_gather(gathered, torch.full((3,), float(ranks.rank))))
+    for work in reversed(pending):
+        work.wait()
+    for x, size in zip(sums, (4, SMALL, 9), strict=True):
+        assert (x == sum(rank + size for rank in range(world))).all()
+    assert gathered.tolist() == [float(rank) for rank in range(world) for _ in range(3)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_collectives_may_overlap(ranks, world):
+    ranks(several_under_way, world)
+
+
+def nan_in_a_maximum(ranks):
+    axis = axis_of(ranks)
+    x = torch.tensor([1.0, float("nan") if ranks.rank == 1 else 2.0])
+    axis.all_reduce(x, dist.ReduceOp.MAX).wait()
+    return x
+
+
+def test_a_nan_on_one_rank_is_the_maximum_on_all(ranks):
+    for x in ranks(nan_in_a_maximum, 3):
+        assert x[0] == 1
+        assert x[1].isnan()
+
+
+def another_reduction(ranks):
+    axis_of(ranks).all_reduce(torch.ones(2), dist.ReduceOp.PRODUCT).wait()
+
+
+def test_small_reductions_are_sums_and_maxima(ranks):
+    with pytest.raises(ValueError, match="SUM or MAX"):
+        ranks(another_reduction, 2)
+
+
+def the_order_of_adding(ranks):
+    """Values whose sum depends on the order, at two places of a buffer: the same sum at both, on every rank."""
+    axis = axis_of(ranks)
+    whole = torch.full((3 * 4,), [1e8, 1.0, -1e8][ranks.rank])
+    part = torch.empty(4)
+    axis.reduce_scatter(part, whole).wait()
+    small = torch.full((5,), [1e8, 1.0, -1e8][ranks.rank])
+    axis.all_reduce(small).wait()
+    return {*part.tolist(), *small.tolist()}
+
+
+def test_a_sum_does_not_depend_on_its_place(ranks):
+    found = ranks(the_order_of_adding, 3)
+    assert all(values == found[0] and len(values) == 1 for values in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_rank_alone_keeps_what_it_has_and_counts_nothing(dtype):
+    axis = Axis("tp")
+    x = torch.arange(6).to(dtype)
+    for start in (axis.all_reduce, axis.broadcast):
+        start(x).wait()
+        assert torch.equal(x, torch.arange(6).to(dtype))
+    axis.all_reduce(x, dist.ReduceOp.MAX).wait()
+    assert torch.equal(x, torch.arange(6).to(dtype))
+    out = torch.empty_like(x)
+    axis.all_gather(out, x).wait()
+    assert torch.equal(out, x)
+    out.zero_()
+    axis.reduce_scatter(out, x).wait()
+    assert torch.equal(out, x)
+    axis.all_gather(x, x).wait()  # in place
+    axis.reduce_scatter(x, x).wait()
+    assert torch.equal(x, out)
+    assert axis.ledger.traffic() == {}
+    assert str(axis) == "tp 0/1"

@@ -1,0 +1,127 @@
+"""Fragments: shares of parameters that the ranks of any layout put together again, and sums that count each once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.comm.axis import Axis
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.pieces import Piece, piece
+from phalanx.job.train import Train
+from phalanx.model.init import initial_value
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.apply import apply
+from phalanx.parallel.fragments import Fragment, counted, cut, wholes
+from phalanx.parallel.mesh import build
+
+SHAPE = Model(n_layers=1, d_model=8, n_heads=4, n_kv_heads=2, d_ff=20, seq_len=4, tied=False, activation="swiglu")
+VOCAB = 11
+ALONE = Axis("dp_shard"), Axis("tp")
+
+
+@settings(max_examples=60)
+@given(rows=st.integers(1, 9), columns=st.integers(1, 9), tp=st.integers(1, 5), embeds=st.booleans())
+def test_a_cut_parameter_is_put_together_again(rows, columns, tp, embeds):
+    name, whole = ("embed.weight", (rows, columns)) if embeds else ("attn.wo.weight", (rows, columns * tp))
+    tensor = torch.rand(whole) + 1
+    pieces = [piece(name, whole, SHAPE, tp, rank) for rank in range(tp)]
+    parts = [cut(tensor, each) for each in pieces]
+    for part, each in zip(parts, pieces, strict=True):
+        assert part.shape == each.shape
+        assert int((part == 0).sum()) == (each.size - each.real if each.dim is not None else 0) * columns
+    firsts = [part for part, each in zip(parts, pieces, strict=True) if each.first]
+    dim = pieces[0].dim
+    together = firsts[0] if dim is None else torch.cat(firsts, dim).narrow(dim, 0, whole[dim])
+    assert torch.equal(together, tensor)
+
+
+@settings(max_examples=60)
+@given(rows=st.integers(1, 6), columns=st.integers(1, 6), share=st.tuples(st.integers(0, 40), st.integers(0, 40)))
+def test_a_share_is_taken_out_of_the_whole(rows, columns, share):
+    size = rows * columns
+    start, stop = sorted(min(place, size) for place in share)
+    tensor = torch.arange(float(size)).view(rows, columns)
+    value = torch.full((stop - start,), -1.0)
+    fragment = Fragment("w", (Piece((rows, columns)),), 0, start, value)
+    fragment.assign(tensor)
+    assert value.tolist() == list(range(start, stop))
+    moment = torch.zeros(stop - start)
+    fragment.assign(tensor + 1, into=moment)
+    assert moment.tolist() == list(range(start + 1, stop + 1))
+    assert value.tolist() == list(range(start, stop))
+
+
+def test_matrices_decay_even_where_a_share_of_one_is_flat():
+    shares = {
+        name: Fragment(name, (Piece(shape),), 0, 0, torch.ones(3)) for name, shape in {"w": (2, 3), "b": (3,)}.items()
+    }
+    assert shares["w"].decays
+    assert not shares["b"].decays
+
+
+def test_one_process_reads_out_copies():
+    value = torch.ones(2, 3, requires_grad=True)
+    fragment = Fragment("w", (Piece((2, 3)),), 0, 0, value)
+    assert dict(wholes([fragment], {"w": value}, *ALONE, keep=False)) == {}
+    found = dict(wholes([fragment], {"w": value}, *ALONE, keep=True))
+    assert torch.equal(found["w"], torch.ones(2, 3))
+    assert not found["w"].requires_grad
+
+
+def whole_values(ranks, layout: Layout):
+    """The initial values put together on the last rank; how many elements all ranks count; and whether another whole
+    tensor, put in by shares, comes out as it was."""
+    with torch.device("meta"):
+        model = Transformer(SHAPE, VOCAB).double()
+    mesh = build(layout, "cpu")
+    job = Job(model=SHAPE, layout=layout, train=Train(seed=3))
+    fragments = apply(model, job, mesh, torch.device("cpu")).fragments
+    shard, tp = mesh.axis("dp_shard"), mesh.axis("tp")
+    last = ranks.rank == ranks.world - 1
+    found = dict(wholes(fragments, {f.name: f.value for f in fragments}, shard, tp, last))
+    elements = torch.zeros(len(fragments))
+    for number, fragment in enumerate(fragments):
+        if any(fragment is each for each in counted(fragments)):
+            real = torch.ones(fragment.piece.whole)
+            mine = torch.zeros_like(fragment.value)
+            fragment.assign(real, into=mine)
+            elements[number] = mine.sum()
+    mesh.axis("world").all_reduce(elements).wait()
+    others = {f.name: torch.randn(f.piece.whole, generator=torch.Generator().manual_seed(7)) for f in fragments}
+    shares = {f.name: torch.empty(f.value.shape) for f in fragments}
+    for fragment in fragments:
+        fragment.assign(others[fragment.name], into=shares[fragment.name])
+    same = dict(wholes(fragments, shares, shard, tp, True))
+    assert all(torch.equal(same[name], tensor) for name, tensor in others.items())
+    return list(found), found, elements, [f.piece.whole for f in fragments]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(dp_shard=2, zero=1, bucket_mb=0.001),
+        Layout(dp_shard=3, zero=2),
+        Layout(dp_shard=3, zero=3),
+        Layout(tp=2),
+        Layout(tp=4, sp=True),
+        Layout(dp_shard=2, tp=2, zero=1),
+        Layout(dp_shard=2, tp=4, zero=3),
+    ],
+    ids=lambda layout: layout.line() or "one process",
+)
+def test_the_ranks_of_a_layout_hold_everything_once(ranks, layout):
+    results = ranks(whole_values, layout.world, layout)
+    for names, found, elements, shapes in results[:-1]:
+        assert (names, found) == ([], {})
+        assert torch.equal(elements, results[-1][2])
+        assert shapes == results[-1][3]
+    names, found, elements, shapes = results[-1]
+    for name, shape, count in zip(names, shapes, elements.tolist(), strict=True):
+        assert torch.equal(found[name], initial_value(name, shape, SHAPE, 3).double()), name
+        assert count == found[name].numel(), name

@@ -1,0 +1,138 @@
+"""What the ledger counts in real steps is what the formulas say: D are the parameters' bytes, P the ranks."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from parallel.steps import micro_batches
+from phalanx.job import batch
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.parameters import block_shapes, count
+from phalanx.job.train import Train
+from phalanx.parallel import mesh as meshes
+from phalanx.train.step import Stepper
+
+SHAPE = Model(n_layers=3, d_model=24, n_heads=4, seq_len=12, vocab_size=24, tied=False)
+"""Every size divides by 2, 3 and 4: no padding blurs the formulas."""
+WIDTH = 8
+"""Bytes of an element in float64."""
+D = WIDTH * count(SHAPE)
+BLOCKS = SHAPE.n_layers * WIDTH * sum(torch.Size(shape).numel() for shape in block_shapes(SHAPE, 0).values())
+BATCH = 12
+STATUS = 3 * 8
+"""Loss, norm and stop, summed over all ranks once a step."""
+
+
+def traffic(ranks, layout: Layout, shape: Model) -> dict[str, dict[str, float]]:
+    """Bytes sent in one step, which is not the first."""
+    vocab = shape.vocab_size
+    job = Job(model=shape, layout=layout, train=Train(global_batch=BATCH, precision="fp64"))
+    mesh = meshes.build(layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
+    for step in range(2):
+        mesh.ledger.clear()
+        batches, valid = micro_batches(job, step, mesh.data_rank, vocab)
+        stepper.step(batches, step, valid, 1e-2)
+    return mesh.ledger.traffic()
+
+
+def sent(ranks, layout: Layout, shape: Model = SHAPE) -> dict[str, dict[str, float]]:
+    """The same on every rank, without what is no part of the formulas."""
+    first, *others = ranks(traffic, layout.world, layout, shape)
+    assert all(other == first for other in others)
+    world = first.pop("world")
+    assert world == {"all_reduce": pytest.approx(2 * STATUS * (layout.world - 1) / layout.world)}
+    return first
+
+
+def part(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_ddp_sends_2d_whatever_is_accumulated(ranks, size, accumulation):
+    layout = Layout(dp_replicate=size, accumulation=accumulation if BATCH % (size * accumulation) == 0 else 1)
+    assert sent(ranks, layout) == {"dp_replicate": {"all_reduce": pytest.approx(2 * D * part(size))}}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_zero_1_and_2_send_2d_in_one_reduce_scatter_and_one_all_gather(ranks, size, zero):
+    for accumulation in (1, 3 if size < 3 else 1):
+        layout = Layout(dp_shard=size, zero=zero, accumulation=accumulation)
+        expected = {"reduce_scatter": pytest.approx(D * part(size)), "all_gather": pytest.approx(D * part(size))}
+        assert sent(ranks, layout) == {"dp_shard": expected}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_zero_3_sends_3d_but_keeps_what_the_backward_pass_needs_at_once(ranks, size):
+    gathered = 2 * D - (D - BLOCKS)  # the head's group is not given up between forward and backward
+    expected = {"reduce_scatter": pytest.approx(D * part(size)), "all_gather": pytest.approx(gathered * part(size))}
+    assert sent(ranks, Layout(dp_shard=size)) == {"dp_shard": expected}
+
+
+def test_zero_3_without_resharding_sends_2d(ranks):
+    expected = {"reduce_scatter": pytest.approx(D / 2), "all_gather": pytest.approx(D / 2)}
+    assert sent(ranks, Layout(dp_shard=2, reshard=False)) == {"dp_shard": expected}
+
+
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_accumulation_does_not_multiply_gradient_traffic(ranks, accumulation):
+    once = sent(ranks, Layout(dp_shard=2))["dp_shard"]
+    local = sent(ranks, Layout(dp_shard=2, accumulation=accumulation))["dp_shard"]
+    assert local["reduce_scatter"] == once["reduce_scatter"]
+    for zero in (2, 3):
+        layout = Layout(dp_shard=2, zero=zero, accumulation=accumulation, accumulate="sharded")
+        assert sent(ranks, layout)["dp_shard"]["reduce_scatter"] == accumulation * once["reduce_scatter"]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_hybrid_sharding_reduces_shares_between_the_replicas(ranks, zero):
+    found = sent(ranks, Layout(dp_replicate=2, dp_shard=2, zero=zero))
+    assert found["dp_replicate"] == {"all_reduce": pytest.approx(2 * (D / 2) / 2)}
+    assert found["dp_shard"]["reduce_scatter"] == pytest.approx(D / 2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_tensor_parallel_sends_8bsh_a_block(ranks, size, accumulation):
+    layout = Layout(tp=size, accumulation=accumulation)
+    micro = batch.solve(BATCH, layout).micro_batch
+    tokens = micro * SHAPE.seq_len
+    stream = WIDTH * tokens * SHAPE.d_model
+    blocks = SHAPE.n_layers * 8 * stream
+    around = 4 * stream  # after the embedding, and before the head on the way back
+    loss = 2 * 3 * WIDTH * tokens  # of every token the largest logit, the sum and the chosen one
+    total = accumulation * (blocks + around + loss) * part(size)
+    assert sent(ranks, layout) == {"tp": {"all_reduce": pytest.approx(total)}}
+
+
+def test_sequence_parallel_sends_no_more(ranks):
+    plain = sent(ranks, Layout(tp=2))["tp"]
+    shares = sent(ranks, Layout(tp=2, sp=True))["tp"]
+    tokens = BATCH * SHAPE.seq_len
+    stream = WIDTH * tokens * SHAPE.d_model
+    assert shares["all_gather"] == shares["reduce_scatter"] == (4 * SHAPE.n_layers + 2) * stream / 2
+    # What is left: the loss, and once a step the gradients of norms, biases and positions.
+    whole = SHAPE.n_layers * 6 * SHAPE.d_model + 2 * SHAPE.d_model + SHAPE.seq_len * SHAPE.d_model
+    assert shares["all_reduce"] == pytest.approx(2 * (3 * WIDTH * tokens + WIDTH * whole) / 2)
+    assert sum(shares.values()) == pytest.approx(plain["all_reduce"] + WIDTH * whole)
+
+
+def test_gathering_again_costs_two_more_all_gathers_a_block(ranks):
+    once = sent(ranks, Layout(tp=2, sp=True))["tp"]
+    again = sent(ranks, Layout(tp=2, sp=True, sp_regather=True))["tp"]
+    stream = WIDTH * BATCH * SHAPE.seq_len * SHAPE.d_model
+    assert again["all_gather"] - once["all_gather"] == pytest.approx(SHAPE.n_layers * 2 * stream / 2)
+
+
+def test_fewer_key_value_heads_than_ranks_add_one_sum_of_their_gradients(ranks):
+    shape = dataclasses.replace(SHAPE, n_kv_heads=2, bias=False)
+    plain = sent(ranks, Layout(tp=4), dataclasses.replace(shape, n_kv_heads=4))
+    grouped = sent(ranks, Layout(tp=4), shape)
+    heads = shape.n_layers * 2 * WIDTH * shape.head_size * shape.d_model  # a key and a value head on each pair of ranks
+    assert grouped["tp"]["all_reduce"] - plain["tp"]["all_reduce"] == pytest.approx(2 * heads * part(2))

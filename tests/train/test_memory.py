@@ -1,0 +1,203 @@
+"""Memory, measured: what ranks hold next to the tables, and what is said where something does not fit."""
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.steps import micro_batches
+from phalanx.cost.memory import StateBytes, activation_bytes, state_bytes
+from phalanx.errors import RunError
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.parameters import count
+from phalanx.job.train import Train
+from phalanx.parallel import mesh as meshes
+from phalanx.train.memory import Memory, activation_memory, state_memory
+from phalanx.train.step import Stepper
+
+VOCAB = 64
+GPT = Model(n_layers=2, d_model=64, n_heads=4, seq_len=16)
+PARAMETERS = count(GPT, VOCAB)
+ONE = Model(n_layers=1, d_model=128, n_heads=8, seq_len=64, dropout=0.1)
+
+
+def held(ranks, job: Job) -> tuple[StateBytes, StateBytes]:
+    """What this rank holds when the optimizer begins its second step, and while it updates."""
+    mesh = meshes.build(job.layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
+    real, found = stepper.optimizer.square_norm, []
+
+    def square_norm(scale):
+        found.append(state_memory(stepper))
+        return real(scale)
+
+    stepper.optimizer.square_norm = square_norm
+    stepper.optimizer.adam.register_step_pre_hook(lambda *_: found.append(state_memory(stepper)))
+    for step in range(2):
+        batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
+        stepper.step(batches, step, valid, 1e-3)
+    return found[-2], found[-1]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(
+    ("layout", "per_parameter"),
+    [
+        (lambda n: Layout(dp_replicate=n), lambda n: 16),
+        (lambda n: Layout(dp_shard=n, zero=1), lambda n: 4 + 12 / n),
+        (lambda n: Layout(dp_shard=n, zero=2), lambda n: 2 + 14 / n),
+        (lambda n: Layout(dp_shard=n, zero=3), lambda n: 16 / n),
+    ],
+    ids=["ddp", "zero 1", "zero 2", "zero 3"],
+)
+def test_bf16_state_is_the_table_of_zero(ranks, layout, per_parameter, n):
+    assert PARAMETERS > 100_000
+    job = Job(model=GPT, layout=layout(n), train=Train(global_batch=4, precision="bf16"))
+    found, during = max(ranks(held, n, job), key=lambda states: states[0].total)
+    table = per_parameter(n) * PARAMETERS
+    row = [*vars(found).values(), found.total, during.total]
+    print(layout(n).line(), f"{per_parameter(n):.1f} {table:,.0f}", *(f"{size:,}" for size in row), sep="  ")
+    assert found.total == pytest.approx(table, rel=0.02)
+    assert found == state_bytes(GPT, layout(n), "bf16", vocab=VOCAB)
+    in_fp32 = found.optimizer // 3
+    assert during == replace(found, gradients=found.gradients + in_fp32), "the gradients that it updates with"
+
+
+@pytest.mark.parametrize(
+    ("layout", "train"),
+    [
+        (Layout(), {}),
+        (Layout(tp=2, sp=True), {"precision": "bf16"}),
+        (Layout(dp_replicate=2, bucket_mb=0.1), {"precision": "bf16", "gradients": "fp32"}),
+        (Layout(dp_shard=3, zero=2, bucket_mb=0.1, micro_batch=1), {"global_batch": 3}),
+        (Layout(dp_shard=2, tp=2), {"precision": "bf16"}),
+        (Layout(dp_shard=2, tp=2, zero=2), {"precision": "fp64"}),
+        (Layout(dp_shard=2, dp_replicate=2, tiles=2), {"precision": "bf16", "gradients": "fp32"}),
+        (Layout(dp_shard=3, zero=3), {"global_batch": 3}),
+        (Layout(dp_replicate=2, data_parallel="threads"), {"precision": "fp64"}),
+    ],
+    ids=lambda value: value.line() if isinstance(value, Layout) else " ".join(map(str, value.values())),
+)
+def test_state_is_what_the_formula_says(ranks, layout, train):
+    job = Job(model=GPT, layout=layout, train=Train(**{"global_batch": 4, **train}))
+    found = max((before for before, _ in ranks(held, layout.processes, job)), key=lambda state: state.total)
+    assert found == state_bytes(GPT, layout, job.train.precision, job.train.gradients, VOCAB)
+
+
+def kept(ranks, layout: Layout, model: Model = ONE) -> int:
+    """What the one block keeps of a micro-batch of 2 sequences in bf16."""
+    job = Job(model=model, layout=layout, train=Train(precision="bf16", global_batch=2 * layout.data_ranks))
+    mesh = meshes.build(layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
+    transformer = stepper.replica.objective.model
+    (block,) = transformer.blocks.values()
+    batches, _ = micro_batches(job, 0, mesh.data_rank, VOCAB)
+    micro = stepper.tensors(batches[0], 0)
+    positions = torch.arange(model.seq_len)
+    x = transformer.embed_tokens(micro.tokens, positions, micro.noise).detach().clone().requires_grad_()
+    found, y = activation_memory(block, x, transformer.rotary(positions, x.dtype), micro.noise, None)
+    y.sum().backward()
+    return found
+
+
+S, B, H, A = ONE.seq_len, 2, ONE.d_model, ONE.n_heads
+SP = {"sp": True, "sp_regather": True}
+ROWS = {
+    "none": (Layout(), 34 + 5 * A * S / H),
+    "selective": (Layout(recompute="selective"), 34),
+    "full": (Layout(recompute="full"), 2),
+    **{f"tp {t}": (Layout(tp=t), 10 + 24 / t + 5 * A * S / (H * t)) for t in (2, 4)},
+    **{f"tp {t} sp": (Layout(tp=t, **SP), (34 + 5 * A * S / H) / t) for t in (2, 4)},
+    **{f"tp {t} selective": (Layout(tp=t, recompute="selective"), 10 + 24 / t) for t in (2, 4)},
+    **{f"tp {t} sp selective": (Layout(tp=t, recompute="selective", **SP), 34 / t) for t in (2, 4)},
+    **{f"tp {t} full": (Layout(tp=t, recompute="full"), 2) for t in (2, 4)},
+    **{f"tp {t} sp full": (Layout(tp=t, recompute="full", sp=True), 2 / t) for t in (2, 4)},
+    "tp 2 sp whole inputs": (Layout(tp=2, sp=True), 4 + (30 + 5 * A * S / H) / 2),
+}
+
+
+@pytest.mark.parametrize(("layout", "row"), ROWS.values(), ids=ROWS.keys())
+def test_a_block_keeps_what_the_paper_says(ranks, layout, row):
+    expected = S * B * H * row
+    assert activation_bytes(ONE, layout, B) == expected
+    found = ranks(kept, layout.tp, layout)
+    print(layout.line(), f"{row:.1f}  {expected:,.0f}  {max(found):,}  {max(found) / expected - 1:.2%}", sep="  ")
+    assert found == pytest.approx([expected] * layout.tp, rel=0.03)
+
+
+WIDE = Model(n_layers=1, d_model=1024, n_heads=2, d_ff=64, seq_len=2, vocab_size=9000)  # its embedding takes 35 MiB
+LONG = Model(n_layers=1, d_model=16, n_heads=8, seq_len=512, dropout=0.1)  # its scores take 64 MiB
+SPARE = 30 * 2**20
+"""Of address space: one tensor of more than the 32 MiB that the C library may have at hand is then refused."""
+
+
+def limited(ranks, model: Model, phase: str, layout: Layout) -> str:
+    """What a rank says whose address space is limited when `phase` begins."""
+    vocab = model.vocab_size or VOCAB
+    job = Job(model=model, layout=layout, train=Train(global_batch=8))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    mesh = meshes.build(layout, "cpu")
+    batches, valid = micro_batches(job, 0, mesh.data_rank, vocab)
+
+    def limit(now: str) -> None:
+        if now == phase:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SPARE, before[1]))
+
+    try:
+        limit("build")
+        stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
+        stepper.optimizer.adam.register_step_pre_hook(lambda *_: limit("update"))
+        limit("step")
+        stepper.step(batches, 0, valid, 1e-3)
+    except RunError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    return "it fits"
+
+
+@pytest.mark.parametrize(
+    ("model", "phase", "layout", "said"),
+    [
+        (WIDE, "build", Layout(), "parameters: by the formulas it needs parameters 51.7MiB"),
+        (WIDE, "update", Layout(), "optimizer: by the formulas it needs parameters 51.7MiB"),
+        (LONG, "step", Layout(), "nearest remedy for its activations: layout.recompute=selective"),
+        (LONG, "step", Layout(recompute="selective"), "nearest remedy for its activations: layout.recompute=full"),
+        (WIDE, "step", Layout(dp_shard=2, zero=1), "nearest remedy for its gradients: layout.zero=2"),
+        (WIDE, "build", Layout(dp_replicate=2), "parameters: layout.dp_replicate=1 layout.dp_shard=2 layout.zero=3"),
+        (LONG, "never", Layout(), "it fits"),
+    ],
+)
+def test_a_rank_without_room_says_which_part_did_not_fit(ranks, model, phase, layout, said):
+    for answer in ranks(limited, layout.world, model, phase, layout):
+        print(answer)
+        assert said in answer
+
+
+def test_other_errors_stay_as_they_are():
+    memory = Memory(Job(model=GPT), torch.device("cpu"), VOCAB)
+    with pytest.raises(RuntimeError, match="shapes"), memory.allocating("parameters"):
+        raise RuntimeError("shapes do not match")
+
+
+@pytest.mark.parametrize(
+    ("part", "layout", "remedy"),
+    [
+        ("logits", Layout(loss_chunk=64), "layout.loss_chunk=16"),
+        ("activations", Layout(recompute="full", tp=2), "layout.sp=true"),
+        ("activations", Layout(recompute="full", micro_batch=4), "layout.micro_batch=2"),
+        ("activations", Layout(recompute="full", micro_batch=1), "twice the devices with layout.tp=2, or "),
+        ("optimizer", Layout(dp_replicate=4), "layout.dp_replicate=1 layout.dp_shard=4 layout.zero=1"),
+        ("gradients", Layout(dp_replicate=2, dp_shard=2), "layout.dp_replicate=1 layout.dp_shard=4 layout.zero=3"),
+        ("parameters", Layout(tp=4), "twice the devices with layout.dp_shard=2 and layout.zero=3"),
+    ],
+)
+def test_the_nearest_remedy(part, layout, remedy):
+    memory = Memory(Job(model=GPT, layout=layout), torch.device("cpu"), VOCAB)
+    with pytest.raises(RunError, match=f"{part}: {remedy}"), memory.allocating(part):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")

@@ -1,0 +1,141 @@
+"""The measurement itself: every kind of difference is found, and named where it first appears."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from phalanx.errors import RunError
+from phalanx.job.job import Job
+from phalanx.job.layout_line import parse
+from phalanx.job.model import Model
+from phalanx.model.noise import Noise
+from phalanx.parallel.data import Replica
+from phalanx.parallel.mesh import build
+from phalanx.verify import run as verify
+from phalanx.verify.measure import TOLERANCE, Differences, compare, difference, micro_batches, record
+from phalanx.verify.plan import Plan, make
+from phalanx.verify.run import First, first_difference
+
+JOB = Job(model=Model(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
+
+
+def plan_of(*lines: str) -> Plan:
+    return make(JOB, lines=lines)
+
+
+def recorded(ranks, plan: Plan, path) -> None:
+    ranks(record, 1, plan.alone(8), plan.proof.vocab_size, 2, path)
+
+
+def compared(ranks, plan: Plan, path, fn=compare) -> First | None:
+    (layout,) = plan.layouts
+    found = ranks(fn, layout.processes, plan.case(layout), plan.proof.vocab_size, 2, path)[0]
+    return first_difference(found, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("key", "factor", "expected"),
+    [
+        ("gradient/1/blocks.1.mlp.up.weight", 1 + 1e-6, First("gradient", "blocks.1.mlp.up.weight", 2, 1e-6)),
+        ("gradient/0/blocks.0.attn_norm.bias", 2.0, First("gradient", "blocks.0.attn_norm.bias", 1, 0.5)),
+        ("parameter/final_norm.weight", 1 + 1e-7, First("parameter", "final_norm.weight", 2, 1e-7)),
+    ],
+)
+def test_a_tampered_record_is_found_and_named(ranks, tmp_path, key, factor, expected):
+    plan, path = plan_of("dp_shard=2,tp=2,sp=true"), tmp_path / "record"
+    recorded(ranks, plan, path)
+    assert compared(ranks, plan, path) is None
+    tensors = load_file(path)
+    tensors[key] = tensors[key] * factor
+    save_file(tensors, path, {"losses": "[1.0, 1.0]", "largest": "[1.0, 1.0]"})
+    found = compared(ranks, plan, path)
+    assert found is not None
+    assert (found.what, found.name, found.step) == (expected.what, expected.name, expected.step)
+    assert math.isclose(found.rel, expected.rel, rel_tol=1e-3)
+
+
+def without_summing_partials(ranks, *args):
+    with mock.patch.object(Replica, "_sum_partials", return_value=None):
+        return compare(ranks, *args)
+
+
+def every_micro_batch_the_same_masks(ranks, *args):
+    real = Noise.__init__
+
+    def one_sample(self, seed, step, sample_ids, **kwargs):
+        real(self, seed, step, [sample_ids[0]] * len(sample_ids), **kwargs)
+
+    with mock.patch.object(Noise, "__init__", one_sample):
+        return compare(ranks, *args)
+
+
+@pytest.mark.parametrize(
+    ("line", "sabotage", "name"),
+    [
+        ("tp=2,sp=true", without_summing_partials, "positions.weight"),
+        ("dp_replicate=2", every_micro_batch_the_same_masks, "embed.weight"),
+    ],
+)
+def test_a_broken_technique_is_named_by_the_first_parameter(ranks, tmp_path, line, sabotage, name):
+    plan, path = plan_of(line), tmp_path / "record"
+    recorded(ranks, plan, path)
+    found = compared(ranks, plan, path, sabotage)
+    assert found is not None
+    assert (found.what, found.step) == ("gradient", 1)
+    assert found.name == name
+
+
+def refuses(ranks, *args):
+    raise RunError("a rank's disk is full") if ranks.rank else ValueError("two lines\nhere")
+
+
+def test_a_rank_that_raises_fails_its_case_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(verify, "compare", refuses)
+    plan = plan_of("accumulation=2", "accumulation=4")
+    shown = []
+    report = verify.run(plan, 1, shown.append, lambda layout: None)
+    assert [case.error for case in report.cases] == ["ValueError: two lines"] * 2
+    assert shown == report.cases
+    assert not report.ok
+    first = report.as_dict()["cases"][0]
+    assert first["ok"] is False
+    assert first["grad_max_rel"] is None
+
+
+def test_the_scale_of_a_difference():
+    one = torch.tensor([1e-20, 2.0])
+    assert difference(one, torch.tensor([0.0, 2.0]), 0.0) == pytest.approx(5e-21)
+    assert difference(torch.tensor([1e-20]), torch.tensor([0.0]), 1e-3) == pytest.approx(1e-17)
+    assert difference(torch.zeros(1), torch.zeros(1), 0.0) == 0.0
+    assert math.isnan(difference(torch.tensor([math.nan]), torch.ones(1), 0.0))
+    with pytest.raises(ValueError, match=r"shape \(1,\), but of \(2,\)"):
+        difference(torch.ones(1), one, 0.0)
+
+
+def test_what_is_no_number_differs():
+    found = Differences([0.0], [{"a": 0.0, "b": math.nan}], {"a": 0.0, "b": math.nan})
+    assert first_difference(found, TOLERANCE) == First("gradient", "b", 1, found.gradients[0]["b"])
+    assert verify.worst([0.0, math.nan, 1.0]) == math.inf
+    only_loss = Differences([0.0, 1e-3], [{"a": 0.0}, {"a": 0.0}], {"a": 0.0})
+    assert first_difference(only_loss, TOLERANCE) == First("loss", None, 2, 1e-3)
+
+
+def my_batches(ranks, job, vocab_size):
+    return micro_batches(job, vocab_size, build(job.layout, "cpu"), 1)
+
+
+@pytest.mark.parametrize("line", ["dp_replicate=2,accumulation=2", "dp_replicate=2,data_parallel=threads"])
+def test_ranks_share_the_batch_out_and_have_different_numbers_of_valid_tokens(ranks, line):
+    plan = plan_of(line)
+    layout = parse(line)
+    (alone, valid) = ranks(my_batches, 1, plan.alone(8), 11)[0]
+    shares = ranks(my_batches, layout.processes, plan.case(plan.layouts[0]), 11)
+    rows = [row for batches, _ in shares for micro in batches for row in micro.targets.tolist()]
+    assert rows == alone[0].targets.tolist()
+    assert all(total == valid for _, total in shares)
+    counts = [sum(int((micro.targets >= 0).sum()) for micro in batches) for batches, _ in shares]
+    assert sum(counts) == valid
+    assert len(set(counts)) == len(counts)
