@@ -1,0 +1,1 @@
+"""Other systems that train the same model: what benchmarks/sharding.py compares with. One short program each."""

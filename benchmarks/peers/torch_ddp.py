@@ -1,0 +1,24 @@
+"""torch's DistributedDataParallel around the model."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.peers import harness
+
+
+def main() -> None:
+    options = harness.parser(__doc__).parse_args()
+    job = harness.load(options.job)
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(harness.build(job), gradient_as_bucket_view=True)
+    optimizer = harness.adamw(model, job)
+    step = harness.plain_step(model, optimizer, lambda: clip_grad_norm_(model.parameters(), job.optimizer.clip))
+    harness.measure(step, job, options.steps)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""torch's parallelize_module: tensor parallel, with `--sequence` sequence parallel too.
+
+The plan is the usual one (columns, then rows), as fast as it can be written: what attention's three projections read is
+prepared once, so that the backward pass reduces its gradient once, and embedding and head stay whole, because 65 tokens
+are too few to pay for the communication of cutting them.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.utils import get_total_norm
+
+from benchmarks.peers import harness
+from phalanx.model.transformer import Transformer
+
+
+def cut(model: Transformer, ranks: int, sequence: bool) -> None:
+    """Cut `model` over the ranks. Activations between modules are plain local tensors."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    outside = Shard(1) if sequence else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "attn": _enter(outside, 4),
+        "attn.wq": ColwiseParallel(),
+        "attn.wk": ColwiseParallel(),
+        "attn.wv": ColwiseParallel(),
+        "attn.wo": RowwiseParallel(output_layouts=outside),
+        "mlp": _enter(outside, 1),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=outside),
+    }
+    if sequence:
+        plan |= {"attn_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
+    for block in model.blocks.values():
+        parallelize_module(block, mesh, plan)
+    if sequence:
+        first = PrepareModuleInput(
+            input_layouts=(Replicate(), None, None, None),
+            desired_input_layouts=(Shard(1), None, None, None),
+            use_local_output=True,
+        )
+        head = PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None), use_local_output=True
+        )
+        parallelize_module(model, mesh, {"blocks.0": first, "final_norm": SequenceParallel(), "head": head})
+
+
+def _enter(layout: Replicate | Shard, inputs: int) -> PrepareModuleInput:
+    """Have a module's first input, the only tensor among its `inputs`, be a DTensor of all tokens."""
+    others = [None] * (inputs - 1)
+    return PrepareModuleInput(input_layouts=(layout, *others), desired_input_layouts=(Replicate(), *others))
+
+
+def clip(model: nn.Module, limit: float) -> None:
+    """clip_grad_norm_ refuses DTensors beside plain tensors: the norm of both, from local parts."""
+    sharded: list[Tensor] = []
+    whole: list[Tensor] = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        assert gradient is not None, "every parameter takes part in the loss"
+        if not isinstance(gradient, DTensor):
+            whole.append(gradient)
+        elif gradient.placements[0].is_shard():
+            sharded.append(gradient.to_local())
+        else:  # a norm's, summed over this rank's tokens only
+            summed = gradient.redistribute(placements=[Replicate()])
+            parameter.grad = summed
+            whole.append(summed.to_local())
+    square = get_total_norm(sharded) ** 2
+    dist.all_reduce(square)
+    norm = (square + get_total_norm(whole) ** 2).sqrt()
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in [*sharded, *whole]:
+        gradient.mul_(factor)
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--sequence", action="store_true")
+    options = parser.parse_args()
+    job = harness.load(options.job)
+    dist.init_process_group("gloo")
+    model = harness.build(job)
+    cut(model, dist.get_world_size(), options.sequence)
+    optimizer = harness.adamw(model, job)
+    step = harness.plain_step(model, optimizer, lambda: clip(model, job.optimizer.clip))
+    harness.measure(step, job, options.steps, data_rank=0)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
