@@ -25,6 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
+from phalanx.parallel.linear import onednn_is_faster
+
 ROOT = Path(__file__).parents[1]
 JOB = Path("benchmarks") / "sharding.yaml"
 PEERS_PYTHON = ROOT / ".bench-venv" / "bin" / "python"
@@ -88,7 +92,9 @@ DEEPSPEED = [
     peer(f"DeepSpeed, ZeRO-{stage}", "deepspeed_peer", f"--stage={stage}", own_environment=True) for stage in (1, 2, 3)
 ]
 DATA_PARALLEL_PEERS = [TORCH_DDP, TORCH_FSDP2, *ACCELERATE, *DEEPSPEED]
-ALL = [LOOP, ONE, DDP, *ZERO.values(), *DATA_PARALLEL_PEERS, TP, TP_SP, TORCH_TP, TORCH_TP_SP, *MKL.values()]
+ALL = [LOOP, ONE, DDP, *ZERO.values(), *DATA_PARALLEL_PEERS, TP, TP_SP, TORCH_TP, TORCH_TP_SP]
+if onednn_is_faster(torch.device("cpu"), torch.float32):
+    ALL += MKL.values()  # elsewhere ours computes on MKL anyway
 
 
 @dataclass(frozen=True)

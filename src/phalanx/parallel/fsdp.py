@@ -10,6 +10,7 @@ gloo take the faster way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # exported by no public module
 from torch.distributed.tensor import DTensor
 
-from phalanx.comm.axis import Axis
+from phalanx.comm.axis import Axis, Pending
 from phalanx.job.layout import Layout
 from phalanx.parallel.data import MicroTensors, Partial, Pieces, Replica
 from phalanx.parallel.fragments import Fragment
@@ -51,9 +52,16 @@ class ShardedReplica(Replica):
         self.groups = _shard(objective, mesh, replicate.size > 1, layout, gradient_dtype)
         self.root = self.groups[-1]
         objective.to_empty(device=device)
-        self.scatter = _ReduceScatter(mesh.axis("dp_shard"), replicate)
+        shard = mesh.axis("dp_shard")
+        # A processor has no streams for FSDP2 to overlap by: there collectives go on by themselves.
+        self.scatter = _ReduceScatter(
+            shard,
+            replicate,
+            defers=shard.gloo and replicate.size == 1 and not self.every_micro_batch and gradient_dtype is None,
+        )
         for group in self.groups:
-            group.set_custom_all_gather(_AllGather(mesh.axis("dp_shard")))
+            group._set_unshard_async_op(shard.gloo)
+            group.set_custom_all_gather(_AllGather(shard))
             group.set_custom_reduce_scatter(self.scatter)
             # Plain sums: what they are divided by is the trainer's concern.
             group.set_gradient_divide_factor(1.0)
@@ -74,6 +82,7 @@ class ShardedReplica(Replica):
         return found
 
     def _finish(self) -> None:
+        self.scatter.settle()
         for fragment, (_, parameter) in zip(self.fragments, self._parameters(), strict=True):
             gradient = parameter.grad
             assert isinstance(gradient, DTensor), "after the last backward pass every gradient is sharded"
@@ -144,24 +153,47 @@ class _AllGather(_Allocates, AllGather):
     ) -> Any:
         work = self.shard.all_gather(output_tensor, input_tensor)
         if async_op:
-            return work
+            return _Arriving(work)
         work.wait()
         return None
+
+
+class _Arriving(dist.Work):
+    """A collective under way, as FSDP2 waits for it."""
+
+    def __init__(self, pending: Pending):
+        super().__init__()
+        self.pending = pending
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self.pending.wait()
+        return True
 
 
 class _ReduceScatter(_Allocates, ReduceScatter):
-    def __init__(self, shard: Axis, replicate: Axis):
-        self.shard, self.replicate = shard, replicate
+    """`defers`: nothing reads a group's gradient before the backward pass ends (it is not added to another, not cast,
+    not reduced again), so it may arrive while the next group is computed."""
+
+    def __init__(self, shard: Axis, replicate: Axis, defers: bool):
+        self.shard, self.replicate, self.defers = shard, replicate, defers
         self.all_reduces = True
         """HSDP: FSDP2 follows up with an all-reduce of its own, which is counted here."""
+        self.under_way: Pending | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> Any:
+    ) -> None:
         work = self.shard.reduce_scatter(output_tensor, input_tensor)
         if self.replicate.size > 1 and self.all_reduces:
             self.replicate.count("all_reduce", output_tensor)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        if self.defers:
+            self.settle()  # one at a time: each keeps a group's whole gradient
+            self.under_way = work
+        else:
+            work.wait()
+
+    def settle(self) -> None:
+        """Wait for the last one."""
+        if self.under_way is not None:
+            self.under_way.wait()
+            self.under_way = None

@@ -64,7 +64,8 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor) -> None:
         """Clip to the configured norm, update, and clear the gradients. `norm` is the global norm."""
-        if self.config.clip:
+        # Where nothing is clipped torch would multiply every gradient by one.
+        if self.config.clip and norm + 1e-6 > self.config.clip:
             clip_grads_with_norm_(self.masters.values(), self.config.clip, norm)
         for group in self.adam.param_groups:
             group["lr"] = lr
