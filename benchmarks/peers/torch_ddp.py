@@ -7,16 +7,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.peers import harness
+from phalanx.job.job import Job
+
+
+def step_of(job: Job) -> harness.Step:
+    """One step, on the ranks of the default group."""
+    model = DistributedDataParallel(harness.build(job), gradient_as_bucket_view=True)
+    optimizer = harness.adamw(model, job)
+    return harness.plain_step(model, optimizer, lambda: clip_grad_norm_(model.parameters(), job.optimizer.clip))
 
 
 def main() -> None:
     options = harness.parser(__doc__).parse_args()
     job = harness.load(options.job)
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(harness.build(job), gradient_as_bucket_view=True)
-    optimizer = harness.adamw(model, job)
-    step = harness.plain_step(model, optimizer, lambda: clip_grad_norm_(model.parameters(), job.optimizer.clip))
-    harness.measure(step, job, options.steps)
+    harness.measure(step_of(job), job, options.steps)
     dist.destroy_process_group()
 
 

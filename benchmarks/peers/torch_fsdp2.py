@@ -8,20 +8,25 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.peers import harness
+from phalanx.job.job import Job
 
 
-def main() -> None:
-    options = harness.parser(__doc__).parse_args()
-    job = harness.load(options.job)
-    dist.init_process_group("gloo")
+def step_of(job: Job) -> harness.Step:
+    """One step, on the ranks of the default group."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = harness.build(job)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = harness.adamw(model, job)
-    step = harness.plain_step(model, optimizer, lambda: clip_grad_norm_(model.parameters(), job.optimizer.clip))
-    harness.measure(step, job, options.steps)
+    return harness.plain_step(model, optimizer, lambda: clip_grad_norm_(model.parameters(), job.optimizer.clip))
+
+
+def main() -> None:
+    options = harness.parser(__doc__).parse_args()
+    job = harness.load(options.job)
+    dist.init_process_group("gloo")
+    harness.measure(step_of(job), job, options.steps)
     dist.destroy_process_group()
 
 

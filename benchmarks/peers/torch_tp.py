@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils import get_total_norm
 
 from benchmarks.peers import harness
+from phalanx.job.job import Job
 from phalanx.model.transformer import Transformer
 
 
@@ -84,17 +85,21 @@ def clip(model: nn.Module, limit: float) -> None:
         gradient.mul_(factor)
 
 
+def step_of(job: Job, sequence: bool) -> harness.Step:
+    """One step, on the ranks of the default group."""
+    model = harness.build(job)
+    cut(model, dist.get_world_size(), sequence)
+    optimizer = harness.adamw(model, job)
+    return harness.plain_step(model, optimizer, lambda: clip(model, job.optimizer.clip))
+
+
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--sequence", action="store_true")
     options = parser.parse_args()
     job = harness.load(options.job)
     dist.init_process_group("gloo")
-    model = harness.build(job)
-    cut(model, dist.get_world_size(), options.sequence)
-    optimizer = harness.adamw(model, job)
-    step = harness.plain_step(model, optimizer, lambda: clip(model, job.optimizer.clip))
-    harness.measure(step, job, options.steps, data_rank=0)
+    harness.measure(step_of(job, options.sequence), job, options.steps, data_rank=0)
     dist.destroy_process_group()
 
 
