@@ -12,6 +12,11 @@ def gib(count: float) -> str:
     return f"{count:.1f}GiB"
 
 
+def counted(count: float, what: str) -> str:
+    """A number with its noun: "1 call", "0.5 calls", "12 buckets"."""
+    return f"{count:.4g} {what}" if count == 1 else f"{count:.4g} {what}s"
+
+
 def seconds(value: float) -> str:
     """A duration as text: "850ms", "12.3s", "4m05s", "2h07m"."""
     if value < 1:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from phalanx.cost.traffic import Collective, sent_bytes
-from phalanx.units import gib
+from phalanx.units import counted, gib
 
 
 @dataclass
@@ -70,10 +70,10 @@ class Ledger:
         """For a person, a line for each axis: bytes and calls a step."""
         found = []
         for axis in dict.fromkeys(axis for axis, _ in sorted(self.entries)):
-            parts = [
-                f"{collective.replace('_', '-')} {gib(int(entry.sent / steps))} in {entry.calls / steps:.4g} calls"
-                for (of, collective), entry in sorted(self.entries.items())
-                if of == axis
-            ]
+            parts = []
+            for (of, collective), entry in sorted(self.entries.items()):
+                if of == axis:
+                    sent, calls = gib(int(entry.sent / steps)), counted(entry.calls / steps, "call")
+                    parts.append(f"{collective.replace('_', '-')} {sent} in {calls}")
             found.append(f"{axis}: {', '.join(parts)}")
         return found

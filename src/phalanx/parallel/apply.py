@@ -25,6 +25,7 @@ from phalanx.parallel.objective import ChunkedObjective, Loss, Objective
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.tiling import tile
 from phalanx.parallel.zero import BucketReplica
+from phalanx.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def _spread(
     )
     kinds = [f"ZeRO-{layout.zero} over {shard.size} ranks"] if shard.size > 1 else []
     kinds += [f"DDP over {replicate.size} ranks"] if replicate.size > 1 else []
-    log.info("data parallel: %s, %d buckets", " × ".join(kinds), len(replica.buckets))
+    log.info("data parallel: %s, %s", " × ".join(kinds), counted(len(replica.buckets), "bucket"))
     return replica
 
 

@@ -73,13 +73,13 @@ class Trainer:
         self.mesh: Mesh = meshes.build(job.layout, device.type)
         shards = Path(on_rank_zero(self._find_data))
         index = open_shards(shards)
-        self.stepper = Stepper(job, self.mesh, device, index.vocab_size)
-        self.state = State(self.stepper, index.fingerprint, index.vocab_size)
-        self.asynchronous = Asynchronous(self.stepper) if job.layout.sync == "asp" else None
         self.train_data = TokenData(shards, "train", job.model.seq_len)
         self.val_data = TokenData(shards, "val", job.model.seq_len) if job.train.eval_samples else None
         on_rank_zero(self._keep_tokenizer)
-        self._introduce()
+        self._introduce(index.vocab_size)
+        self.stepper = Stepper(job, self.mesh, device, index.vocab_size)
+        self.state = State(self.stepper, index.fingerprint, index.vocab_size)
+        self.asynchronous = Asynchronous(self.stepper) if job.layout.sync == "asp" else None
         self._resume()
         self.peak, source = devices.peak_flops(job.cluster.peak_tflops, device, DTYPES[job.train.precision])
         log.info("peak: %.3g TFLOP/s a rank (%s), for mfu", self.peak / 1e12, source)
@@ -227,9 +227,8 @@ class Trainer:
             self.state.load(Path(path))
             log.info("resumed at step %d from %s", self.state.step, path)
 
-    def _introduce(self) -> None:
+    def _introduce(self, vocab: int) -> None:
         job, model = self.job, self.job.model
-        vocab = self.state.vocab_size
         log.info("run: %s  layout: %s  precision: %s", self.directory.path, job.layout.line(), job.train.precision)
         log.info("model: %s parameters, %d layers, vocabulary %d", f"{count(model, vocab):,}", model.n_layers, vocab)
         log.info("batch: %s; %s training samples", self.batch.equation(), f"{self.train_data.sample_count:,}")
