@@ -209,6 +209,8 @@ def _serve(connection: Connection, stacks: str) -> None:
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who ends this process
     torch.set_num_threads(1)
+    if not Path(stacks).exists():
+        return  # the caller was interrupted while this process started, and has cleaned up
     with open(stacks, "w", encoding="utf-8") as file, suppress(EOFError):
         faulthandler.enable(file)
         faulthandler.register(_STACKS_SIGNAL, file)
