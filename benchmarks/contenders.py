@@ -34,7 +34,7 @@ JOB = Path("benchmarks") / "sharding.yaml"
 PEERS_PYTHON = ROOT / ".bench-venv" / "bin" / "python"
 """The environment of the peers that do not come with torch: `make bench-peers`."""
 
-WARM_UP = 8
+WARM_UP = 4
 """Steps left out at the start of every run."""
 LIMIT_S = 300.0
 """A contender that takes longer than this is stopped and counts as not run."""
