@@ -1,8 +1,8 @@
 """The collectives along one axis of the mesh: the only place where training sends anything, so where it is counted.
 
 On gloo three of them take other ways than the backend's own, which copies more than it must (2 ranks, 43 MiB on two
-cores: reduce-scatter 66 ms, here 42; all-gather 61 ms, here 26; `python -m benchmarks.axis`). They also add in the order
-of the ranks, so that a sum does not depend on where in a buffer a value stands.
+cores: reduce-scatter 66 ms, here 42; all-gather 61 ms, here 26; `python -m benchmarks.axis`). They also add in the
+order of the ranks, so that a sum does not depend on where in a buffer a value stands.
 """
 
 from __future__ import annotations
