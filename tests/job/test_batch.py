@@ -40,6 +40,21 @@ def test_a_silent_job_has_the_same_global_batch_on_any_number_of_ranks():
     assert solve(0, Layout()).global_batch == solve(0, Layout(dp_replicate=4)).global_batch == DEFAULT_GLOBAL_BATCH
 
 
+@pytest.mark.parametrize(
+    ("sequences", "pp", "accumulation"),
+    [(16, 1, 1), (16, 2, 4), (16, 3, 8), (16, 4, 8), (24, 4, 8), (21, 3, 7), (16, 9, 16), (6, 4, 6), (7, 2, 7)],
+)
+def test_a_pipeline_gets_two_micro_batches_a_rank_where_nothing_is_said(sequences, pp, accumulation):
+    for ranks in (1, 2):
+        batch = solve(sequences * ranks, Layout(pp=pp, dp_replicate=ranks))
+        assert batch == Batch(sequences * ranks, sequences // accumulation, accumulation, ranks)
+
+
+def test_a_pipeline_takes_the_micro_batches_that_are_given():
+    assert solve(16, Layout(pp=4, accumulation=2)) == Batch(16, 8, 2, 1)
+    assert solve(16, Layout(pp=4, micro_batch=8)) == Batch(16, 8, 2, 1)
+
+
 def test_the_message_shows_the_equation_and_the_nearest_legal_batches():
     with pytest.raises(ValueError) as caught:
         solve(10, Layout(dp_replicate=2, dp_shard=2, micro_batch=2))

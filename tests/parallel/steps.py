@@ -32,14 +32,13 @@ def steps(ranks, job: Job, vocab: int, count: int = 2):
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
     fragments = stepper.replica.fragments
-    shard, tp = mesh.axis("dp_shard"), mesh.axis("tp")
     shown, gradients = [], {}
     real = stepper.optimizer.square_norm
 
     def square_norm(scale):
         found = {f.name: f.gradient for f in fragments}
         # Copies: clipping works in place.
-        gradients.update((name, t.clone()) for name, t in wholes(fragments, found, shard, tp, ranks.rank == 0))
+        gradients.update((name, t.clone()) for name, t in wholes(fragments, found, mesh, ranks.rank == 0))
         return real(scale)
 
     stepper.optimizer.square_norm = square_norm
@@ -48,7 +47,7 @@ def steps(ranks, job: Job, vocab: int, count: int = 2):
         batches, valid = micro_batches(job, step, mesh.data_rank, vocab)
         seen = stepper.step(batches, step, valid, 1e-2)
         shown.append((seen.loss, seen.grad_norm))
-    parameters = dict(wholes(fragments, {f.name: f.value for f in fragments}, shard, tp, ranks.rank == 0))
+    parameters = dict(wholes(fragments, {f.name: f.value for f in fragments}, mesh, ranks.rank == 0))
     return shown, gradients, parameters
 
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.comm.axis import Axis
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
@@ -21,7 +20,7 @@ from phalanx.parallel.mesh import build
 
 SHAPE = Model(n_layers=1, d_model=8, n_heads=4, n_kv_heads=2, d_ff=20, seq_len=4, tied=False, activation="swiglu")
 VOCAB = 11
-ALONE = Axis("dp_shard"), Axis("tp")
+ALONE = build(Layout(), "cpu")
 
 
 @settings(max_examples=60)
@@ -67,8 +66,8 @@ def test_matrices_decay_even_where_a_share_of_one_is_flat():
 def test_one_process_reads_out_copies():
     value = torch.ones(2, 3, requires_grad=True)
     fragment = Fragment("w", (Piece((2, 3)),), 0, 0, value)
-    assert dict(wholes([fragment], {"w": value}, *ALONE, keep=False)) == {}
-    found = dict(wholes([fragment], {"w": value}, *ALONE, keep=True))
+    assert dict(wholes([fragment], {"w": value}, ALONE, keep=False)) == {}
+    found = dict(wholes([fragment], {"w": value}, ALONE, keep=True))
     assert torch.equal(found["w"], torch.ones(2, 3))
     assert not found["w"].requires_grad
 
@@ -81,9 +80,8 @@ def whole_values(ranks, layout: Layout):
     mesh = build(layout, "cpu")
     job = Job(model=SHAPE, layout=layout, train=Train(seed=3))
     fragments = apply(model, job, mesh, torch.device("cpu")).fragments
-    shard, tp = mesh.axis("dp_shard"), mesh.axis("tp")
     last = ranks.rank == ranks.world - 1
-    found = dict(wholes(fragments, {f.name: f.value for f in fragments}, shard, tp, last))
+    found = dict(wholes(fragments, {f.name: f.value for f in fragments}, mesh, last))
     elements = torch.zeros(len(fragments))
     for number, fragment in enumerate(fragments):
         if any(fragment is each for each in counted(fragments)):
@@ -96,7 +94,7 @@ def whole_values(ranks, layout: Layout):
     shares = {f.name: torch.empty(f.value.shape) for f in fragments}
     for fragment in fragments:
         fragment.assign(others[fragment.name], into=shares[fragment.name])
-    same = dict(wholes(fragments, shares, shard, tp, True))
+    same = dict(wholes(fragments, shares, mesh, True))
     assert all(torch.equal(same[name], tensor) for name, tensor in others.items())
     return list(found), found, elements, [f.piece.whole for f in fragments]
 

@@ -201,3 +201,25 @@ def test_the_nearest_remedy(part, layout, remedy):
     memory = Memory(Job(model=GPT, layout=layout), torch.device("cpu"), VOCAB)
     with pytest.raises(RunError, match=f"{part}: {remedy}"), memory.allocating(part):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
+def test_a_pipeline_rank_counts_its_stages_and_what_it_has_in_flight():
+    model = replace(ONE, n_layers=8)
+    job = Job(model=model, layout=Layout(pp=4, pp_cut="1+2+3+2"), train=Train(global_batch=8))
+    first, *_, last = (Memory(job, torch.device("cpu"), VOCAB, rank).table() for rank in range(4))
+    one = Memory(replace(job, layout=Layout()), torch.device("cpu"), VOCAB).table()
+    assert first["parameters"] + 4 * VOCAB * model.d_model < one["parameters"] / 4
+    block = activation_bytes(model, job.layout, 1, 4)
+    assert (first["activations"], last["activations"]) == (4 * 1 * block, 1 * 2 * block)
+    assert (first["logits"], 8 * last["logits"]) == (0, one["logits"])
+    gpipe = replace(job, layout=replace(job.layout, schedule="gpipe"))
+    assert Memory(gpipe, torch.device("cpu"), VOCAB, 3).table()["logits"] == one["logits"]
+    chunked = replace(job, layout=replace(gpipe.layout, loss_chunk=model.seq_len))
+    assert Memory(chunked, torch.device("cpu"), VOCAB, 3).table()["logits"] == last["logits"]
+
+
+def test_a_pipeline_without_room_for_activations_says_so():
+    job = Job(model=replace(GPT, n_layers=4), layout=Layout(pp=2, recompute="full"), train=Train(global_batch=16))
+    memory = Memory(job, torch.device("cpu"), VOCAB)
+    with pytest.raises(RunError, match=r"activations: layout.micro_batch=2"), memory.allocating("activations"):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")

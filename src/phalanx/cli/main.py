@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 import phalanx
 from phalanx.errors import JobError, PhalanxError
-from phalanx.job.fields import nearest
+from phalanx.nearest import nearest
 
 VERBS = {
     "train": "run a job: start its processes, train, validate, save; resumes where it stopped",
     "verify": "prove that a job computes the same under every layout as on one process",
     "generate": "text from a checkpoint of a run",
     "data": "prepare a corpus: tokenize it into memory-mapped shards",
+    "schedule": "pipeline schedules: list, draw, measure and check them",
 }
 
 USAGE = """\
@@ -34,6 +35,7 @@ examples:
   phalanx verify examples/main.yaml                  every technique against one process, about a minute
   phalanx verify job.yaml --layouts tp=2,sp=true dp_shard=4,zero=2
   phalanx generate runs/main --prompt "def " --max-new-tokens 200
+  phalanx schedule show 1f1b --stages 4 --microbatches 8
 
 `phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.
 Exit codes: 0 done, 1 failed, 2 bad usage or job, 4 data or checkpoint invalid, 5 stopped on NaN,

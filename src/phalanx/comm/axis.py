@@ -8,7 +8,7 @@ order of the ranks, so that a sum does not depend on where in a buffer a value s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ MANY = 16
 # torch 2.13 renamed these two.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -127,6 +130,22 @@ class Axis:
     def receive(self, x: Tensor, source: int) -> None:
         """`x` becomes what the axis's rank `source` sends. Returns once it is there."""
         dist.recv(x, group=self.group, group_src=source)
+
+    def start_send(self, x: Tensor, target: int) -> Pending:
+        """The same without waiting. Messages to one rank keep their order."""
+        self.count("send", x)
+        return _Then([dist.isend(x, group=self.group, group_dst=target)])
+
+    def start_receive(self, x: Tensor, source: int) -> Pending:
+        """The same without waiting. Messages from one rank come in the order in which it sent them."""
+        return _Then([dist.irecv(x, group=self.group, group_src=source)])
+
+    def all_gather_object(self, mine: T) -> list[T]:
+        """Everyone's small description of something, in the order of the ranks; not counted."""
+        every: list[Any] = [mine] * self.size
+        if self.size > 1:
+            dist.all_gather_object(every, mine, group=self.group)
+        return every
 
     def _exchange(self, rows: Tensor) -> Pending:
         """Every rank's own row of `rows` (size, n) reaches all others."""

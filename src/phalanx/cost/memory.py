@@ -8,13 +8,15 @@ to what ranks really have (docs/memory.md).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
-from phalanx.job.parameters import parameter_shapes
 from phalanx.job.pieces import groups, piece, tile
+from phalanx.job.stages import stage_shapes
+from phalanx.schedule.schedule import Schedule
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number, by `train.precision`."""
@@ -36,14 +38,20 @@ class StateBytes:
 
 
 def state_bytes(
-    model: Model, layout: Layout, precision: str = "fp32", gradients: str = "same", vocab: int | None = None
+    model: Model,
+    layout: Layout,
+    precision: str = "fp32",
+    gradients: str = "same",
+    vocab: int | None = None,
+    stages: Iterable[range] | None = None,
 ) -> StateBytes:
-    """Bytes on the fullest rank: exactly what it holds, padding included. Pipeline stages are not told apart,
-    and what a `layout.sync` other than bsp keeps besides is not counted.
+    """Bytes on the fullest rank: exactly what it holds, padding included. What a `layout.sync` other than bsp keeps
+    besides is not counted, nor are the versions of the weights that a pipeline without a flush keeps.
 
-    `precision` and `gradients` are `train`'s, `vocab` the tokenizer's vocabulary where the model leaves it open. Raises
-    JobError where nothing says it."""
-    shapes = _held_shapes(model, layout, vocab)
+    `precision` and `gradients` are `train`'s, `vocab` the tokenizer's vocabulary where the model leaves it open.
+    `stages` are those that a pipeline rank holds, as runs of layers (phalanx.plan.cut.stages_of): the fullest of the
+    ranks with these; by default the whole model. Raises JobError where nothing says the vocabulary."""
+    shapes = _held_shapes(model, layout, vocab, [range(model.n_layers)] if stages is None else stages)
     width, state_width = WIDTHS[precision], STATE_WIDTHS[precision]
     ranks = layout.dp_shard
     if ranks > 1 and layout.zero == 3:
@@ -99,10 +107,26 @@ def logit_bytes(model: Model, layout: Layout, micro_batch: int, width: int = 2, 
     return tokens * rows * (width + (4 if width < 4 else width))
 
 
-def _held_shapes(model: Model, layout: Layout, vocab: int | None) -> list[tuple[int, ...]]:
-    """Of every parameter (of every tile of one), what a tensor rank holds: the first, than which none holds more."""
+def peak_in_flight(schedule: Schedule, rank: int, weights: Sequence[float]) -> float:
+    """The most that a pipeline rank keeps at one time, where stage s keeps `weights[s]` of every micro-batch (of a
+    slice its share) from its forward pass to its backward pass, or to the half of it that is for the weights.
+
+    With the layers of each stage as weights it is the number of `activation_bytes` that the rank needs."""
+    kept = peak = 0.0
+    for action in schedule.programs[rank]:
+        if action.kind == "F":
+            kept += weights[action.stage]
+            peak = max(peak, kept)
+        elif action.kind != "I":
+            kept -= weights[action.stage]
+    return peak / schedule.slices
+
+
+def _held_shapes(model: Model, layout: Layout, vocab: int | None, stages: Iterable[range]) -> list[tuple[int, ...]]:
+    """Of every parameter of these stages (of every tile of one), what a tensor rank holds: the first, than which none
+    holds more."""
     shapes = []
-    for name, whole in parameter_shapes(model, vocab).items():
+    for name, whole in stage_shapes(model, stages, vocab).items():
         if layout.tp > 1:
             shapes.append(piece(name, whole, model, layout.tp, 0).shape)
         else:

@@ -29,6 +29,10 @@ class Batch:
 def solve(global_batch: int, layout: Layout) -> Batch:
     """Derive what was left open (0) in the batch equation.
 
+    Where both the micro-batch and the accumulation are open, a micro-batch is all of a data rank's sequences. A
+    pipeline would then stand still but for one rank at a time: it gets the smallest accumulation that is at least
+    2 × pp and divides those sequences, or, where none does, micro-batches of one sequence.
+
     Raises ValueError with the equation, its values and the nearest legal global batches where they do not agree.
     """
     ranks = layout.data_ranks
@@ -42,8 +46,16 @@ def solve(global_batch: int, layout: Layout) -> Batch:
         raise ValueError(_disagreement(global_batch, layout, known))
     rest = global_batch // known
     if not micro and not accumulation:
-        return Batch(global_batch, rest, 1, ranks)
+        accumulation = _that_fills(layout.pp, rest)
+        return Batch(global_batch, rest // accumulation, accumulation, ranks)
     return Batch(global_batch, micro or rest, accumulation or rest, ranks)
+
+
+def _that_fills(pp: int, sequences: int) -> int:
+    """Micro-batches of equal size into which a data rank's sequences are cut, so that a pipeline has work."""
+    if pp == 1:
+        return 1
+    return next((n for n in range(2 * pp, sequences) if sequences % n == 0), sequences)
 
 
 def _disagreement(global_batch: int, layout: Layout, known: int) -> str:

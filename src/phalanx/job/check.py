@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from phalanx.job import batch
+from phalanx.job.check_pipeline import pipeline_problems
 from phalanx.job.check_sync import sync_problems
 from phalanx.job.data import Data
-from phalanx.job.fields import get, nearest
+from phalanx.job.fields import get
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
+from phalanx.nearest import nearest, nearest_divisors, nearest_of
 
 CORPORA = ("stdlib", "shakespeare_char", "text", "random")
 MIN_BPE_VOCAB = 257
@@ -29,6 +31,7 @@ def problems_of(job: Job) -> list[Problem]:
         *_model(job.model),
         *_layout(job),
         *_batch(job),
+        *pipeline_problems(job),
         *_data(job),
         *_train(job),
         *_optimizer(job),
@@ -41,7 +44,6 @@ def untrainable(job: Job) -> list[Problem]:
     layout, found = job.layout, []
     later = {
         "cp": "context parallel",
-        "pp": "pipeline parallel",
         "ep": "expert parallel",
     }
     for axis, technique in later.items():
@@ -100,6 +102,8 @@ AT_LEAST_ZERO = [
     "model.moe.n_experts",
     "cluster.devices_per_node",
     "cluster.peak_tflops",
+    "layout.pp_chunks",
+    "layout.pp_slices",
     "layout.micro_batch",
     "layout.accumulation",
     "layout.loss_chunk",
@@ -214,8 +218,6 @@ def _layout(job: Job) -> Iterator[Problem]:
         )
     if layout.accumulate == "sharded" and layout.zero == 1:
         yield "layout.accumulate", "sharded gradients need zero 2 or 3, zero is 1; local goes with any"
-    if layout.pp > model.n_layers:
-        yield "layout.pp", f"pp {layout.pp} stages need as many layers, the model has {model.n_layers}"
     if model.seq_len % layout.cp:
         yield (
             "layout.cp",
@@ -332,14 +334,3 @@ def _optimizer(job: Job) -> Iterator[Problem]:
             "optimizer.base_batch",
             f"batch_scaling {optimizer.batch_scaling} needs the batch for which lr was chosen",
         )
-
-
-def nearest_divisors(n: int, wanted: int, count: int = 3) -> str:
-    """The divisors of n that lie nearest to `wanted`, as text: "2, 4, 8"."""
-    return nearest_of([d for d in range(1, n + 1) if n % d == 0] if n <= 1_000_000 else [1], wanted, count)
-
-
-def nearest_of(legal: Iterable[int], wanted: int, count: int = 3) -> str:
-    """The numbers that lie nearest to `wanted`, as text."""
-    near = sorted(sorted(legal, key=lambda d: (abs(d - wanted), d))[:count])
-    return ", ".join(map(str, near))

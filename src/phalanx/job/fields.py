@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import typing
 from collections import Counter
 from typing import Any
 
 from phalanx.job.job import Job
+from phalanx.nearest import nearest
 
 SECTION_SHORTHAND = {"model": "model.preset", "data": "data.corpus"}
 """What a section given as one word means: `model: llama3-8b` is `model.preset: llama3-8b`."""
@@ -94,12 +94,6 @@ def resolve(name: str) -> str | None:
     if name in leaves():
         return name
     return SECTION_SHORTHAND.get(name) or short_names().get(name)
-
-
-def nearest(name: str, choices: typing.Iterable[str]) -> str | None:
-    """The choice that a mistyped name most likely meant, or None."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
-    return close[0] if close else None
 
 
 def suggestion(name: str) -> str:

@@ -22,7 +22,7 @@ class Layout:
     tp: int = 1
     """Tensor-parallel ranks: each holds a part of every matrix."""
     pp: int = 1
-    """Pipeline stages (ranks): each holds a part of the layers."""
+    """Pipeline ranks: each holds one or several stages of the layers."""
     ep: int = 1
     """Expert-parallel ranks, taken from dp_shard × cp."""
     zero: Literal[1, 2, 3] = 3
@@ -42,7 +42,13 @@ class Layout:
     sp_regather: bool = False
     """sp: keep only this rank's part of a gathered input, and gather it again in the backward pass."""
     schedule: str = "1f1b"
-    """Pipeline schedule."""
+    """Pipeline schedule: a name that `phalanx schedule list` shows, or a file with a schedule of your own."""
+    pp_chunks: int = 0
+    """Stages that each pipeline rank holds; 0 takes as many as the schedule does by itself."""
+    pp_slices: int = 0
+    """Parts of a sequence that travel one after the other (terapipe); 0 takes the schedule's own number."""
+    pp_cut: str = ""
+    """Layers of each stage, such as 3+5+4+4; by default stages are cut so that the slowest is as fast as it can be."""
     micro_batch: int = 0
     """Sequences in one forward pass of one data rank; 0 means the rest of the equation decides."""
     accumulation: int = 0

@@ -6,8 +6,9 @@ from typing import Any
 
 from phalanx.errors import JobError
 from phalanx.job import values
-from phalanx.job.fields import leaves, nearest, resolve, suggestion
+from phalanx.job.fields import leaves, resolve, suggestion
 from phalanx.job.layout import Layout
+from phalanx.nearest import nearest
 
 
 def parse(line: str) -> Layout:

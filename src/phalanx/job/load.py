@@ -11,10 +11,11 @@ from typing import Any
 from phalanx.errors import JobError
 from phalanx.job import overrides, values, yaml_file
 from phalanx.job.check import problems_of
-from phalanx.job.fields import get, leaves, nearest, replace
+from phalanx.job.fields import get, leaves, replace
 from phalanx.job.job import Job
 from phalanx.job.presets import PRESETS
 from phalanx.job.yaml_file import Setting
+from phalanx.nearest import nearest
 
 
 @dataclass(frozen=True)

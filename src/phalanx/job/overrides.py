@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.job.fields import leaves, nearest, resolve, suggestion
+from phalanx.job.fields import leaves, resolve, suggestion
 from phalanx.job.yaml_file import Setting
+from phalanx.nearest import nearest
 
 
 @dataclass

@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any
 
-from phalanx.job.fields import nearest
+from phalanx.nearest import nearest
 
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}

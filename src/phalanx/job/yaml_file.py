@@ -8,7 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from phalanx.job.fields import SECTION_SHORTHAND, leaves, nearest, resolve, sections, suggestion
+from phalanx.job.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion
+from phalanx.nearest import nearest
 
 PLAIN_TAGS = {
     f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")

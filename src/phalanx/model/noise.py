@@ -34,12 +34,19 @@ class Noise:
     tokens: tuple[int, int] = (0, 1)
     """Which of how many equal parts of the batch's tokens, in the order (sample, position), lie between the matrices
     here (sequence parallelism)."""
+    span: tuple[int, int] = (0, 1)
+    """Which of how many equal parts of every sequence this is (a pipeline's slices)."""
 
     def dropout(self, x: Tensor, p: float, site: str) -> Tensor:
         """Drops elements of `x` (batch, seq, d_model) with probability `p` and scales up the others. Where a rank has
         a part of the tokens, seq is that much shorter."""
         part, parts = self.tokens
         samples = len(self.sample_ids)
+        if self.span[1] > 1:
+            keep = self._keep(site, (x.shape[1] * parts * self.span[1], *x.shape[2:]), p, x.device)
+            keep = _part(keep, 1, x.shape[1] * parts * self.span[0], x.shape[1] * parts).flatten(0, 1)
+            keep = _part(keep, 0, samples * x.shape[1] * part, samples * x.shape[1])
+            return self._drop(x, p, keep.unflatten(0, (samples, x.shape[1])))
         # The samples that this part of the tokens touches: with as many samples as parts, whole ones.
         first, last = samples * part // parts, -(-samples * (part + 1) // parts)
         keep = self._keep(site, (x.shape[1] * parts, *x.shape[2:]), p, x.device, first, last).flatten(0, 1)
@@ -49,7 +56,11 @@ class Noise:
     def dropout_heads(self, probabilities: Tensor, p: float, site: str, n_heads: int) -> Tensor:
         """The same for attention probabilities (batch, local heads, queries, keys) of a model with `n_heads` heads."""
         part, parts = self.heads
-        keep = self._keep(site, (n_heads, *probabilities.shape[2:]), p, probabilities.device)
+        queries, keys = probabilities.shape[2:]
+        span, spans = self.span
+        every = (queries, keys) if spans == 1 else (queries * spans, queries * spans)
+        keep = self._keep(site, (n_heads, *every), p, probabilities.device)
+        keep = _part(_part(keep, 2, span * queries, queries), 3, 0, keys)
         return self._drop(probabilities, p, _part(keep, 1, n_heads * part // parts, n_heads // parts))
 
     def _drop(self, x: Tensor, p: float, keep: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,14 @@ from phalanx.model.rotary import rotary_table, rotate
 
 Multiply = Callable[..., Tensor]
 """x weightᵀ + bias as F.linear computes it: (x, weight, bias=None)."""
+
+
+class KeysAndValues(Protocol):
+    """Keys and values of tokens before these, which attention sees as well."""
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of all positions, from those of the new ones: (batch, kv_heads, seq, head_size) each."""
+        ...
 
 
 class Transformer(nn.Module):
@@ -74,12 +83,23 @@ class Transformer(nn.Module):
         if positions is None:
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x = self.embed_tokens(tokens, positions, noise)
-        rotary = self.rotary(positions, x.dtype)
-        for block in self.blocks.values():
-            x = block(x, rotary, noise, cache)
+        x = self.through(self.blocks, self.embed_tokens(tokens, positions, noise), positions, noise, cache)
         if cache is not None:
             cache.length += tokens.shape[1]
+        return x
+
+    def through(
+        self,
+        layers: Iterable[str],
+        x: Tensor,
+        positions: Tensor,
+        noise: Noise | None = None,
+        cache: KeysAndValues | None = None,
+    ) -> Tensor:
+        """What the blocks of some layers make of `x` (batch, seq, d_model), one after the other."""
+        rotary = self.rotary(positions, x.dtype)
+        for layer in layers:
+            x = self.blocks[layer](x, rotary, noise, cache)
         return x
 
     def normed(self, x: Tensor) -> Tensor:
@@ -119,7 +139,7 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(model)
         self.mlp = MLP(model)
 
-    def forward(self, x: Tensor, rotary: Tensor | None, noise: Noise | None, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor | None, noise: Noise | None, cache: KeysAndValues | None) -> Tensor:
         """(batch, seq, d_model) to the same."""
         attended = self.attn(self.attn_norm(x), rotary, noise, cache)
         x = x + dropout(attended, self.dropout, noise, f"{self.site}.attn.residual")
@@ -151,7 +171,7 @@ class Attention(nn.Module):
         self.core = CoreAttention(model, layer)
         self.wo = Linear(queries, model.d_model, bias=model.bias)
 
-    def forward(self, x: Tensor, rotary: Tensor | None, noise: Noise | None, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor | None, noise: Noise | None, cache: KeysAndValues | None) -> Tensor:
         """(batch, seq, d_model) to the same."""
         q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.qkv(x))
         if rotary is not None:

@@ -9,9 +9,11 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.errors import JobError
+from phalanx.job import batch
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.pieces import padded_vocabulary
+from phalanx.job.pipeline import schedule_of
 from phalanx.model.init import initial_value
 from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
@@ -19,12 +21,15 @@ from phalanx.parallel import tensor, vocabulary
 from phalanx.parallel.data import Partial, Pieces, Replica, ThreadReplicas
 from phalanx.parallel.fragments import by_whole
 from phalanx.parallel.fsdp import ShardedReplica
-from phalanx.parallel.linear import onednn_is_faster, use_onednn
+from phalanx.parallel.linear import WeightGradients, collect, onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import ChunkedObjective, Loss, Objective
+from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.recompute import recompute
+from phalanx.parallel.stages import Stages
 from phalanx.parallel.tiling import tile
 from phalanx.parallel.zero import BucketReplica
+from phalanx.plan.cut import layer_costs, shown, stages_of
 from phalanx.units import counted
 
 log = logging.getLogger(__name__)
@@ -33,12 +38,16 @@ log = logging.getLogger(__name__)
 def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Replica:
     """Apply the job's techniques to `model`, which lies on the meta device, and put it, initialised, on `device`.
 
-    Inner techniques come first: what cuts a layer (tensor, sequence, context, expert parallel) or changes its kernels,
-    then what wraps blocks (recompute, compile), then what spreads the whole over data ranks. Each is one log line.
+    A pipeline comes first: of the model it leaves this rank's layers. Then inner techniques: what cuts a layer (tensor,
+    sequence, context, expert parallel) or changes its kernels, then what wraps blocks (recompute, compile), then what
+    spreads the whole over data ranks. Each is one log line.
     """
     log.info("mesh: %s", mesh)
-    layout, dtype = job.layout, model.embed.weight.dtype
-    pieces, partials = _cut(model, mesh, layout)
+    layout, dtype, vocab = job.layout, model.embed.weight.dtype, model.embed.num_embeddings
+    stages = _stages(model, job, mesh, vocab) if layout.pp > 1 else None
+    later = WeightGradients() if stages else None
+    pieces, partials = _cut(model, mesh, layout, vocab, later)
+    partials += _shared(mesh, stages, pieces) if stages else []
     names = {}
     if layout.tiles > 1:
         pieces, names = tile(model, pieces, layout.tiles)
@@ -47,27 +56,59 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
         job.train.cpu_linear == "auto" and not job.train.compile and onednn_is_faster(device, dtype)
     ):
         log.info("linear layers: %d through oneDNN", use_onednn(model))
+    if later is not None:
+        # Matrices that tensor parallelism has cut leave theirs to it by themselves.
+        collect(model.modules() if layout.tp == 1 else [model.head], later)
     if layout.recompute != "none":
         log.info("recompute: %s, %d modules", layout.recompute, recompute(model, layout.recompute))
     if job.train.compile:
         for block in model.blocks.values():
             block.compile()
         log.info("compile: %d blocks, each on its own", len(model.blocks))
-    replica = _spread(_objective(model, mesh, layout), pieces, partials, job, mesh, device)
+    replica = _spread(_objective(model, mesh, layout, vocab), pieces, partials, job, mesh, device, stages)
     for fragment in replica.fragments:
         fragment.whole_name = names.get(fragment.name, fragment.name)
+        fragment.copy = stages is not None and stages.holders(fragment.whole_name)[0] != stages.rank
+    if stages is not None and later is not None:
+        parts = layout.tp if layout.sp else 1
+        replica.runner = Pipeline(replica, stages, mesh.lanes("pp"), later, parts)
     _initialise(replica, job, mesh)
     return replica
 
 
-def _cut(model: Transformer, mesh: Mesh, layout: Layout) -> tuple[Pieces, list[Partial]]:
+def _stages(model: Transformer, job: Job, mesh: Mesh, vocab: int) -> Stages:
+    """Pipeline parallelism: what of the model this rank holds. The rest is taken out of it."""
+    accumulation = batch.solve(job.train.global_batch, job.layout).accumulation
+    schedule = schedule_of(job.layout, accumulation)
+    cut = stages_of(job.model, job.layout, schedule.stages, vocab)
+    stages = Stages(schedule, mesh.coordinates["pp"], job.model, vocab, cut)
+    stages.keep(model)
+    log.info(
+        "pipeline: %s, %d micro-batches, %s", schedule.name, accumulation, shown(cut, layer_costs(job.model, vocab))
+    )
+    return stages
+
+
+def _shared(mesh: Mesh, stages: Stages, pieces: Pieces) -> list[Partial]:
+    """Parameters that several ranks of a pipeline hold: the embedding where it is the head's as well, and with a second
+    direction all of them. The ranks add up what each has found."""
+    names: dict[tuple[int, ...], set[str]] = {}
+    for name in pieces:
+        if len(ranks := tuple(sorted(stages.holders(name)))) > 1:
+            names.setdefault(ranks, set()).add(name)
+    return [Partial(mesh.among("pp", ranks), frozenset(shared)) for ranks, shared in sorted(names.items())]
+
+
+def _cut(
+    model: Transformer, mesh: Mesh, layout: Layout, vocab: int, later: WeightGradients | None
+) -> tuple[Pieces, list[Partial]]:
     """Tensor and sequence parallelism: what each tensor rank holds, and whose gradients have to be summed over them."""
     tp = mesh.axis("tp")
     pieces = tensor.cut_parameters(model, tp)
     if tp.size == 1:
         return pieces, []
-    tensor.connect(model, tensor.Tensors(tp, layout.sp, layout.sp_regather and layout.recompute != "full"))
-    vocab = model.embed.num_embeddings
+    regather = layout.sp_regather and layout.recompute != "full"
+    tensor.connect(model, tensor.Tensors(tp, layout.sp, regather, later))
     padding = padded_vocabulary(vocab, tp.size) - vocab
     log.info("tensor parallel: %d ranks%s", tp.size, f", vocabulary {vocab} + {padding} padding" if padding else "")
     partials = []
@@ -82,10 +123,10 @@ def _cut(model: Transformer, mesh: Mesh, layout: Layout) -> tuple[Pieces, list[P
     return pieces, partials
 
 
-def _objective(model: Transformer, mesh: Mesh, layout: Layout) -> Objective:
+def _objective(model: Transformer, mesh: Mesh, layout: Layout, vocab: int) -> Objective:
     loss: Loss = cross_entropy_sum
     if mesh.axis("tp").size > 1:
-        loss = partial(vocabulary.cross_entropy_sum, tp=mesh.axis("tp"), vocab=model.embed.num_embeddings)
+        loss = partial(vocabulary.cross_entropy_sum, tp=mesh.axis("tp"), vocab=vocab)
     if not layout.loss_chunk:
         return Objective(model, loss)
     log.info("loss: the logits of %d tokens at a time", layout.loss_chunk)
@@ -93,7 +134,13 @@ def _objective(model: Transformer, mesh: Mesh, layout: Layout) -> Objective:
 
 
 def _spread(
-    objective: Objective, pieces: Pieces, partials: list[Partial], job: Job, mesh: Mesh, device: torch.device
+    objective: Objective,
+    pieces: Pieces,
+    partials: list[Partial],
+    job: Job,
+    mesh: Mesh,
+    device: torch.device,
+    stages: Stages | None,
 ) -> Replica:
     """Data parallelism in the layout's form."""
     layout, tp = job.layout, mesh.axis("tp")
@@ -112,6 +159,7 @@ def _spread(
             layout=layout,
             device=device,
             gradient_dtype=gradient_dtype,
+            stages={number: stage.layers for number, stage in stages.held.items()} if stages else None,
         )
         hybrid = f" × {replicate.size} replicas (HSDP)" if replicate.size > 1 else ""
         log.info("data parallel: ZeRO-3 (FSDP2) over %d ranks%s, reshard %s", shard.size, hybrid, layout.reshard)
@@ -138,6 +186,7 @@ def _spread(
         bucket_mb=layout.bucket_mb,
         gradient_dtype=gradient_dtype,
         every_micro_batch=layout.accumulate == "sharded",
+        users=stages.users if stages else lambda name: (0,),
     )
     kinds = [f"ZeRO-{layout.zero} over {shard.size} ranks"] if shard.size > 1 else []
     kinds += [f"DDP over {replicate.size} ranks"] if replicate.size > 1 else []

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,15 @@ class MicroTensors:
         noise = self.noise and replace(self.noise, sample_ids=self.noise.sample_ids[chosen])
         return MicroTensors(self.tokens[chosen], self.targets[chosen], noise)
 
+    def slice(self, number: int, slices: int) -> MicroTensors:
+        """One of several equal parts of its sequences."""
+        if slices == 1:
+            return self
+        tokens = self.tokens.shape[1] // slices
+        chosen = slice(number * tokens, (number + 1) * tokens)
+        noise = self.noise and replace(self.noise, span=(number, slices))
+        return MicroTensors(self.tokens[:, chosen], self.targets[:, chosen], noise)
+
 
 @dataclass(frozen=True)
 class Partial:
@@ -51,28 +61,74 @@ class Partial:
     names: frozenset[str]
 
 
+class Runner(Protocol):
+    """What runs a replica's micro-batches otherwise than one after the other: a pipeline (parallel/pipeline.py)."""
+
+    def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
+        """As Replica.gradients; the loss is zero on ranks that do not compute it."""
+        ...
+
+    def loss(self, micro: MicroTensors) -> Tensor:
+        """As Replica.loss, and zero likewise."""
+        ...
+
+
 class Replica:
     """One process that computes a whole step by itself, or with its tensor ranks."""
+
+    runner: Runner | None = None
 
     def __init__(self, objective: Objective, pieces: Pieces, tp: Axis, partials: Sequence[Partial] = ()):
         self.objective, self.tp, self.partials = objective, tp, partials
         self.fragments = self._fragments(pieces)
 
+    def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
+        """`factor` × the gradient of the summed loss of a step's micro-batches. Returns that loss, in fp64, detached.
+
+        Afterwards every fragment's gradient is the sum over all data ranks."""
+        if self.runner is not None:
+            return self.runner.gradients(micros, factor)
+        losses = [self.forward_backward(m, factor, last=m is micros[-1]) for m in micros]
+        return torch.stack(losses).double().sum()
+
     def forward_backward(self, micro: MicroTensors, factor: float, *, last: bool) -> Tensor:
-        """Add `factor` × the gradient of the micro-batch's summed loss to what earlier micro-batches left.
+        """Add `factor` × the gradient of one micro-batch's summed loss to what earlier micro-batches left.
 
         Returns the loss summed over the micro-batch's tokens, detached. After the call with `last`, every fragment's
         gradient is the sum over all data ranks.
         """
+        self.begin_backward(0, last=last)
         loss = self.objective(micro.tokens, micro.targets, micro.noise)
         (loss * factor).backward()
+        self.end_backward(0, last=last)
         if last:
-            self._finish()
+            self.finish()
         return loss.detach()
+
+    def begin_backward(self, stage: int, *, last: bool) -> None:
+        """Parameters of a stage are about to get gradients of another micro-batch, of the last one or not."""
+
+    def end_backward(self, stage: int, *, last: bool) -> None:
+        """They have got them."""
+
+    def arrived(self, weight: Tensor) -> None:
+        """A gradient has been added to weight.grad, past autograd's hooks."""
+
+    def finish(self) -> None:
+        """Give the fragments their gradients: the last micro-batch has been back everywhere."""
+        self.collect()
+        self._sum_partials()
+
+    def collect(self) -> None:
+        """Bring this rank's gradients, summed over the data ranks, to the fragments."""
+        for fragment in self.fragments:
+            fragment.gradient = fragment.value.grad
 
     def loss(self, micro: MicroTensors) -> Tensor:
         """The loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
         with torch.no_grad():
+            if self.runner is not None:
+                return self.runner.loss(micro)
             return self.objective(micro.tokens, micro.targets)
 
     def publish(self) -> None:
@@ -86,12 +142,6 @@ class Replica:
 
     def _fragments(self, pieces: Pieces) -> list[Fragment]:
         return [Fragment(name, pieces[name], self.tp.rank, 0, parameter) for name, parameter in self._parameters()]
-
-    def _finish(self) -> None:
-        """Give the fragments their gradients."""
-        for fragment in self.fragments:
-            fragment.gradient = fragment.value.grad
-        self._sum_partials()
 
     def _sum_partials(self) -> None:
         for partial in self.partials:
@@ -122,5 +172,5 @@ class ThreadReplicas(Replica):
         run = super().forward_backward
         losses = list(self.pool.map(lambda part: run(part, factor, last=False), parts))
         if last:
-            self._finish()
+            self.finish()
         return torch.stack(losses).sum()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.job.pieces import Piece
+from phalanx.parallel.mesh import Mesh
 
 
 @dataclass(eq=False)
@@ -31,6 +32,8 @@ class Fragment:
     """The elements themselves, a leaf: what the optimizer changes in place."""
     gradient: Tensor | None = None
     """Of the loss over the global batch, summed over all data ranks; there after the last micro-batch."""
+    copy: bool = False
+    """Another rank of the pipeline holds the same and counts it."""
     whole_name: str = ""
     """Of the parameter in the plain model, as checkpoints have it; several tiles make up one. By default `name`."""
 
@@ -69,14 +72,42 @@ def cut(whole: Tensor, piece: Piece) -> Tensor:
 
 @torch.no_grad()
 def wholes(
-    fragments: Sequence[Fragment], tensors: Mapping[str, Tensor], shard: Axis, tp: Axis, keep: bool
+    fragments: Sequence[Fragment], tensors: Mapping[str, Tensor], mesh: Mesh, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter-like tensor put together again from what the ranks hold, by name in the plain model, on the CPU.
 
     `tensors` holds, under a fragment's own name, something of that fragment's shape (its value, gradient, a moment).
-    Ranks that do not `keep` take part and get nothing. One tensor at a time is whole, so a model larger than a device
-    can be read out.
+    Ranks that do not `keep` take part and get nothing; of a pipeline only the first rank of all may keep. One tensor at
+    a time is whole, so a model larger than a device can be read out.
     """
+    pp = mesh.axis("pp")
+    line = pp.size > 1 and all(place == 0 for axis, place in mesh.coordinates.items() if axis != "pp")
+    own = _of_stages(fragments, tensors, mesh.axis("dp_shard"), mesh.axis("tp"), keep or line)
+    if not line:
+        yield from own
+        return
+    # Each rank of a pipeline has its own layers: one after the other sends them to the first.
+    of = by_whole(fragments)
+    mine = [(name, f[0].piece.whole, tensors[f[0].name].dtype, f[0].copy) for name, f in of.items()]
+    for rank, theirs in enumerate(pp.all_gather_object(mine)):
+        for name, shape, dtype, copy in theirs:
+            whole = None
+            if rank == pp.rank:
+                _, whole = next(own)
+                if pp.rank and not copy:
+                    pp.send(whole.to(fragments[0].value.device), 0)
+            elif pp.rank == 0 and not copy:
+                whole = torch.empty(shape, dtype=dtype, device=fragments[0].value.device)
+                pp.receive(whole, rank)
+            if keep and whole is not None and not copy:
+                yield name, whole.cpu()
+    assert next(own, None) is None, "every tensor was sent or kept"
+
+
+def _of_stages(
+    fragments: Sequence[Fragment], tensors: Mapping[str, Tensor], shard: Axis, tp: Axis, keep: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole tensors of the layers that this rank has a part in."""
     device = fragments[0].value.device
     lengths = torch.empty(shard.size, len(fragments), dtype=torch.int64, device=device)
     mine = torch.tensor([f.value.numel() for f in fragments], device=device)
@@ -130,5 +161,5 @@ def _place(parts: Tensor, pieces: Sequence[Piece], whole: Tensor | None) -> Tens
 
 
 def counted(fragments: Iterable[Fragment]) -> Iterator[Fragment]:
-    """The fragments that this rank counts in sums over the whole model: copies on other tensor ranks do not."""
-    return (f for f in fragments if f.piece.first and f.value.numel())
+    """The fragments that this rank counts in sums over the whole model: copies on other ranks do not."""
+    return (f for f in fragments if f.piece.first and not f.copy and f.value.numel())

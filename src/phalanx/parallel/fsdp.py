@@ -9,7 +9,7 @@ gloo take the faster way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -46,8 +46,10 @@ class ShardedReplica(Replica):
         layout: Layout,
         device: torch.device,
         gradient_dtype: torch.dtype | None = None,
+        stages: Mapping[int, Sequence[str]] | None = None,
     ):
-        """`replicate` is the axis beside dp_shard over which gradients are summed: of one rank, where they are not."""
+        """`replicate` is the axis beside dp_shard over which gradients are summed: of one rank, where they are not.
+        `stages` are the blocks of each stage that this rank of a pipeline holds."""
         self.every_micro_batch = layout.accumulate == "sharded"
         self.groups = _shard(objective, mesh, replicate.size > 1, layout, gradient_dtype)
         self.root = self.groups[-1]
@@ -66,28 +68,60 @@ class ShardedReplica(Replica):
             # Plain sums: what they are divided by is the trainer's concern.
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
+        self.stages: dict[int, list[FSDPModule]] = {}
+        blocks = objective.model.blocks
+        for stage, names in (stages or {}).items():
+            self.stages[stage] = [block for name in names if isinstance(block := blocks[name], FSDPModule)]
+        self.reshard = layout.reshard
+        self._expect()
         super().__init__(objective, pieces, tp, partials)
 
-    def forward_backward(self, micro: MicroTensors, factor: float, *, last: bool) -> Tensor:
+    def begin_backward(self, stage: int, *, last: bool) -> None:
         sends = last or self.every_micro_batch
-        self.root.set_requires_gradient_sync(sends)
         self.root.set_requires_all_reduce(last)
-        self.root.set_is_last_backward(last)
         self.scatter.all_reduces = last
-        return super().forward_backward(micro, factor, last=last)
+        if not self.stages:
+            self.root.set_requires_gradient_sync(sends)
+            self.root.set_is_last_backward(last)
+            return
+        for block in self.stages[stage]:
+            block.set_requires_gradient_sync(sends)
 
-    def loss(self, micro: MicroTensors) -> Tensor:
-        found = super().loss(micro)
-        self.root.reshard()  # otherwise done in the backward pass, which does not come here
-        return found
+    def end_backward(self, stage: int, *, last: bool) -> None:
+        if self.stages and (last or self.every_micro_batch):
+            for block in self.stages[stage]:
+                # Gradients of weights that were put off come when autograd, and FSDP2 with it, is through.
+                for group in block._get_fsdp_state()._fsdp_param_groups:
+                    group.post_backward()
+                block.set_requires_gradient_sync(False)
 
-    def _finish(self) -> None:
+    def collect(self) -> None:
+        if self.stages:
+            # What lies around the blocks may be several stages': it is reduced when all are done.
+            self.root.set_requires_gradient_sync(True)
+            self.root.set_requires_all_reduce(True)
+            self.root.set_is_last_backward(True)
+            self.root.set_reshard_after_backward(True)
+            self.scatter.all_reduces = True
+            self.root._get_fsdp_state()._root_post_backward_final_callback()
+            self._expect()
         self.scatter.settle()
         for fragment, (_, parameter) in zip(self.fragments, self._parameters(), strict=True):
             gradient = parameter.grad
             assert isinstance(gradient, DTensor), "after the last backward pass every gradient is sharded"
             fragment.gradient = gradient.to_local()
-        self._sum_partials()
+
+    def _expect(self) -> None:
+        """Of a pipeline's step no backward pass is FSDP2's last, so that it leaves the end to `collect`."""
+        if self.stages:
+            self.root.set_requires_gradient_sync(False)
+            self.root.set_is_last_backward(False)
+            self.root.set_reshard_after_backward(self.reshard)
+
+    def loss(self, micro: MicroTensors) -> Tensor:
+        found = super().loss(micro)
+        self.root.reshard()  # otherwise done in the backward pass, which does not come here
+        return found
 
     def _fragments(self, pieces: Pieces) -> list[Fragment]:
         found = []

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU through oneDNN instead of MKL, where that is faster: the same products, other kernels.
+"""Linear layers with other kernels (oneDNN instead of MKL on a CPU), and with weight gradients that are put off.
 
 torch multiplies fp32 matrices on x86 with MKL, which takes its AVX-512 path on Intel's processors only. On an AMD EPYC
 with AVX-512 oneDNN makes a whole training step 1.5 times faster (benchmarks/results/throughput.md). oneDNN's kernel is
@@ -7,13 +7,19 @@ reached through an operator that torch's own compiler uses; where a version of t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from phalanx.model.transformer import Head, Linear, Multiply, Transformer
+
+Product = tuple[Multiply, Tensor, Tensor, Tensor]
+"""What a weight's gradient is made of: (multiply, gradient of the output, input, weight)."""
 
 
 def onednn_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
@@ -36,24 +42,82 @@ def use_onednn(model: Transformer) -> int:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weightᵀ + bias, as F.linear: (..., inputs) by (outputs, inputs) to (..., outputs), in fp32 on a CPU."""
-    return _Linear.apply(x, weight, bias)
+    return _Linear.apply(x, weight, bias, _multiply, None)
+
+
+def collect(modules: Iterable[nn.Module], later: WeightGradients) -> None:
+    """Have linear layers and heads leave the gradients of their weights to `later`."""
+    for module in modules:
+        if isinstance(module, (Linear, Head)):
+            module.multiply = partial(_collected, module.multiply, later)
+
+
+class WeightGradients:
+    """The weight gradients of a model's linear layers: added up where they are to be, now or later.
+
+    They need only what a layer read and the gradient of what it wrote, and nothing waits for them but the optimizer:
+    that is what lets a backward pass be cut in halves (Qi et al. 2023, section 2). Added to what earlier micro-batches
+    left by the product itself, they need no memory of their own."""
+
+    def __init__(self) -> None:
+        self.arrived: Callable[[Tensor], None] = lambda weight: None
+        """Called when a gradient has been added to weight.grad."""
+        self.products: list[Product] | None = None
+        """Where products that are put off are put; None: they are computed at once."""
+
+    def take(self, multiply: Multiply, gradient: Tensor, x: Tensor, weight: Tensor) -> None:
+        """From the gradient (..., outputs) of what a layer wrote and what it read, (..., inputs)."""
+        product = multiply, gradient, x, weight
+        if self.products is None:
+            self.add([product])
+        else:
+            self.products.append(product)
+
+    @torch.no_grad()
+    def add(self, products: Iterable[Product]) -> None:
+        """Compute products and add them to their weights' gradients."""
+        for multiply, gradient, x, weight in products:
+            if weight.grad is None:
+                weight.grad = gradient_of_weight(multiply, gradient, x)
+            elif multiply is F.linear:
+                weight.grad.addmm_(gradient.flatten(0, -2).t(), x.flatten(0, -2))
+            else:
+                weight.grad += gradient_of_weight(multiply, gradient, x)
+            self.arrived(weight)
+
+
+def _collected(
+    multiply: Multiply, later: WeightGradients, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    return _Linear.apply(x, weight, bias, multiply, later)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Multiply, later: WeightGradients | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _multiply(x, weight, bias)
+        # What is saved may come back as another tensor (recomputation); gradients belong to this one.
+        ctx.multiply, ctx.later, ctx.weight = multiply, later, weight
+        return multiply(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         (gradient,) = grad_outputs
-        need_x, need_weight, need_bias = ctx.needs_input_grad
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        of_weight = None
+        if need_weight and ctx.later is not None:
+            ctx.later.take(ctx.multiply, gradient, x, ctx.weight)
+        elif need_weight:
+            of_weight = gradient_of_weight(ctx.multiply, gradient, x)
         return (
-            gradient_of_input(_multiply, gradient, weight) if need_x else None,
-            gradient_of_weight(_multiply, gradient, x) if need_weight else None,
+            gradient_of_input(ctx.multiply, gradient, weight) if need_x else None,
+            of_weight,
             gradient.flatten(0, -2).sum(0) if need_bias else None,
+            None,
+            None,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -49,8 +50,9 @@ class Mesh:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank reports its data rank's loss: one of the ranks that read the same samples does."""
-        return all(place == 0 for axis, place in self.coordinates.items() if axis not in ("dp_replicate", "dp_shard"))
+        """Whether the losses that this rank computes count: of the tensor ranks, which all know them, the first's do.
+        Of the ranks of a pipeline each counts, since only those with the last stage compute any."""
+        return self.coordinates["tp"] == 0 and self.coordinates["cp"] == 0
 
     @property
     def shards(self) -> bool:
@@ -66,12 +68,27 @@ class Mesh:
         Every rank of the axis has to call it."""
         if size == 1:
             return Axis(name)
-        stride = prod(self.sizes[axis] for axis in AXES[AXES.index(name) + 1 :])
-        place = self.coordinates[name] % size
-        first = dist.get_rank() - place * stride
-        group = dist.new_group([first + i * stride for i in range(size)], use_local_synchronization=True)
+        first = self.coordinates[name] // size * size
+        return self.among(name, range(first, first + size))
+
+    def among(self, name: str, places: Sequence[int]) -> Axis:
+        """The collectives among some places of an axis, this rank's own among them. Only their ranks call it."""
+        if len(places) == 1:
+            return Axis(name)
+        group = dist.new_group(self._ranks(name, places), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is among them"
-        return Axis(name, size, place, group, self.ledger)
+        return Axis(name, len(places), places.index(self.coordinates[name]), group, self.ledger)
+
+    def lanes(self, name: str) -> tuple[Axis, Axis]:
+        """An axis twice, for messages to higher ranks and to lower ones. NCCL handles the messages between two ranks in
+        one order: in lanes of their own, two that cross do not wait for each other. All ranks of the axis have to call
+        it."""
+        axis = self.axis(name)
+        if axis.group is None or axis.gloo:
+            return axis, axis
+        group = dist.new_group(dist.get_process_group_ranks(axis.group), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "this rank is among them"
+        return axis, Axis(name, axis.size, axis.rank, group, self.ledger)
 
     def messages(self, name: str, timeout_s: float) -> Axis:
         """An axis once more, with a process group of its own on the CPU, for messages from threads: they never meet the
@@ -87,6 +104,11 @@ class Mesh:
         )
         assert isinstance(group, dist.ProcessGroup), "this rank is among them"
         return Axis(name, axis.size, axis.rank, group, self.ledger)
+
+    def _ranks(self, name: str, places: Sequence[int]) -> list[int]:
+        """The ranks at some places of an axis that have this rank's coordinates along the others."""
+        stride = prod(self.sizes[axis] for axis in AXES[AXES.index(name) + 1 :])
+        return [dist.get_rank() + (place - self.coordinates[name]) * stride for place in places]
 
     def reduce_replica(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """`x` becomes the sum (or maximum) over the ranks of this replica: those that differ along any axis but

@@ -25,7 +25,7 @@ from phalanx.comm.axis import Axis
 from phalanx.job.pieces import Piece, piece
 from phalanx.model.noise import Noise, dropout
 from phalanx.model.transformer import MLP, Attention, Linear, Multiply, Transformer
-from phalanx.parallel.linear import gradient_of_input, gradient_of_weight
+from phalanx.parallel.linear import WeightGradients, gradient_of_input, gradient_of_weight
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Tensors:
     """Residual stream, norms and dropout on shares of the tokens."""
     regather: bool = False
     """With `sequence`: keep only the share of a gathered input, and gather it again in the backward pass."""
+    later: WeightGradients | None = None
+    """Takes the gradients of weights, where they do not go the way of autograd."""
 
     def share(self, x: Tensor) -> Tensor:
         """This rank's tokens of `x` (batch, seq, ...): (batch, seq / tp, ...)."""
@@ -55,6 +57,12 @@ class Tensors:
         batch, seq, width = x.shape
         share = x.new_empty(batch, seq // self.tp.size, width)
         return share, self.tp.reduce_scatter(share.view(-1), x.contiguous().view(-1))
+
+    def of_weight(self, multiply: Multiply, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+        """The gradient of a weight, or None where `later` has taken it."""
+        if self.later is None:
+            return gradient_of_weight(multiply, gradient, x)
+        return self.later.take(multiply, gradient, x, weight)
 
     def leave(self, x: Tensor) -> tuple[Tensor, Any]:
         """What the residual stream here has of the sum of all ranks' `x` (perhaps in place), and what to wait for."""
@@ -136,6 +144,7 @@ class _Columns(torch.autograd.Function):
             whole, work = how.gather(x)
             work.wait()
         ctx.save_for_backward(x if how.regather else whole, *weights)
+        ctx.weights = weights
         ctx.biased = [bias is not None for bias in biases]
         return tuple(multiply(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
@@ -153,8 +162,8 @@ class _Columns(torch.autograd.Function):
         if gathering is not None:
             gathering.wait()
         found: list[Tensor | None] = []
-        for g, biased in zip(grad_outputs, ctx.biased, strict=True):
-            found += [gradient_of_weight(ctx.multiply, g, whole), g.flatten(0, -2).sum(0) if biased else None]
+        for g, weight, biased in zip(grad_outputs, ctx.weights, ctx.biased, strict=True):
+            found += [how.of_weight(ctx.multiply, g, whole, weight), g.flatten(0, -2).sum(0) if biased else None]
         leaving.wait()
         return gradient, None, None, *found
 
@@ -164,7 +173,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Tensors, multiply: Multiply, weight: Tensor) -> Tensor:
-        ctx.how, ctx.multiply = how, multiply
+        ctx.how, ctx.multiply, ctx.weight = how, multiply, weight
         ctx.save_for_backward(x, weight)
         y, work = how.leave(multiply(x, weight))
         work.wait()
@@ -175,7 +184,7 @@ class _Rows(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         gradient = _entered(ctx.how, grad_outputs[0])
         of_x = gradient_of_input(ctx.multiply, gradient, weight)
-        return of_x, None, None, gradient_of_weight(ctx.multiply, gradient, x)
+        return of_x, None, None, ctx.how.of_weight(ctx.multiply, gradient, x, ctx.weight)
 
 
 class _Leave(torch.autograd.Function):

@@ -8,7 +8,7 @@ shares are summed over dp_replicate as well (HSDP).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
 from phalanx.parallel.bucket import Bucket, Slot, fill
-from phalanx.parallel.data import MicroTensors, Partial, Pieces, Replica
+from phalanx.parallel.data import Partial, Pieces, Replica
 from phalanx.parallel.fragments import Fragment
 from phalanx.parallel.objective import Objective
 
@@ -38,36 +38,61 @@ class BucketReplica(Replica):
         bucket_mb: float,
         gradient_dtype: torch.dtype | None = None,
         every_micro_batch: bool = False,
+        users: Callable[[str], Sequence[int]] = lambda name: (0,),
     ):
         """`zero` 1 keeps whole gradients until the optimizer is done, 2 only shares of them. `gradient_dtype` is that
         in which gradients are added up and sent, by default the parameters'. `every_micro_batch` reduces the gradients
-        of each micro-batch instead of once a step: less memory with ZeRO-2, more traffic."""
+        of each micro-batch instead of once a step: less memory with ZeRO-2, more traffic. `users` tells which of a
+        pipeline's stages here compute with a parameter: a bucket's gradients come together."""
         self.shard, self.replicate = shard, replicate
         self.every_micro_batch = every_micro_batch
         # The backward pass reaches the last layers first: their bucket is the first to travel.
         named = list(objective.model.named_parameters())[::-1]
-        self.buckets = [
-            Bucket(_slots(group), shard, replicate, zero == 2 and shard.size > 1, gradient_dtype or group[0][1].dtype)
-            for group in fill(named, bucket_mb * 2**20)
-        ]
+        together: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in named:
+            together.setdefault(tuple(users(name)), []).append((name, parameter))
+        self.buckets: list[Bucket] = []
+        self.of_stage: dict[int, list[Bucket]] = {}
+        """By stage, the buckets that it alone fills; the others are reduced when all stages are done."""
+        for stages, parameters in together.items():
+            for group in fill(parameters, bucket_mb * 2**20):
+                dtype = gradient_dtype or group[0][1].dtype
+                self.buckets.append(Bucket(_slots(group), shard, replicate, zero == 2 and shard.size > 1, dtype))
+                if len(stages) == 1:
+                    self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
+        self.filling: list[Bucket] = []
+        """What the present backward pass fills and has not been sent, in the order of sending."""
         self.sends = False
         """Whether the present micro-batch's gradients are reduced."""
-        for number, bucket in enumerate(self.buckets):
-            for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(partial(self._came, number, slot))
+        self.slots: dict[Tensor, tuple[Bucket, Slot]] = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
+        for parameter in self.slots:
+            parameter.register_post_accumulate_grad_hook(self.arrived)
         if shard.size > 1:
             self._wait_where_needed(objective)
         super().__init__(objective, pieces, tp, partials)
 
-    def forward_backward(self, micro: MicroTensors, factor: float, *, last: bool) -> Tensor:
+    def begin_backward(self, stage: int, *, last: bool) -> None:
         self.sends = last or self.every_micro_batch
-        self.next = 0
-        for bucket in self.buckets:
+        self.filling = list(self.of_stage.get(stage, ()))
+        for bucket in self.filling:
             bucket.expect()
-        loss = super().forward_backward(micro, factor, last=last)
-        if self.sends and not last:
-            self._settle()
-        return loss
+
+    def end_backward(self, stage: int, *, last: bool) -> None:
+        if not self.sends:
+            return
+        for bucket in self.filling:
+            bucket.reduce()
+        self.sends, self.filling = False, []
+        if not last:
+            for bucket in self.of_stage.get(stage, ()):
+                bucket.settle()
+
+    def arrived(self, weight: Tensor) -> None:
+        """A parameter's gradient of this micro-batch is complete. Buckets are sent in their order, on every rank."""
+        bucket, slot = self.slots[weight]
+        bucket.take(slot)
+        while self.sends and self.filling and not self.filling[0].waiting:
+            self.filling.pop(0).reduce()
 
     def publish(self) -> None:
         """All-gather the parameters that this rank's optimizer changed, in the order in which the next forward pass
@@ -81,13 +106,6 @@ class BucketReplica(Replica):
             fragment.gradient = None
         for bucket in self.buckets:
             bucket.clear()
-
-    def _came(self, number: int, slot: Slot, _: Tensor) -> None:
-        """A parameter's gradient of this micro-batch is complete. Buckets are sent in their order, on every rank."""
-        self.buckets[number].take(slot)
-        while self.sends and self.next < len(self.buckets) and not self.buckets[self.next].waiting:
-            self.buckets[self.next].reduce()
-            self.next += 1
 
     def _wait_where_needed(self, objective: Objective) -> None:
         """Have the model's parts wait for their parameters: the embeddings at the start, each block, and the end."""
@@ -104,12 +122,12 @@ class BucketReplica(Replica):
             buckets = [b for b in self.buckets if any(slot.parameter in needed for slot in b.slots)]
             module.register_forward_pre_hook(partial(_arrive, buckets))
 
-    def _settle(self) -> None:
+    def collect(self) -> None:
+        for bucket in self.buckets:
+            if bucket.reduced is None:  # filled by several stages
+                bucket.reduce()
         for bucket in self.buckets:
             bucket.settle()
-
-    def _finish(self) -> None:
-        self._settle()
         if self.shard.size > 1 and self.replicate.size > 1:
             works = [self.replicate.all_reduce(b.reduced) for b in self.buckets if b.reduced is not None]
             for work in works:
@@ -118,7 +136,6 @@ class BucketReplica(Replica):
             assert bucket.reduced is not None, "settled above"
             begin = bucket.share.start if self.shard.size > 1 else 0
             fragment.gradient = bucket.reduced[start - begin : stop - begin].view(fragment.value.shape)
-        self._sum_partials()
 
     def _fragments(self, pieces: Pieces) -> list[Fragment]:
         found: dict[str, Fragment] = {}

@@ -18,6 +18,7 @@ def validation_loss(replica: Replica, mesh: Mesh, batches: Iterable[MicroTensors
     for micro in batches:
         loss: Tensor = replica.loss(micro)
         total += torch.stack((loss.double(), valid_tokens(micro.targets).double()))
-    total *= mesh.speaks
+    # Only the ranks of a pipeline that have the last stage know a loss, but all of them know the tokens.
+    total *= total.new_tensor([mesh.speaks, mesh.speaks and mesh.coordinates["pp"] == 0])
     mesh.axis("world").all_reduce(total).wait()
     return (total[0] / total[1]).item()

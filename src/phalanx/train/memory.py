@@ -17,11 +17,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.cost.memory import WIDTHS, StateBytes, activation_bytes, logit_bytes, state_bytes
+from phalanx.cost.memory import WIDTHS, StateBytes, activation_bytes, logit_bytes, peak_in_flight, state_bytes
 from phalanx.errors import RunError
 from phalanx.job import batch
 from phalanx.job.job import Job
+from phalanx.job.pipeline import schedule_of
 from phalanx.parallel.zero import BucketReplica
+from phalanx.plan.cut import stages_of
 from phalanx.units import gib
 
 if TYPE_CHECKING:
@@ -67,18 +69,30 @@ class Memory:
     job: Job
     device: torch.device
     vocab_size: int
+    pp_rank: int = 0
+    """The rank's place in its pipeline."""
 
     def table(self) -> dict[str, int]:
         """Bytes of each part."""
         model, layout, train = self.job.model, self.job.layout, self.job.train
         width = WIDTHS[train.precision]
-        micro_batch = batch.solve(train.global_batch, layout).micro_batch
-        state = state_bytes(model, layout, train.precision, train.gradients, self.vocab_size)
+        equation = batch.solve(train.global_batch, layout)
+        micro_batch = equation.micro_batch
+        stages, blocks, losses, slices = [range(model.n_layers)], model.n_layers, 1, 1
+        if layout.pp > 1:
+            schedule = schedule_of(layout, equation.accumulation)
+            cut = stages_of(model, layout, schedule.stages, self.vocab_size)
+            stages, slices = [cut[number] for number in schedule.held(self.pp_rank)], schedule.slices
+            blocks = peak_in_flight(schedule, self.pp_rank, [len(stage) for stage in cut])
+            losses = peak_in_flight(schedule, self.pp_rank, [0] * (len(cut) - 1) + [1])
+        state = state_bytes(model, layout, train.precision, train.gradients, self.vocab_size, stages)
         kept = activation_bytes(model, layout, micro_batch, width)
         # While a block is computed again it has all that it would have kept.
         whole = activation_bytes(model, replace(layout, recompute="none"), micro_batch, width)
-        logits = logit_bytes(model, layout, micro_batch, width, self.vocab_size)
-        return {**vars(state), "activations": (model.n_layers - 1) * kept + whole, "logits": logits}
+        if layout.loss_chunk:  # logits of a chunk are gone before those of the next are there
+            losses = int(losses > 0)
+        logits = losses * logit_bytes(model, layout, micro_batch, width, self.vocab_size)
+        return {**vars(state), "activations": round(blocks * kept + (whole - kept) / slices), "logits": round(logits)}
 
     @contextmanager
     def allocating(self, *parts: str) -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch
 
 from phalanx.comm.agree import on_rank_zero
 from phalanx.errors import CheckpointError
+from phalanx.job.parameters import parameter_shapes
 from phalanx.job.show import as_dict
 from phalanx.parallel.fragments import by_whole, wholes
 from phalanx.train import checkpoint
@@ -71,7 +72,7 @@ class State:
             )
         parameters = by_whole(self.stepper.replica.fragments)
         with checkpoint.Reader(manifest, "model") as tensors:
-            tensors.require({name: fragments[0].piece.whole for name, fragments in parameters.items()})
+            tensors.require(parameter_shapes(self.stepper.job.model, self.vocab_size))
             for name, fragments in parameters.items():
                 whole = tensors[name]
                 for fragment in fragments:
@@ -116,7 +117,7 @@ class State:
         """Tensors of all ranks' fragments put together: on rank 0, nothing elsewhere."""
         replica, mesh = self.stepper.replica, self.stepper.mesh
         keep = mesh.axis("world").rank == 0
-        found = wholes(replica.fragments, tensors, mesh.axis("dp_shard"), mesh.axis("tp"), keep)
+        found = wholes(replica.fragments, tensors, mesh, keep)
         return {prefix + name: tensor for name, tensor in found}
 
 

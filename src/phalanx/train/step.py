@@ -13,6 +13,7 @@ from phalanx.comm.axis import Pending
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
 from phalanx.job.job import Job
+from phalanx.job.parameters import parameter_shapes
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
@@ -41,11 +42,11 @@ class Stepper:
     """A job's model with its optimizer, spread as the layout says, on one rank."""
 
     def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int):
-        self.job, self.mesh, self.device = job, mesh, device
+        self.job, self.mesh, self.device, self.vocab_size = job, mesh, device, vocab_size
         dtype = DTYPES[job.train.precision]
         with torch.device("meta"):
             model = Transformer(job.model, vocab_size).to(dtype)
-        self.memory = Memory(job, device, vocab_size)
+        self.memory = Memory(job, device, vocab_size, mesh.coordinates["pp"])
         with self.memory.allocating("parameters"):
             self.replica = apply(model, job, mesh, device)
         fragments = self.replica.fragments
@@ -66,13 +67,9 @@ class Stepper:
         """Forward and backward over this rank's micro-batches. Returns the loss summed over them, in fp64.
 
         Afterwards the fragments' gradients are those of the mean loss over `global_tokens`, times the loss scale."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, micro in enumerate(micro_batches):
-            last = number == len(micro_batches) - 1
-            factor = self.loss_scale.value / global_tokens
-            with self.memory.allocating("activations", "logits", "gradients"):
-                loss += self.replica.forward_backward(self.tensors(micro, step), factor, last=last)
-        return loss
+        tensors = [self.tensors(micro, step) for micro in micro_batches]
+        with self.memory.allocating("activations", "logits", "gradients"):
+            return self.replica.gradients(tensors, self.loss_scale.value / global_tokens)
 
     def step(
         self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, lr: float, stop: bool = False
@@ -141,11 +138,11 @@ class Stepper:
 
     def name_first(self, found: int | None) -> str:
         """ ", first in NAME": the first of the fragments that any rank found, if there is one. A collective."""
-        count = len(self.replica.fragments)
-        place = torch.tensor([0 if found is None else count - found], device=self.device)
-        self._reduce(place, torch.distributed.ReduceOp.MAX).wait()
-        number = count - int(place.item())
-        return f", first in {self.replica.fragments[number].name}" if number < count else ""
+        names = list(parameter_shapes(self.job.model, self.vocab_size))
+        place = 0 if found is None else len(names) - names.index(self.replica.fragments[found].whole_name)
+        first = torch.tensor([place], device=self.device)
+        self._reduce(first, torch.distributed.ReduceOp.MAX).wait()
+        return f", first in {names[len(names) - int(first.item())]}" if first.item() else ""
 
     def _reduce(self, x: Tensor, op: torch.distributed.ReduceOp.RedOpType = torch.distributed.ReduceOp.SUM) -> Pending:
         """A sum (or maximum) over the ranks that make a step together: all, or those of one replica."""

@@ -152,6 +152,5 @@ class _Watched(Stepper):
 
     def show(self, kind: str, tensors: dict[str, Tensor]) -> None:
         """Put tensors of the fragments' shapes together from all ranks, and see them."""
-        shard, tp = self.mesh.axis("dp_shard"), self.mesh.axis("tp")
-        for name, whole in wholes(self.replica.fragments, tensors, shard, tp, self.keep):
+        for name, whole in wholes(self.replica.fragments, tensors, self.mesh, self.keep):
             self.see(f"{kind}/{name}", whole)

@@ -1,0 +1,183 @@
+"""Pipeline parallelism: one executor that runs any schedule (phalanx/schedule) on real ranks.
+
+A rank goes through its program, action by action. What an action needs from another rank has been asked for some
+actions before; what it gives is sent without waiting (parallel/transfers.py). An action keeps of a stage its input and
+autograd's graph, from the forward pass to the backward pass. Where the schedule cuts the backward pass in halves, I
+runs autograd, in which linear layers put the gradients of their weights off, and W computes those (parallel/linear.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.axis import Axis, Pending
+from phalanx.parallel.data import MicroTensors, Replica
+from phalanx.parallel.linear import Product, WeightGradients
+from phalanx.parallel.slices import Earlier
+from phalanx.parallel.stages import Stage, Stages
+from phalanx.parallel.transfers import AHEAD, Mail, Transfers
+from phalanx.schedule.schedule import Action
+
+
+class Pipeline:
+    """One rank's part of a pipeline, whose data parallelism is `replica`'s."""
+
+    def __init__(
+        self, replica: Replica, stages: Stages, lanes: tuple[Axis, Axis], later: WeightGradients, token_parts: int
+    ):
+        """`lanes` are Mesh.lanes("pp"); `later` takes the gradients of the weights of the replica's model; between the
+        layers a rank has one of `token_parts` parts of the tokens (sequence parallelism)."""
+        self.replica, self.stages, self.later, self.token_parts = replica, stages, later, token_parts
+        self.schedule = stages.schedule
+        self.program = self.schedule.programs[stages.rank]
+        self.lanes = lanes
+        self.transfers = Transfers(self.schedule, stages.rank, *lanes)
+        last = {action.stage: place for place, action in enumerate(self.program) if action.kind in ("B", "W")}
+        self.last_backward = frozenset(last.values())
+        """Places in the program after which a stage's gradients are complete."""
+        self.leaving: list[Pending] = []
+        later.arrived = replica.arrived
+
+    def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
+        """Run a step's program. Returns the loss summed over the micro-batches whose last stage is here, in fp64."""
+        step = _Step(self, micros, factor)
+        for place, action in enumerate(self.program):
+            for later in self.program[place + 1 : place + 1 + AHEAD]:
+                step.mail.expect(later)
+            step.act(action, last=place in self.last_backward)
+        self.replica.finish()
+        step.mail.settle()
+        return step.loss
+
+    def loss(self, micro: MicroTensors) -> Tensor:
+        """A validation loss: the micro-batch goes forward through all stages. Zero where the last one is elsewhere."""
+        x = self.forward_only(micro)
+        return x if x is not None else torch.zeros((), device=micro.tokens.device)
+
+    def forward_only(self, micro: MicroTensors) -> Tensor | None:
+        """What the last stage makes of a micro-batch, by the first direction; None on the ranks that do not have it."""
+        for pending in self.leaving:
+            pending.wait()
+        self.leaving = []
+        rank, (up, down) = self.stages.rank, self.lanes
+        ranks = self.schedule.placements[0]
+        x = None
+        for number, stage in self.stages.held.items():
+            if ranks[number] != rank:
+                continue
+            if number and (source := ranks[number - 1]) != rank:
+                x = self._empty(micro)
+                (up if source < rank else down).start_receive(x, source).wait()
+            x = self.replica.objective(micro.tokens, micro.targets, None, stage, x)
+            if stage.last:
+                return x
+            if (target := ranks[number + 1]) != rank:
+                self.leaving.append((up if target > rank else down).start_send(x.contiguous(), target))
+        return None
+
+    def shape(self, micro: MicroTensors) -> tuple[int, int, int]:
+        """What travels of a micro-batch, or of a slice of one, between two stages: (batch, tokens, d_model)."""
+        batch, tokens = micro.tokens.shape
+        return batch, tokens // self.token_parts, self.stages.model.d_model
+
+    @property
+    def like(self) -> Tensor:
+        """Of the type and on the device of what travels."""
+        return self.replica.fragments[0].value
+
+    def _empty(self, micro: MicroTensors) -> Tensor:
+        return torch.empty(self.shape(micro), dtype=self.like.dtype, device=self.like.device)
+
+
+@dataclass
+class _Kept:
+    """Of an action F until its B, or I."""
+
+    x: Tensor | None
+    """The stage's input, a leaf; None for the first stage."""
+    root: Tensor
+    """Where the backward pass begins: the stage's output, or the loss."""
+
+
+class _Step:
+    """One run through a program."""
+
+    def __init__(self, pipeline: Pipeline, micros: Sequence[MicroTensors], factor: float):
+        self.pipeline, self.micros, self.factor = pipeline, micros, factor
+        self.replica, self.later, self.slices = pipeline.replica, pipeline.later, pipeline.schedule.slices
+        part = micros[0].slice(0, self.slices)
+        self.mail: Mail = pipeline.transfers.begin(pipeline.like, pipeline.shape(part))
+        self.loss = torch.zeros((), dtype=torch.float64, device=part.tokens.device)
+        self.kept: dict[Action, _Kept] = {}
+        self.handed: dict[Action, Tensor] = {}
+        """From a stage here to the next one here, by the action that reads it (B stands for I, too)."""
+        self.earlier: dict[tuple[int, int], Earlier] = {}
+        self.put_off: dict[Action, list[Product]] = {}
+
+    def act(self, action: Action, *, last: bool) -> None:
+        """Do one action. `last`: afterwards the stage has the gradients of all micro-batches."""
+        if action.kind == "F":
+            self._forward(action, self.pipeline.stages.held[action.stage])
+            return
+        if action.kind == "I":
+            self.later.products = self.put_off[action._replace(kind="W")] = []
+            self._backward(action)
+            self.later.products = None
+            return
+        self.replica.begin_backward(action.stage, last=last)
+        if action.kind == "B":
+            self._backward(action)
+        else:
+            self.later.add(self.put_off.pop(action))
+        self.replica.end_backward(action.stage, last=last)
+
+    def _forward(self, action: Action, stage: Stage) -> None:
+        micro = self.micros[action.micro].slice(action.slice, self.slices)
+        x = None if stage.first else self._read(action).requires_grad_()
+        earlier = None
+        if self.slices > 1:
+            earlier = self.earlier.setdefault((action.stage, action.micro), Earlier())
+            earlier.begin(action.slice, micro.tokens.shape[1])
+        root = self.replica.objective(micro.tokens, micro.targets, micro.noise, stage, x, earlier)
+        if earlier is not None:
+            earlier.end()
+        if stage.last:
+            self.loss += root.detach()
+            root = root * self.factor
+        else:
+            self._pass_on(action, action._replace(stage=action.stage + 1), root.detach())
+            # For the backward pass autograd needs the output's history, but not its values.
+            root.data = root.new_empty(1).expand(root.shape)
+        self.kept[action] = _Kept(x, root)
+
+    def _backward(self, action: Action) -> None:
+        kept = self.kept.pop(action._replace(kind="F"))
+        stage = self.pipeline.stages.held[action.stage]
+        roots: list[Tensor] = [kept.root]
+        gradients: list[Tensor | None] = [None if stage.last else self._read(action)]
+        if self.slices > 1:
+            tokens = self.micros[action.micro].tokens.shape[1] // self.slices
+            seen, theirs = self.earlier[action.stage, action.micro].again(action.slice, tokens)
+            roots += seen
+            gradients += theirs
+            if action.slice == 0:
+                del self.earlier[action.stage, action.micro]
+        torch.autograd.backward(roots, gradients)
+        if kept.x is not None:
+            assert kept.x.grad is not None, "a stage computes with its input"
+            self._pass_on(action, Action("B", action.stage - 1, action.micro, action.slice), kept.x.grad)
+
+    def _read(self, action: Action) -> Tensor:
+        """What the stage before, or in the backward pass the one after, has left for an action."""
+        handed = self.handed.pop(action._replace(kind="B") if action.kind == "I" else action, None)
+        found = self.mail.receive(action) if handed is None else handed
+        assert found is not None, "the validator has found every result that is read"
+        return found
+
+    def _pass_on(self, action: Action, reader: Action, result: Tensor) -> None:
+        if not self.mail.send(action, result):
+            self.handed[reader] = result

@@ -1,0 +1,68 @@
+"""What one rank of a pipeline holds of the model: one or several stages, in one module with the plain model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from phalanx.job.model import Model
+from phalanx.job.stages import stage_shapes
+from phalanx.model.transformer import Transformer
+from phalanx.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of layers. The first stage has the embeddings besides, the last one the final norm, head and loss."""
+
+    number: int
+    layers: tuple[str, ...]
+    """Names of its blocks."""
+    first: bool
+    last: bool
+
+
+@dataclass
+class Stages:
+    """The stages of a pipeline as one of its ranks sees them."""
+
+    schedule: Schedule
+    rank: int
+    model: Model
+    vocab: int
+    cut: Sequence[range]
+    """The layers of every stage."""
+    held: dict[int, Stage] = field(init=False)
+    """Those that this rank holds, by number."""
+    names: list[frozenset[str]] = field(init=False)
+    """By stage, the parameters that it computes with."""
+
+    def __post_init__(self) -> None:
+        last = self.schedule.stages - 1
+        self.held = {
+            number: Stage(number, tuple(map(str, self.cut[number])), number == 0, number == last)
+            for number in self.schedule.held(self.rank)
+        }
+        self.names = [frozenset(stage_shapes(self.model, [layers], self.vocab)) for layers in self.cut]
+
+    def users(self, name: str) -> list[int]:
+        """The stages here that compute with a parameter: several where a tied embedding is both ends'."""
+        return [number for number in self.held if name in self.names[number]]
+
+    def holders(self, name: str) -> list[int]:
+        """The ranks that hold a parameter: the first is the one that counts it."""
+        stages = [number for number, names in enumerate(self.names) if name in names]
+        ranks = [placement[number] for placement in self.schedule.placements for number in stages]
+        return list(dict.fromkeys(ranks))
+
+    def keep(self, model: Transformer) -> None:
+        """Take everything out of `model` that no stage here computes with."""
+        here = {layer for stage in self.held.values() for layer in stage.layers}
+        for layer in [name for name in model.blocks if name not in here]:
+            del model.blocks[layer]
+        for part in ("embed", "positions", "final_norm", "head"):
+            names = [f"{part}.{name}" for name, _ in (getattr(model, part) or nn.Identity()).named_parameters()]
+            if names and not any(map(self.users, names)):
+                setattr(model, part, nn.Identity())

@@ -1,0 +1,121 @@
+"""The messages of a pipeline, derived from its schedule: what a rank sends when, and what comes from whom.
+
+Messages from one rank to another keep the order in which the sender makes them; a receive is begun some actions before
+its message is needed, and nobody waits for a send but for its memory. So what travels hides behind what is computed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.axis import Axis, Pending
+from phalanx.schedule.schedule import Action, Schedule
+
+AHEAD = 2
+"""Actions before its use that a receive is begun."""
+
+
+@dataclass
+class Transfers:
+    """One rank's messages of a pipeline's step."""
+
+    schedule: Schedule
+    rank: int
+    up: Axis
+    """To higher ranks."""
+    down: Axis
+    """To lower ranks."""
+    targets: dict[Action, tuple[int, int]] = field(init=False, default_factory=dict)
+    """Of this rank's actions whose result another rank needs: which one, and the place of the need in its program."""
+    sources: dict[Action, tuple[int, int]] = field(init=False, default_factory=dict)
+    """Of this rank's actions that need another's result: whose, and the place of what makes it in its program."""
+    order: dict[int, list[int]] = field(init=False, default_factory=dict)
+    """By sender, the places there of what makes results that come here."""
+
+    def __post_init__(self) -> None:
+        places = [{action: place for place, action in enumerate(program)} for program in self.schedule.programs]
+        for rank, program in enumerate(self.schedule.programs):
+            for place, action in enumerate(program):
+                reader = _reader(self.schedule, action)
+                if reader is None or (target := self.schedule.rank_of(reader.stage, reader.micro)) == rank:
+                    continue
+                if reader not in places[target]:
+                    reader = reader._replace(kind="I")  # the backward pass is cut in halves there
+                if rank == self.rank:
+                    self.targets[action] = target, places[target][reader]
+                if target == self.rank:
+                    self.order.setdefault(rank, []).append(place)
+                    self.sources[reader] = rank, place
+
+    def begin(self, like: Tensor, shape: tuple[int, ...]) -> Mail:
+        """A step in which every message has a shape, and the type and device of `like`."""
+        return Mail(self, like, shape)
+
+
+class Mail:
+    """The messages of one step that are under way."""
+
+    def __init__(self, transfers: Transfers, like: Tensor, shape: tuple[int, ...]):
+        self.transfers, self.like, self.shape = transfers, like, shape
+        self.coming = {source: iter(places) for source, places in transfers.order.items()}
+        self.arriving: dict[tuple[int, int], tuple[Tensor, Pending]] = {}
+        """By sender and place there."""
+        self.leaving: dict[int, list[tuple[int, Tensor, Pending]]] = defaultdict(list)
+        """By receiver: the place there where it is read, and what must not change until then."""
+
+    def expect(self, action: Action) -> None:
+        """Begin to receive what an action will need."""
+        if (needed := self.transfers.sources.get(action)) is None or needed in self.arriving:
+            return
+        source, place = needed
+        lane = self.transfers.up if source < self.transfers.rank else self.transfers.down
+        for made in self.coming[source]:
+            buffer = torch.empty(self.shape, dtype=self.like.dtype, device=self.like.device)
+            self.arriving[source, made] = buffer, lane.start_receive(buffer, source)
+            if made == place:
+                return
+
+    def receive(self, action: Action) -> Tensor | None:
+        """What an action needs of another rank; None where it needs nothing."""
+        if (needed := self.transfers.sources.get(action)) is None:
+            return None
+        self.expect(action)
+        buffer, pending = self.arriving.pop(needed)
+        pending.wait()
+        self._release(*needed)
+        return buffer
+
+    def send(self, action: Action, result: Tensor) -> bool:
+        """Send an action's result on its way, if another rank needs it. Returns whether one does."""
+        if (target := self.transfers.targets.get(action)) is None:
+            return False
+        rank, read = target
+        lane = self.transfers.up if rank > self.transfers.rank else self.transfers.down
+        result = result.contiguous()
+        self.leaving[rank].append((read, result, lane.start_send(result, rank)))
+        return True
+
+    def settle(self) -> None:
+        """Wait until everything has left."""
+        for rank in self.leaving:
+            self._release(rank, len(self.transfers.schedule.programs[rank]))
+
+    def _release(self, rank: int, place: int) -> None:
+        """What another rank has read, as a message shows that it has come to some place of its program."""
+        for read, _, pending in self.leaving[rank]:
+            if read < place:
+                pending.wait()
+        self.leaving[rank] = [message for message in self.leaving[rank] if message[0] >= place]
+
+
+def _reader(schedule: Schedule, action: Action) -> Action | None:
+    """The action of the next stage that reads a result: a forward pass, or a backward pass (or its first half)."""
+    if action.kind == "F":
+        return action._replace(stage=action.stage + 1) if action.stage < schedule.stages - 1 else None
+    if action.kind == "W" or action.stage == 0:
+        return None
+    return Action("B", action.stage - 1, action.micro, action.slice)

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: what each rank does, and when; generated, validated, timed and drawn without torch."""

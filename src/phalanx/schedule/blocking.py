@@ -1,0 +1,87 @@
+"""Whether a schedule also runs where a send blocks until its receive is posted, so that no message is ever under way.
+
+Not every good schedule does: interleaved 1F1B sends round the ranks both ways at a time, and looped BFS makes what the
+next rank asks for only after all its micro-batches. Those need sends that wait in the background.
+"""
+
+from __future__ import annotations
+
+from phalanx.schedule.check import deadlock
+from phalanx.schedule.schedule import Action, Schedule
+
+
+def blocked(schedule: Schedule) -> list[str]:
+    """Where ranks stand still with sends that block: who cannot do what, and the circle in which they wait. Empty for
+    a schedule that runs through. Only for one that has no problems (check.problems).
+
+    Before a rank sends a result it posts the receive of its next action's input, and with it those of all that the same
+    sender sends before. Messages from one rank to another keep the sender's order.
+    """
+    stuck = _stuck(schedule)
+    return deadlock(stuck) if stuck else []
+
+
+def _stuck(schedule: Schedule) -> dict[int, tuple[int, str]]:
+    """Of each rank that stands still in the end: the rank for which it waits, and what it cannot do."""
+    at = [0] * schedule.ranks
+    """By rank, its action."""
+    source, awaited = [-1] * schedule.ranks, [Action("F", -1, -1)] * schedule.ranks
+    """The rank whose message is posted and not there yet, and the result that it carries."""
+    target, result = list(source), list(awaited)
+    """The rank to which the result of the action before is not sent yet, and that result."""
+    sent: set[Action] = set()
+
+    def post(rank: int) -> None:
+        """The receive of the input of a rank's action."""
+        program = schedule.programs[rank]
+        if at[rank] < len(program):
+            other, message = _message(schedule, program[at[rank]], rank, incoming=True)
+            if message not in sent:
+                source[rank], awaited[rank] = other, message
+
+    for rank in range(schedule.ranks):
+        post(rank)
+    ready = list(range(schedule.ranks))
+    while ready:
+        rank = ready.pop()
+        while True:
+            if (other := target[rank]) >= 0:
+                # A receive of this rank's messages that is posted and open is of this one or of a later one.
+                if source[other] != rank:
+                    break
+                target[rank] = -1
+                sent.add(result[rank])
+                if result[rank] == awaited[other]:
+                    source[other] = -1
+                    ready.append(other)
+            if at[rank] == len(schedule.programs[rank]) or source[rank] >= 0:
+                break
+            action = schedule.programs[rank][at[rank]]
+            at[rank] += 1
+            post(rank)
+            if source[rank] >= 0:
+                ready.append(source[rank])
+            target[rank], result[rank] = _message(schedule, action, rank, incoming=False)
+    return _standing(schedule, at, source, target)
+
+
+def _message(schedule: Schedule, action: Action, rank: int, *, incoming: bool) -> tuple[int, Action]:
+    """The other rank and the result that passes between them before an action, or after it; rank -1: none does."""
+    ahead = 1 if action.kind == "F" else -1
+    other = action.stage + (-ahead if incoming else ahead)
+    message = action._replace(kind="F" if action.kind == "F" else "B", stage=other if incoming else action.stage)
+    if action.kind == "W" or not 0 <= other < schedule.stages:
+        return -1, message
+    at = schedule.rank_of(other, action.micro)
+    return (-1 if at == rank else at), message
+
+
+def _standing(schedule: Schedule, at: list[int], source: list[int], target: list[int]) -> dict[int, tuple[int, str]]:
+    stuck = {}
+    for rank, program in enumerate(schedule.programs):
+        if (other := target[rank]) >= 0:
+            words = f"cannot send the result of {program[at[rank] - 1]}: rank {other} has not posted its receive"
+            stuck[rank] = other, words
+        elif (other := source[rank]) >= 0:
+            stuck[rank] = other, f"cannot begin {program[at[rank]]}: it waits for a message from rank {other}"
+    return stuck

@@ -1,0 +1,189 @@
+"""Whether a schedule is one: everything done once, on the right rank, in an order in which no rank waits for ever.
+
+Two passes over the actions, each with flat arrays of integers: 10^5 actions take a fraction of a second. Sends are
+taken to wait in the background until they are received; blocking.py asks what happens where they block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from phalanx.errors import JobError
+from phalanx.nearest import nearest_divisors
+from phalanx.schedule.schedule import Action, Schedule
+from phalanx.schedule.timing import time, waits_for
+
+_MOST = 40  # problems that an error lists
+
+# What has been done of a stage for a micro-batch, as bits; before each kind there must be exactly what stands here.
+_BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
+_BEFORE = {"F": 0, "B": 1, "I": 1, "W": 1 | 4}
+_WHOLE, _HALVES = 1 | 2, 1 | 4 | 8
+
+
+def check(schedule: Schedule) -> None:
+    """Raises JobError with what is wrong with a schedule: all of it, or of very much the beginning."""
+    if found := problems(schedule):
+        rest = len(found) - _MOST
+        raise JobError([*found[:_MOST], f"and {rest} problems more"] if rest > 0 else found)
+
+
+def problems(schedule: Schedule) -> list[str]:
+    """Everything that is wrong with a schedule, in words that name the rank, the action and the reason.
+
+    Whether ranks wait for each other for ever is asked only of a schedule in which every action is there once, on its
+    rank: one that nobody does would be waited for in any case.
+    """
+    return _outline(schedule) or list(_actions(schedule)) or _waits(schedule)
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """By rank the most activations that it keeps at one time. An activation is that of one stage for one micro-batch
+    (one slice of it, where sequences are cut), kept from its F to the end of its B, or of its W."""
+    peaks = []
+    for program in schedule.programs:
+        kept = peak = 0
+        for action in program:
+            kind = action[0]
+            if kind == "F":
+                kept += 1
+                peak = max(peak, kept)
+            elif kind != "I":
+                kept -= 1
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def homes_of(schedule: Schedule) -> list[int]:
+    """The rank of each (stage, micro-batch), at stage * micro_batches + micro."""
+    ways = [schedule.direction(micro) for micro in range(schedule.micro_batches)]
+    return [ranks[way] for ranks in zip(*schedule.placements, strict=True) for way in ways]
+
+
+def deadlock(stuck: Mapping[int, tuple[int, str]]) -> list[str]:
+    """The lines that describe a deadlock. `stuck`: of each rank that stands still the rank for which it waits (one that
+    stands still too), and what it cannot do."""
+    path = [min(stuck)]
+    while (other := stuck[path[-1]][0]) not in path:
+        path.append(other)
+    circle = " -> ".join(f"rank {rank}" for rank in [*path[path.index(other) :], other])
+    return [
+        *(f"deadlock: rank {rank} {words}" for rank, (_, words) in sorted(stuck.items())),
+        f"deadlock: the ranks wait in a circle, {circle}",
+    ]
+
+
+def _outline(schedule: Schedule) -> list[str]:
+    """What is wrong with the numbers and the placement."""
+    found = [
+        f"{what} must be at least 1, is {number}"
+        for what, number in (
+            ("micro_batches", schedule.micro_batches),
+            ("slices", schedule.slices),
+            ("steps", schedule.steps),
+            ("ranks", schedule.ranks),
+            ("directions", len(schedule.placements)),
+        )
+        if number < 1
+    ]
+    if found:
+        return found
+    if schedule.micro_batches % schedule.steps:
+        near = nearest_divisors(schedule.micro_batches, schedule.steps)
+        found.append(
+            f"micro_batches {schedule.micro_batches} % steps {schedule.steps} = "
+            f"{schedule.micro_batches % schedule.steps}: steps take equal shares; nearest: {near}"
+        )
+    if len({len(placement) for placement in schedule.placements}) > 1 or not schedule.stages:
+        found.append(f"stages in each direction: {', '.join(str(len(p)) for p in schedule.placements)}; must be equal")
+    found.extend(
+        f"stage {stage} is on rank {rank}; the ranks are 0 to {schedule.ranks - 1}"
+        for placement in schedule.placements
+        for stage, rank in enumerate(placement)
+        if not 0 <= rank < schedule.ranks
+    )
+    found.extend(f"rank {rank} has no actions" for rank, program in enumerate(schedule.programs) if not program)
+    return found
+
+
+def _actions(schedule: Schedule) -> Iterator[str]:
+    """What is there that should not be, in the wrong place, or not there."""
+    micros, slices, stages = schedule.micro_batches, schedule.slices, schedule.stages
+    homes = homes_of(schedule)
+    done = bytearray(len(homes) * slices)
+    early: list[tuple[int, Action, int]] = []
+    for rank, program in enumerate(schedule.programs):
+        for kind, stage, micro, part in program:
+            if kind not in _BIT or not (0 <= stage < stages and 0 <= micro < micros and 0 <= part < slices):
+                yield f"rank {rank}: {Action(kind, stage, micro, part)} does not exist: {_existing(schedule)}"
+                continue
+            row = stage * micros + micro
+            place = row * slices + part
+            before = done[place]
+            done[place] |= _BIT[kind]
+            if homes[row] != rank:
+                yield f"rank {rank}: {Action(kind, stage, micro, part)} is on the wrong rank: {_home(schedule, row)}"
+            if before != _BEFORE[kind]:
+                action = Action(kind, stage, micro, part)
+                if before & _BIT[kind]:
+                    yield f"rank {rank}: {action} is there more than once"
+                elif _BEFORE[kind] & ~before:
+                    early.append((rank, action, place))
+    for rank, action, place in early:
+        for kind in ("F", "I"):
+            # Of what is never done, it is said below that it is missing.
+            if _BEFORE[action.kind] & _BIT[kind] & done[place]:
+                later = schedule.programs[rank].index
+                other = action._replace(kind=kind)
+                if other in schedule.programs[rank] and later(other) > later(action):
+                    yield f"rank {rank}: {action} comes before {other}, whose result it needs"
+    if done.count(_WHOLE) + done.count(_HALVES) < len(done):
+        for place, bits in enumerate(done):
+            if bits not in (_WHOLE, _HALVES):
+                row, part = divmod(place, slices)
+                action = Action("F", *divmod(row, micros), part)
+                yield from (f"rank {homes[row]}: {words}" for words in _unfinished(action, bits))
+
+
+def _existing(schedule: Schedule) -> str:
+    parts = f" and slices 0 to {schedule.slices - 1}" if schedule.slices > 1 else ""
+    return (
+        f"there are the kinds F, B, I and W, stages 0 to {schedule.stages - 1}, "
+        f"micro-batches 0 to {schedule.micro_batches - 1}{parts}"
+    )
+
+
+def _home(schedule: Schedule, row: int) -> str:
+    stage, micro = divmod(row, schedule.micro_batches)
+    of = f" for micro-batch {micro}" if len(schedule.placements) > 1 else ""
+    return f"stage {stage}{of} is on rank {schedule.rank_of(stage, micro)}"
+
+
+def _unfinished(forward: Action, bits: int) -> Iterator[str]:
+    """What is wrong with the passes that are there of one stage for one micro-batch."""
+    whole, inputs, weights = (forward._replace(kind=kind) for kind in ("B", "I", "W"))
+    if not bits & _BIT["F"]:
+        yield f"{forward} is missing"
+    if bits & _BIT["B"]:
+        halves = [str(half) for half in (inputs, weights) if bits & _BIT[half.kind]]
+        if halves:
+            yield f"{whole} is there and {' and '.join(halves)} too: a backward pass is B, or its halves I and W"
+    elif not bits & (_BIT["I"] | _BIT["W"]):
+        yield f"{whole} is missing (or its halves, {inputs} and {weights})"
+    else:
+        for half, other in ((inputs, weights), (weights, inputs)):
+            if not bits & _BIT[half.kind]:
+                yield f"{half} is missing, the other half of {other}"
+
+
+def _waits(schedule: Schedule) -> list[str]:
+    """Who waits for ever, and for what: nothing, where every rank comes to its end."""
+    timing = time(schedule)
+    if timing.complete:
+        return []
+    stuck = {}
+    for rank, action, missing in waits_for(timing):
+        other = schedule.rank_of(missing[0].stage, missing[0].micro)
+        where = "later in its own program" if other == rank else f"on rank {other}"
+        stuck[rank] = other, f"cannot begin {action}: it waits for {' or '.join(map(str, missing))} {where}"
+    return deadlock(stuck)

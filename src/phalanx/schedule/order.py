@@ -1,0 +1,44 @@
+"""From the order of a rank's passes to its program."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from phalanx.schedule.schedule import Action, Kind
+
+
+class Lane(NamedTuple):
+    """The passes of some micro-batches through one stage."""
+
+    stage: int
+    micros: range
+
+
+Pass = tuple[Kind, int]
+"""A kind and the number of a lane."""
+
+
+def times(number: int, *passes: Pass) -> list[Pass]:
+    """Passes in turn, `number` times; none where it is negative."""
+    return [*passes] * number
+
+
+def program(passes: Iterable[Pass], lanes: Sequence[Lane]) -> tuple[Action, ...]:
+    """The actions for passes given as kind and number of the lane: the first F of a lane is that of its first
+    micro-batch, the next that of the next one, so with B and I together, and a W belongs to the oldest I without one.
+
+    Passes after a lane's last micro-batch are left out. What remains of an order without deadlock has none, so that a
+    pattern that holds from some number of micro-batches on serves fewer as well."""
+    forward, backward = [count() for _ in lanes], [count() for _ in lanes]
+    halves = [deque[int]() for _ in lanes]
+    actions = list[Action]()
+    for kind, lane in passes:
+        number = halves[lane].popleft() if kind == "W" else next((forward if kind == "F" else backward)[lane])
+        if kind == "I":
+            halves[lane].append(number)
+        if number < len(lanes[lane].micros):
+            actions.append(Action(kind, lanes[lane].stage, lanes[lane].micros[number]))
+    return tuple(actions)

@@ -1,0 +1,85 @@
+"""A pipeline schedule as data: for each rank the list of its actions, in order.
+
+The layers of a model are cut into stages 0 to S - 1; each rank holds one or several. Sends and receives are not written
+down: where an action needs what another rank made, it follows from the placement of the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Action(NamedTuple):
+    """One thing that a rank does. Written as `2F7`, or with a slice of the sequence as `2F7.1`."""
+
+    kind: Kind
+    """F: forward pass. B: backward pass. I and W: its halves (Qi et al. 2023, section 2), the gradients of the stage's
+    input, which the stage before waits for, and those of its weights, for which nobody does."""
+    stage: int
+    micro: int
+    """Number of the micro-batch."""
+    slice: int = 0
+    """Number of the part of the sequence; always 0 where sequences are whole."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro}" + (f".{self.slice}" if self.slice else "")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of a pipeline does in one step (or, without a flush, in a run of steps)."""
+
+    name: str
+    placements: tuple[tuple[int, ...], ...]
+    """For each direction the rank that holds each stage. One direction but for DualPipe, which sends half of the
+    micro-batches through the ranks the other way round, on second copies of the stages."""
+    micro_batches: int
+    programs: tuple[tuple[Action, ...], ...]
+    """By rank, its actions in order."""
+    slices: int = 1
+    """Parts into which the sequences are cut (TeraPipe: Li et al. 2021)."""
+    steps: int = 1
+    """Optimizer steps, each over an equal share of the micro-batches, that the program spans without a flush in between
+    (PipeDream). 1: the optimizer works when every micro-batch is back."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.programs)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placements[0])
+
+    def direction(self, micro: int) -> int:
+        """The placement that a micro-batch goes by: equal shares of them in their order."""
+        return micro * len(self.placements) // self.micro_batches
+
+    def rank_of(self, stage: int, micro: int) -> int:
+        """The rank that computes a stage for a micro-batch."""
+        return self.placements[self.direction(micro)][stage]
+
+    def held(self, rank: int) -> list[int]:
+        """The stages whose parameters a rank holds, in their order."""
+        return sorted({stage for placement in self.placements for stage, at in enumerate(placement) if at == rank})
+
+    def needs(self, action: Action) -> Iterator[tuple[Action, ...]]:
+        """What has to be done before an action can be, on whichever ranks: of each group given, any one."""
+        kind, stage, micro, part = action
+        if kind == "F":
+            if stage > 0:
+                yield (Action("F", stage - 1, micro, part),)
+            if part > 0:
+                yield (Action("F", stage, micro, part - 1),)
+        elif kind == "W":
+            yield (Action("I", stage, micro, part),)
+        else:
+            yield (Action("F", stage, micro, part),)
+            if stage < self.stages - 1:
+                yield Action("B", stage + 1, micro, part), Action("I", stage + 1, micro, part)
+            # A part of a sequence is attended to by those after it: their gradients of its keys come first.
+            if part < self.slices - 1:
+                yield Action("B", stage, micro, part + 1), Action("I", stage, micro, part + 1)

@@ -1,0 +1,115 @@
+"""When every action of a schedule begins, where an action takes as long as its kind and messages take no time.
+
+The closed forms of the papers hold here exactly (tests/schedule/test_closed_forms.py). Times of real stages on real
+links are the matter of `phalanx simulate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.schedule.schedule import Action, Schedule
+
+UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""Each matrix product as long as every other: a backward pass has two for one of the forward pass."""
+NOT_YET = math.inf
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A schedule run through."""
+
+    schedule: Schedule
+    costs: Mapping[str, float]
+    starts: tuple[tuple[float, ...], ...]
+    """By rank, when each action begins: of a rank that waits for ever, only of those before."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank came to the end of its program."""
+        return all(len(s) == len(p) for s, p in zip(self.starts, self.schedule.programs, strict=True))
+
+    @property
+    def duration(self) -> float:
+        """From the first action of any rank to the end of the last."""
+        return max(self.end(rank) for rank in range(self.schedule.ranks))
+
+    @property
+    def bubble(self) -> float:
+        """Idle time over work (Narayanan et al. 2021, section 2.2) on the rank that has most of it. A rank's time runs
+        from its first action to its last: what comes before and after, the steps before and after fill (Qi et al.
+        2023, section 5.3)."""
+        return max(self.idle(rank) / self.work(rank) for rank in range(self.schedule.ranks))
+
+    def work(self, rank: int) -> float:
+        return sum(self.costs[action.kind] for action in self.schedule.programs[rank])
+
+    def idle(self, rank: int) -> float:
+        """Time without work between a rank's first action and its last."""
+        return self.end(rank) - self.starts[rank][0] - self.work(rank)
+
+    def end(self, rank: int) -> float:
+        return self.starts[rank][-1] + self.costs[self.schedule.programs[rank][-1].kind]
+
+
+def time(schedule: Schedule, costs: Mapping[str, float] = UNIT) -> Timing:
+    """Every rank does its actions in their order, each as soon as what it needs is there.
+
+    One visit an action, so that 10^5 of them take a fraction of a second. Where ranks wait for each other in a circle,
+    or for what no rank does, the result is not `complete`."""
+    # When a pass is done, by its place; forward and backward passes (or their I) have a place each.
+    micros, slices, last = schedule.micro_batches, schedule.slices, schedule.stages - 1
+    layer, backward = micros * slices, schedule.stages * micros * slices
+    ends = [NOT_YET] * (2 * backward)
+    waiting: dict[int, int] = {}
+    clocks = [0.0] * schedule.ranks
+    starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
+    ready = list(range(schedule.ranks))
+    while ready:
+        rank = ready.pop()
+        program, clock, begun = schedule.programs[rank], clocks[rank], starts[rank]
+        for number in range(len(begun), len(program)):
+            kind, stage, micro, part = program[number]
+            place = (stage * micros + micro) * slices + part
+            if kind == "F":
+                needs = (place - layer if stage else -1, place - 1 if part else -1)
+            elif kind == "W":
+                needs = (backward + place,)
+            else:
+                above = backward + place + layer if stage < last else -1
+                needs = (place, above, backward + place + 1 if part < slices - 1 else -1)
+            begins = clock
+            for need in needs:
+                if need >= 0 and (end := ends[need]) > begins:
+                    begins = end
+            if begins == NOT_YET:
+                waiting[next(need for need in needs if need >= 0 and ends[need] == NOT_YET)] = rank
+                break
+            begun.append(begins)
+            clock = begins + costs[kind]
+            if kind != "W":
+                done = place if kind == "F" else backward + place
+                ends[done] = clock
+                if (other := waiting.pop(done, -1)) >= 0:
+                    ready.append(other)
+        clocks[rank] = clock
+    return Timing(schedule, costs, tuple(map(tuple, starts)))
+
+
+def waits_for(timing: Timing) -> list[tuple[int, Action, tuple[Action, ...]]]:
+    """Of a timing that is not complete: each rank that stands still, the action that it cannot begin, and what of that
+    action's needs has not been done (of several alternatives, all)."""
+    programs = timing.schedule.programs
+    done = {
+        action for program, starts in zip(programs, timing.starts, strict=True) for action in program[: len(starts)]
+    }
+    found = []
+    for rank, (program, starts) in enumerate(zip(programs, timing.starts, strict=True)):
+        if len(starts) == len(program):
+            continue
+        action = program[len(starts)]
+        missing = [need for group in timing.schedule.needs(action) if not done & set(group) for need in group]
+        found.append((rank, action, tuple(missing)))
+    return found

@@ -1,0 +1,99 @@
+"""Schedules with two stages a rank in the shape of a V: rank r holds stages r and 2P - 1 - r.
+
+Bubbles are those of passes F, I and W that take the same time, with P ranks and M micro-batches. Activations are those
+of one stage, half of what a micro-batch leaves on a rank: 2 P of them are as much as 1F1B holds on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from phalanx.schedule import bidirectional
+from phalanx.schedule.greedy import with_weight_passes
+from phalanx.schedule.order import Lane, Pass, program, times
+from phalanx.schedule.placement import v_shape
+from phalanx.schedule.schedule import Action, Kind, Schedule
+
+Passes = Callable[[int, int, int], Iterator[Pass]]
+"""From a rank, the number of ranks and the number of micro-batches, the rank's passes: lane 0 is its first stage, on
+the way to the last rank, lane 1 its second, on the way back."""
+
+
+def zb_v(ranks: int, micro_batches: int) -> Schedule:
+    """No bubble, and no more activations than 1F1B.
+
+    Bubble 0 where M >= 2 P - 1. Peak on every rank: 2 min(M, P) activations. Source: Qi et al. 2023 (Zero Bubble
+    Pipeline Parallelism), section 6."""
+    return _v("zb_v", _zb_v, ranks, micro_batches)
+
+
+def v_half(ranks: int, micro_batches: int) -> Schedule:
+    """Half of 1F1B's activations for half of its bubble.
+
+    Bubble (P - 1) / (2 M) for an even P, (P - 4 / 3) / (2 M) for an odd one, where M >= P. Peak on every rank:
+    2 (floor(P / 2) + 1) activations. Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory),
+    section 3."""
+    orders = [_v_half(rank, ranks, micro_batches) for rank in range(ranks)]
+    programs = with_weight_passes(orders, stages=2 * ranks, most=_half(ranks))
+    return Schedule("v_half", (v_shape(ranks),), micro_batches, programs)
+
+
+def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
+    """One half of DualPipe's ranks, as a V: instead of micro-batches that come from the other half, their own return.
+    No second copy of the parameters.
+
+    With M >= 2 P: bubble (P - 1) (F + B + B - 3 W) over 2 M (F + B) where the forward and backward pass of a pair wait
+    for each other; with F = I = W, (P - 1) / (6 M) where they need not. Peak on every rank: min(2 M, 2 P + 1)
+    activations. Source: DeepSeek-AI 2025 (the DualPipe repository), DualPipeV; DualPipe itself is in the DeepSeek-V3
+    Technical Report, section 3.2.1."""
+    return _v("dualpipe_v", bidirectional.passes, ranks, micro_batches)
+
+
+def _v(name: str, passes: Passes, ranks: int, micro_batches: int) -> Schedule:
+    micros = range(micro_batches)
+    programs = [
+        program(passes(rank, ranks, micro_batches), (Lane(rank, micros), Lane(2 * ranks - 1 - rank, micros)))
+        for rank in range(ranks)
+    ]
+    return Schedule(name, (v_shape(ranks),), micro_batches, tuple(programs))
+
+
+def _zb_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Pass]:
+    """Forward passes until the first micro-batch is back at the last stage and its gradient there; then F, I and W in
+    turn for each lane; and at the end the W passes where no I is there to do. At least 2 P - 1 micro-batches."""
+    to_end = ranks - rank
+    yield from times(2 * to_end - 1, ("F", 0))
+    yield from times(rank, ("F", 1), ("F", 0))
+    yield from times(to_end, ("F", 1), ("I", 1), ("W", 1))
+    turns = max(micro_batches, 2 * ranks - 1) - ranks
+    yield from times(turns, ("F", 0), ("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1))
+    yield from times(rank, ("I", 0), ("I", 1))
+    yield from times(to_end, ("I", 0), ("W", 0))
+    yield from times(rank, ("W", 1), ("W", 0))
+
+
+def _half(ranks: int) -> int:
+    """An even number above P: activations that each of P ranks may hold."""
+    return 2 * (ranks // 2 + 1)
+
+
+def _v_half(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """The F and I passes of a rank. Every micro-batch has the same block of them, one block every 6 units of time: its
+    forward passes go to the last rank by one unit a rank and come back by two, and its gradients do the same a fixed
+    time later. On rank r, then, passes on the way out fall on times that are r modulo 3, those on the way back on
+    r + 1, and no two meet."""
+    out, back = rank, ranks + 2 * (ranks - 1 - rank)
+    later = 3 * (_half(ranks) - 1)
+    first, second = rank, 2 * ranks - 1 - rank
+    block: list[tuple[int, Kind, int]] = [
+        (out, "F", first),
+        (back, "F", second),
+        (out + later, "I", second),
+        (back + later, "I", first),
+    ]
+    timed = [
+        (start + 6 * micro, Action(kind, stage, micro))
+        for start, kind, stage in block
+        for micro in range(micro_batches)
+    ]
+    return [action for _, action in sorted(timed)]
