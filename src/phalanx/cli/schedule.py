@@ -43,8 +43,6 @@ SIZES = {
     "slices": Option(int, None, "parts of each sequence; the schedule's own number", at_least=1),
     "steps": Option(int, None, "optimizer steps without a flush in between; the schedule's own number", at_least=1),
 }
-OWN = ("chunks", "slices", "steps")
-"""Sizes that a schedule has of its own."""
 FILES = {
     "svg": Option(str, "", "write the picture to a file"),
     "trace": Option(str, "", "write trace events to a file, for ui.perfetto.dev"),
@@ -186,8 +184,9 @@ def _show(words: Words) -> None:
 def _schedule(subject: str, sizes: dict[str, int]) -> Schedule:
     """The schedule of that name or in that file."""
     if subject in catalogue.SCHEDULES or not (subject.endswith(".csv") or "/" in subject or Path(subject).is_file()):
-        ranks, micro_batches = (int(sizes.get(name, SIZES[name].default)) for name in ("stages", "microbatches"))
-        return catalogue.build(subject, ranks, micro_batches, **{name: sizes[name] for name in OWN if name in sizes})
+        chosen: dict[str, Any] = {"stages": SIZES["stages"].default, "microbatches": SIZES["microbatches"].default}
+        chosen.update(sizes)
+        return catalogue.build(subject, chosen.pop("stages"), chosen.pop("microbatches"), **chosen)
     if sizes:
         given = ", ".join(f"--{name}" for name in sizes)
         raise JobError(f"{given}: a file says itself how large its schedule is; leave it out, or name a schedule")

@@ -76,9 +76,7 @@ class Bucket:
 
     def take(self, slot: Slot) -> None:
         """Move a parameter's new gradient into the buffer, where later micro-batches add to it by themselves."""
-        if self.gradients is None:
-            self.gradients = slot.parameter.new_empty(self.length, dtype=self.dtype)
-        view = self.gradients[slot.start : slot.stop].view_as(slot.parameter)
+        view = self._buffer()[slot.start : slot.stop].view_as(slot.parameter)
         gradient = slot.parameter.grad
         assert gradient is not None, "the hook runs after a gradient came"
         if gradient.data_ptr() != view.data_ptr():
@@ -91,14 +89,24 @@ class Bucket:
             slot.parameter.grad = view if stays else None
         self.waiting -= 1
 
+    def _buffer(self) -> Tensor:
+        """Room for all gradients."""
+        if self.gradients is None:
+            self.gradients = self.slots[0].parameter.new_empty(self.length, dtype=self.dtype)
+        return self.gradients
+
     def reduce(self) -> None:
         """Start summing over the data ranks. Afterwards this rank's share is in `reduced`."""
-        assert self.gradients is not None, "a bucket is reduced once all its gradients came"
+        gradients = self._buffer()
+        for slot in self.slots:
+            # A backward pass in halves may have brought some gradients with an earlier one.
+            if not slot.filled:
+                gradients[slot.start : slot.stop] = 0
         if self.shard.size == 1:
-            self.reduced = self.gradients
-            self.work = self.replicate.all_reduce(self.gradients)
+            self.reduced = gradients
+            self.work = self.replicate.all_reduce(gradients)
             return
-        share = self.gradients[self.share]
+        share = gradients[self.share]
         if self.transient:
             share = torch.empty_like(share)
             if self.reduced is None:
@@ -107,7 +115,7 @@ class Bucket:
                 self.arriving = share
         else:
             self.reduced = share
-        self.work = self.shard.reduce_scatter(share, self.gradients)
+        self.work = self.shard.reduce_scatter(share, gradients)
 
     def settle(self) -> None:
         """Wait for the sum."""

@@ -101,9 +101,10 @@ class ShardedReplica(Replica):
             self.root.set_requires_gradient_sync(True)
             self.root.set_requires_all_reduce(True)
             self.root.set_is_last_backward(True)
-            self.root.set_reshard_after_backward(True)
             self.scatter.all_reduces = True
             self.root._get_fsdp_state()._root_post_backward_final_callback()
+            for group in self.groups:
+                group.reshard()
             self._expect()
         self.scatter.settle()
         for fragment, (_, parameter) in zip(self.fragments, self._parameters(), strict=True):

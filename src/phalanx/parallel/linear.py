@@ -42,7 +42,7 @@ def use_onednn(model: Transformer) -> int:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weightᵀ + bias, as F.linear: (..., inputs) by (outputs, inputs) to (..., outputs), in fp32 on a CPU."""
-    return _Linear.apply(x, weight, bias, _multiply, None)
+    return _Linear.apply(x, weight, bias, _multiply)
 
 
 def collect(modules: Iterable[nn.Module], later: WeightGradients) -> None:
@@ -65,7 +65,7 @@ class WeightGradients:
         self.products: list[Product] | None = None
         """Where products that are put off are put; None: they are computed at once."""
 
-    def take(self, multiply: Multiply, gradient: Tensor, x: Tensor, weight: Tensor) -> None:
+    def take(self, weight: Tensor, multiply: Multiply, gradient: Tensor, x: Tensor) -> None:
         """From the gradient (..., outputs) of what a layer wrote and what it read, (..., inputs)."""
         product = multiply, gradient, x, weight
         if self.products is None:
@@ -89,17 +89,22 @@ class WeightGradients:
 def _collected(
     multiply: Multiply, later: WeightGradients, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    return _Linear.apply(x, weight, bias, multiply, later)
+    # To autograd the weight is a constant: it would look for a gradient here.
+    return _Linear.apply(x, weight.detach(), bias, multiply, partial(later.take, weight))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Multiply, later: WeightGradients | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        multiply: Multiply,
+        take: Callable[[Multiply, Tensor, Tensor], None] | None = None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # What is saved may come back as another tensor (recomputation); gradients belong to this one.
-        ctx.multiply, ctx.later, ctx.weight = multiply, later, weight
+        ctx.multiply, ctx.take = multiply, take
         return multiply(x, weight, bias)
 
     @staticmethod
@@ -107,14 +112,11 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (gradient,) = grad_outputs
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
-        of_weight = None
-        if need_weight and ctx.later is not None:
-            ctx.later.take(ctx.multiply, gradient, x, ctx.weight)
-        elif need_weight:
-            of_weight = gradient_of_weight(ctx.multiply, gradient, x)
+        if ctx.take is not None:
+            ctx.take(ctx.multiply, gradient, x)
         return (
             gradient_of_input(ctx.multiply, gradient, weight) if need_x else None,
-            of_weight,
+            gradient_of_weight(ctx.multiply, gradient, x) if need_weight else None,
             gradient.flatten(0, -2).sum(0) if need_bias else None,
             None,
             None,

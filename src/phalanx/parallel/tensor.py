@@ -58,11 +58,15 @@ class Tensors:
         share = x.new_empty(batch, seq // self.tp.size, width)
         return share, self.tp.reduce_scatter(share.view(-1), x.contiguous().view(-1))
 
+    def constant(self, weight: Tensor) -> Tensor:
+        """A weight as autograd is to see it: where `later` takes its gradient, without one."""
+        return weight if self.later is None else weight.detach()
+
     def of_weight(self, multiply: Multiply, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
         """The gradient of a weight, or None where `later` has taken it."""
         if self.later is None:
             return gradient_of_weight(multiply, gradient, x)
-        return self.later.take(multiply, gradient, x, weight)
+        return self.later.take(weight, multiply, gradient, x)
 
     def leave(self, x: Tensor) -> tuple[Tensor, Any]:
         """What the residual stream here has of the sum of all ranks' `x` (perhaps in place), and what to wait for."""
@@ -101,13 +105,14 @@ def connect(model: Transformer, how: Tensors) -> None:
 
 def _columns(layers: Sequence[Linear], how: Tensors, x: Tensor) -> tuple[Tensor, ...]:
     """The outputs of layers that read one input, each this rank's columns of it."""
-    parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
-    return _Columns.apply(x, how, layers[0].multiply, *parameters)  # pyright: ignore[reportReturnType]
+    weights = [layer.weight for layer in layers]
+    parameters = [p for layer in layers for p in (how.constant(layer.weight), layer.bias)]
+    return _Columns.apply(x, how, layers[0].multiply, weights, *parameters)  # pyright: ignore[reportReturnType]
 
 
 def _rows(layer: Linear, how: Tensors, input: Tensor) -> Tensor:
     """The output of a layer that every rank has some inputs of. The bias is added once, after the sum."""
-    y = _Rows.apply(input, how, layer.multiply, layer.weight)
+    y = _Rows.apply(input, how, layer.multiply, [layer.weight], how.constant(layer.weight))
     return y if layer.bias is None else y + layer.bias
 
 
@@ -135,7 +140,7 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, how: Tensors, multiply: Multiply, *parameters: Tensor | None
+        ctx: Any, x: Tensor, how: Tensors, multiply: Multiply, owners: Sequence[Tensor], *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.how, ctx.multiply = how, multiply
         weights, biases = parameters[::2], parameters[1::2]
@@ -144,7 +149,7 @@ class _Columns(torch.autograd.Function):
             whole, work = how.gather(x)
             work.wait()
         ctx.save_for_backward(x if how.regather else whole, *weights)
-        ctx.weights = weights
+        ctx.owners = owners
         ctx.biased = [bias is not None for bias in biases]
         return tuple(multiply(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
@@ -162,18 +167,20 @@ class _Columns(torch.autograd.Function):
         if gathering is not None:
             gathering.wait()
         found: list[Tensor | None] = []
-        for g, weight, biased in zip(grad_outputs, ctx.weights, ctx.biased, strict=True):
+        for g, weight, biased in zip(grad_outputs, ctx.owners, ctx.biased, strict=True):
             found += [how.of_weight(ctx.multiply, g, whole, weight), g.flatten(0, -2).sum(0) if biased else None]
         leaving.wait()
-        return gradient, None, None, *found
+        return gradient, None, None, None, *found
 
 
 class _Rows(torch.autograd.Function):
     """A linear layer on this rank's inputs: (batch, seq, inputs / tp) to (batch, seq, d_model), or a share of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: Tensors, multiply: Multiply, weight: Tensor) -> Tensor:
-        ctx.how, ctx.multiply, ctx.weight = how, multiply, weight
+    def forward(
+        ctx: Any, x: Tensor, how: Tensors, multiply: Multiply, owner: Sequence[Tensor], weight: Tensor
+    ) -> Tensor:
+        ctx.how, ctx.multiply, ctx.owner = how, multiply, owner
         ctx.save_for_backward(x, weight)
         y, work = how.leave(multiply(x, weight))
         work.wait()
@@ -184,7 +191,7 @@ class _Rows(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         gradient = _entered(ctx.how, grad_outputs[0])
         of_x = gradient_of_input(ctx.multiply, gradient, weight)
-        return of_x, None, None, ctx.how.of_weight(ctx.multiply, gradient, x, ctx.weight)
+        return of_x, None, None, None, ctx.how.of_weight(ctx.multiply, gradient, x, *ctx.owner)
 
 
 class _Leave(torch.autograd.Function):

@@ -64,7 +64,9 @@ class BucketReplica(Replica):
         """What the present backward pass fills and has not been sent, in the order of sending."""
         self.sends = False
         """Whether the present micro-batch's gradients are reduced."""
-        self.slots: dict[Tensor, tuple[Bucket, Slot]] = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
+        self.slots: dict[Tensor, tuple[Bucket, Slot]] = {
+            slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
+        }
         for parameter in self.slots:
             parameter.register_post_accumulate_grad_hook(self.arrived)
         if shard.size > 1:

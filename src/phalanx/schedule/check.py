@@ -22,10 +22,15 @@ _WHOLE, _HALVES = 1 | 2, 1 | 4 | 8
 
 
 def check(schedule: Schedule) -> None:
-    """Raises JobError with what is wrong with a schedule: all of it, or of very much the beginning."""
+    """Raises JobError with what is wrong with a schedule."""
     if found := problems(schedule):
-        rest = len(found) - _MOST
-        raise JobError([*found[:_MOST], f"and {rest} problems more"] if rest > 0 else found)
+        raise refusal(found)
+
+
+def refusal(found: list[str]) -> JobError:
+    """The error that lists problems: all of them, or of very many the first."""
+    rest = len(found) - _MOST
+    return JobError([*found[:_MOST], f"and {rest} problems more"] if rest > 0 else found)
 
 
 def problems(schedule: Schedule) -> list[str]:
@@ -111,7 +116,7 @@ def _actions(schedule: Schedule) -> Iterator[str]:
     micros, slices, stages = schedule.micro_batches, schedule.slices, schedule.stages
     homes = homes_of(schedule)
     done = bytearray(len(homes) * slices)
-    early: list[tuple[int, Action, int]] = []
+    early: list[tuple[int, Action]] = []
     for rank, program in enumerate(schedule.programs):
         for kind, stage, micro, part in program:
             if kind not in _BIT or not (0 <= stage < stages and 0 <= micro < micros and 0 <= part < slices):
@@ -128,21 +133,25 @@ def _actions(schedule: Schedule) -> Iterator[str]:
                 if before & _BIT[kind]:
                     yield f"rank {rank}: {action} is there more than once"
                 elif _BEFORE[kind] & ~before:
-                    early.append((rank, action, place))
-    for rank, action, place in early:
-        for kind in ("F", "I"):
-            # Of what is never done, it is said below that it is missing.
-            if _BEFORE[action.kind] & _BIT[kind] & done[place]:
-                later = schedule.programs[rank].index
-                other = action._replace(kind=kind)
-                if other in schedule.programs[rank] and later(other) > later(action):
-                    yield f"rank {rank}: {action} comes before {other}, whose result it needs"
+                    early.append((rank, action))
+    for rank, action in early:
+        for other in _needed_but_later(schedule.programs[rank], action):
+            yield f"rank {rank}: {action} comes before {other}, whose result it needs"
     if done.count(_WHOLE) + done.count(_HALVES) < len(done):
         for place, bits in enumerate(done):
             if bits not in (_WHOLE, _HALVES):
                 row, part = divmod(place, slices)
                 action = Action("F", *divmod(row, micros), part)
                 yield from (f"rank {homes[row]}: {words}" for words in _unfinished(action, bits))
+
+
+def _needed_but_later(program: tuple[Action, ...], action: Action) -> Iterator[Action]:
+    """The passes of the same stage and micro-batch that an action needs and that come after it. (Of those that do not
+    come at all, it is said that they are missing.)"""
+    rest = program[program.index(action) :]
+    for kind in ("F", "I"):
+        if _BEFORE[action.kind] & _BIT[kind] and (other := action._replace(kind=kind)) in rest:
+            yield other
 
 
 def _existing(schedule: Schedule) -> str:

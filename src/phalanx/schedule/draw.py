@@ -6,6 +6,7 @@ Without a background and in colours of middle lightness, so that a page may be l
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from html import escape
 
 from phalanx.pictures import COLOURS, FONT, NEUTRAL, ticks
@@ -33,12 +34,10 @@ def svg(timing: Timing) -> str:
     longest = max(len(_number(action, schedule)) for program in schedule.programs for action in program)
     unit = max(1.0, min(max(16.0, longest * _DIGIT + 7), _WIDEST / duration))
     bottom = _TOP + schedule.ranks * _ROW
-    keys = list(_keys(schedule))
-    width = max(
-        _LEFT + duration * unit + _RIGHT, *(_MARGIN + 7 * len(line) for line in (summary(timing), _FOOT)), keys[-1][0]
-    )
+    keys, foot, title = list(_keys(schedule)), _foot(timing), f"{schedule.name}: {size(schedule)}"
+    words = max(8.5 * len(title), 7 * len(summary(timing)), 7 * len(foot))
+    width = max(_LEFT + duration * unit + _RIGHT, _MARGIN + words, keys[-1][0])
     height = bottom + 72
-    title = f"{schedule.name}: {size(schedule)}"
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height}' width='{width:.0f}' "
         f"height='{height}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
@@ -53,18 +52,21 @@ def svg(timing: Timing) -> str:
         x = _LEFT + tick * unit
         parts.append(f"<line x1='{x:.1f}' y1='{bottom}' x2='{x:.1f}' y2='{bottom + 4}' stroke='{NEUTRAL}'/>")
         parts.append(f"<text x='{x:.1f}' y='{bottom + 16}' text-anchor='middle'>{tick:g}</text>")
-    parts.append(f"<text x='{_MARGIN}' y='{bottom + 36}'>{_FOOT}</text>")
+    parts.append(f"<text x='{_MARGIN}' y='{bottom + 36}'>{foot}</text>")
     parts.append(f"<g class='keys' transform='translate(0 {bottom + 48})'>{''.join(key for _, key in keys)}</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-_FOOT = "time: a forward pass of one stage takes 1, a backward pass 2, each of its halves 1; messages take none"
 
 
 def summary(timing: Timing) -> str:
     """One line of a schedule's figures."""
     bubble = timing.bubble
     return f"bubble {bubble:.1%} of the work, {bubble / (1 + bubble):.1%} of the whole; duration {timing.duration:g}"
+
+
+def _used(schedule: Schedule) -> list[str]:
+    """The kinds of a schedule's actions, F first."""
+    found = {action.kind for program in schedule.programs for action in program}
+    return [kind for kind in _KINDS if kind in found]
 
 
 def variants(schedule: Schedule) -> list[list[int]]:
@@ -78,6 +80,7 @@ def variants(schedule: Schedule) -> list[list[int]]:
     return found
 
 
+@cache
 def shade(kind: str, variant: int, count: int) -> tuple[str, str]:
     """The colour of a cell and that of the text on it: the further the variant from the first, the lighter."""
     lighter = (0.5 if count == 2 else 0.66) * variant / max(1, count - 1)
@@ -97,6 +100,11 @@ def size(schedule: Schedule) -> str:
     if schedule.steps > 1:
         words.append(f"{schedule.steps} steps")
     return ", ".join(words)
+
+
+def _foot(timing: Timing) -> str:
+    costs = ", ".join(f"{kind} takes {timing.costs[kind]:g}" for kind in _used(timing.schedule))
+    return f"time: for one stage {costs}; messages take none"
 
 
 def _number(action: Action, schedule: Schedule) -> str:
@@ -160,18 +168,16 @@ def _keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
     found = variants(schedule)
     count = 1 + max(found[-1])
     x = float(_MARGIN)
-    used = {action.kind for program in schedule.programs for action in program}
-    for kind, (_, words) in _KINDS.items():
-        if kind in used:
-            squares = "".join(
-                f"<rect x='{x + 15 * variant:g}' y='0' width='14' height='14' fill='{shade(kind, variant, count)[0]}'/>"
-                for variant in range(count)
-            )
-            x += 15 * count + 5
-            label = f"{kind}: {words}"
-            key = f"{squares}<text x='{x:g}' y='11'>{label}</text>"
-            x += 7 * len(label) + 12
-            yield x, key
+    for kind in _used(schedule):
+        squares = "".join(
+            f"<rect x='{x + 15 * variant:g}' y='0' width='14' height='14' fill='{shade(kind, variant, count)[0]}'/>"
+            for variant in range(count)
+        )
+        x += 15 * count + 5
+        label = f"{kind}: {_KINDS[kind][1]}"
+        key = f"{squares}<text x='{x:g}' y='11'>{label}</text>"
+        x += 7 * len(label) + 12
+        yield x, key
     if count > 1:
         by = "direction" if len(schedule.placements) > 1 else "stage of the rank"
         label = f"the lighter, the later the {by}" if count > 2 else f"lighter: second {by}"

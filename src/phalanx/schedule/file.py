@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import cast
 
 from phalanx.errors import JobError
-from phalanx.schedule.check import check
+from phalanx.schedule.check import check, refusal
 from phalanx.schedule.schedule import Action, Kind, Schedule
+from phalanx.units import gib
 
 MOST_BYTES = 64 * 2**20
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})(?:\.(\d{1,9}))?")
@@ -56,9 +57,11 @@ def save(content: str, path: Path | str) -> None:
 
 def _text_of(path: Path) -> str:
     try:
-        if path.is_file() and (size := path.stat().st_size) > MOST_BYTES:
-            raise JobError(f"the file has {size} bytes; a schedule's has at most {MOST_BYTES}")
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise JobError(f"the file is larger than {gib(MOST_BYTES)}, which no schedule needs")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise JobError(f"not a text file in UTF-8 (byte {error.start})") from None
     except OSError as error:
@@ -83,7 +86,7 @@ def _parsed(content: str, name: str) -> Schedule:
     if not problems and not any(programs):
         problems.append("no actions: a row a rank, with cells such as 0F0 and 0B0")
     if problems:
-        raise JobError(problems)
+        raise refusal(problems)
     schedule = _inferred(name, tuple(programs), steps)
     check(schedule)
     return schedule
