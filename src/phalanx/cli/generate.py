@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
+
+from phalanx.launch.ranks import detect
+
+if TYPE_CHECKING:
+    from phalanx.generate.load import LoadedRun
 
 
 @dataclass(frozen=True)
@@ -35,16 +41,32 @@ class Generate:
     """The checkpoint of this step; 0 means the newest."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the accelerator where there is one."""
+    pp: int = 1
+    """Processes that share the model's layers (a pipeline), for a model that no single device holds."""
     json: bool = False
     """Print one JSON document on standard output and nothing else."""
 
 
 def run(argv: Sequence[str]) -> int:
     options = tyro.cli(Generate, prog="phalanx generate", args=argv, config=(tyro.conf.FlagCreatePairsOff,))
-    from phalanx.generate.load import load_run
+    if options.pp == 1:
+        from phalanx.generate.load import load_run
 
-    loaded = load_run(options.run, options.step, options.device)
-    live = sys.stdout.isatty() and not options.json
+        _write(load_run(options.run, options.step, options.device), options)
+        return 0
+    from phalanx.generate import pipelined
+
+    ranks = detect(os.environ)
+    if ranks is None:
+        return pipelined.launch(["generate", *argv], options.run, options.step, options.pp)
+    with pipelined.joined(ranks, options.run, options.step, options.device, options.pp) as loaded:
+        _write(loaded, options, speaks=ranks.rank == 0)
+    return 0
+
+
+def _write(loaded: LoadedRun, options: Generate, speaks: bool = True) -> None:
+    """Generate the text and print it; of several ranks one speaks."""
+    live = speaks and sys.stdout.isatty() and not options.json
     if live:
         print(options.prompt, end="", flush=True)
     text = loaded.text(
@@ -56,8 +78,9 @@ def run(argv: Sequence[str]) -> int:
         seed=options.seed,
         on_text=(lambda piece: print(piece, end="", flush=True)) if live else None,
     )
+    if not speaks:
+        return
     if options.json:
         print(json.dumps({**dataclasses.asdict(options), "run": str(options.run), "text": text}, ensure_ascii=False))
     else:
         print("" if live else text)
-    return 0

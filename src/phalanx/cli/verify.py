@@ -22,7 +22,10 @@ VERB = JobVerb(
     "processes of this machine, comparing the loss, every gradient and every parameter. A large model is compared as a "
     "small one of the same kind.",
     {
-        "full": "Compare every product of dp_replicate, dp_shard and tp too, with every sp, zero and recompute.",
+        "full": "Compare every product of dp_replicate, dp_shard and tp too, with every sp, zero and recompute, and "
+        "every pipeline schedule.",
+        "schedules": "Compare the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
+        "micro-batches, and nothing else.",
         "as_is": "Compare the model as it is, however large.",
     },
     {
@@ -44,10 +47,14 @@ def run(argv: Sequence[str]) -> int:
     if words is None:
         return 0
     steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
-    full, as_is = ("full" in words.switches), ("as_is" in words.switches)
+    full, schedules, as_is = (name in words.switches for name in ("full", "schedules", "as_is"))
     if lines and full:
         raise JobError("--full and --layouts exclude each other: one is all layouts, the other those that you name")
-    plan = make(words.job, lines=lines, full=full, max_ranks=max_ranks, as_is=as_is)
+    if schedules and (lines or full):
+        raise JobError(
+            "--schedules goes with neither --full, which contains it, nor --layouts, which is the layouts that you name"
+        )
+    plan = make(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
     # Here, because it imports torch, for which --help and mistakes need not wait.
     from phalanx.verify import run as verify
     from phalanx.verify.table import introduction, table

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import CheckpointError, JobError
 from phalanx.generate.sampling import generate
+from phalanx.job.parameters import parameter_shapes
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.precision import DTYPES
 from phalanx.train import checkpoint
+from phalanx.train.checkpoint import Manifest
 from phalanx.train.device import choose
 from phalanx.train.run_directory import RunDirectory, job_of
 
@@ -52,8 +55,12 @@ class LoadedRun:
                 on_text(text[len(shown) :])
                 shown = text
 
-        done = generate(self.model, tokens, on_token=show if on_text else None, **options)
+        done = self.tokens(tokens, on_token=show if on_text else None, **options)
         return self.tokenizer.decode(done[0].tolist())
+
+    def tokens(self, prompt: Tensor, *, on_token: Callable[[Tensor], None] | None = None, **options: Any) -> Tensor:
+        """The same from tokens (batch, prompt) to tokens, as `sampling.generate`."""
+        return generate(self.model, prompt, on_token=on_token, **options)
 
 
 def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
@@ -61,24 +68,43 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
 
     Raises CheckpointError where there is no run, no such checkpoint, or a damaged one.
     """
+    manifest = find(path, step)
+    model = empty_model(manifest)
+    target = choose(device, 0)
+    fill(model, manifest, target)
+    return LoadedRun(model, Tokenizer.load(path), target, manifest.step)
+
+
+def find(path: Path, step: int = 0, verify: bool = True) -> Manifest:
+    """A run's checkpoint of `step` (0: the newest whole one), without `verify` by its files' sizes alone.
+
+    Raises CheckpointError as `load_run` does."""
     directory = RunDirectory(path)
     directory.require()
     root = directory.checkpoints
     if step:
-        manifest = checkpoint.check(root / f"step-{step:06d}")
-    else:
-        manifest = checkpoint.newest_valid(root, report=log.warning)
+        return checkpoint.check(root / f"step-{step:06d}", verify)
+    manifest = checkpoint.newest_valid(root, verify, report=log.warning)
     if manifest is None:
         raise CheckpointError(
             f"{path} has no checkpoint yet; it writes one at its end, or every checkpoint.every steps"
         )
+    return manifest
+
+
+def empty_model(manifest: Manifest) -> Transformer:
+    """The model of a checkpoint on the meta device: it takes no memory until it is filled."""
     job = job_of(manifest)
-    target = choose(device, 0)
     with torch.device("meta"):
-        model = Transformer(job.model, manifest.meta["vocab_size"]).to(DTYPES[job.train.precision])
-    model.to_empty(device=target)
-    with torch.no_grad(), checkpoint.Reader(manifest, "model") as tensors:
-        tensors.require({name: tuple(p.shape) for name, p in model.named_parameters()})
+        return Transformer(job.model, manifest.meta["vocab_size"]).to(DTYPES[job.train.precision])
+
+
+@torch.no_grad()
+def fill(model: Transformer, manifest: Manifest, device: torch.device) -> None:
+    """Move a model, or what a pipeline stage keeps of it, from meta to `device` with its checkpoint's parameters, read
+    one at a time. Raises CheckpointError where the checkpoint does not fit."""
+    model.to_empty(device=device)
+    with checkpoint.Reader(manifest, "model") as tensors:
+        tensors.require(parameter_shapes(model.model, manifest.meta["vocab_size"]))
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
-    return LoadedRun(model, Tokenizer.load(path), target, manifest.step)

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import JobError
+from phalanx.job.model import Model
 from phalanx.model.cache import Cache
 from phalanx.model.seeding import derive_seed
 from phalanx.model.transformer import Transformer
 
+Choose = Callable[[Tensor], Tensor]
+"""New tokens (batch,) from logits (batch, vocab)."""
+Follow = Callable[[Tensor, Cache | None, Choose], Tensor]
+"""The tokens (batch,) that follow: from tokens (batch, seq) and the cache of those before them, if they count as well.
+Chooses among its logits by what it is given."""
 
-@torch.inference_mode()
+
+@dataclass(frozen=True)
+class Sampling:
+    """How many tokens are generated and how each is chosen: the options of `generate`."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1337
+
+
 def generate(
     model: Transformer,
     prompt_tokens: Tensor,
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 1337,
+    temperature: float = Sampling.temperature,
+    top_k: int = Sampling.top_k,
+    top_p: float = Sampling.top_p,
+    seed: int = Sampling.seed,
     on_token: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """The prompts with `max_new_tokens` more tokens each, (batch, prompt + new), from `prompt_tokens` (batch, prompt).
@@ -33,26 +51,39 @@ def generate(
 
     Once the text is longer than the model's seq_len, the model sees its last seq_len tokens.
     Raises JobError on values that make no sense."""
-    _check(
-        prompt_tokens,
-        vocab=model.embed.num_embeddings,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-    )
-    seq_len = model.model.seq_len
+
+    def follow(tokens: Tensor, cache: Cache | None, choose: Choose) -> Tensor:
+        return choose(model(tokens, cache=cache)[:, -1])
+
+    options = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    return extend(follow, prompt_tokens, model.model, model.embed.num_embeddings, options, on_token)
+
+
+@torch.inference_mode()
+def extend(
+    follow: Follow,
+    prompt_tokens: Tensor,
+    model: Model,
+    vocab: int,
+    options: Sampling,
+    on_token: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """What `generate` returns, where `follow` computes with a model of this shape, on one process or on several."""
+    _check(prompt_tokens, vocab, options)
     # Drawn on the CPU: the text is then the same whatever device computes the logits.
-    generator = torch.Generator().manual_seed(derive_seed(seed, "generate"))
+    generator = torch.Generator().manual_seed(derive_seed(options.seed, "generate"))
+
+    def choose(logits: Tensor) -> Tensor:
+        return next_token(logits, options.temperature, options.top_k, options.top_p, generator)
+
     tokens = prompt_tokens
-    cache = Cache(seq_len)
-    for _ in range(max_new_tokens):
-        if tokens.shape[1] <= seq_len:
-            logits = model(tokens[:, cache.length :], cache=cache)
+    cache = Cache(model.seq_len)
+    for _ in range(options.max_new_tokens):
+        if tokens.shape[1] <= model.seq_len:
+            new = follow(tokens[:, cache.length :], cache, choose)
         else:
             # The window slides, so every token has a new position and nothing that was cached holds any more.
-            logits = model(tokens[:, -seq_len:])
-        new = next_token(logits[:, -1], temperature, top_k, top_p, generator)
+            new = follow(tokens[:, -model.seq_len :], None, choose)
         tokens = torch.cat((tokens, new[:, None]), dim=1)
         if on_token:
             on_token(new)
@@ -76,7 +107,7 @@ def next_token(logits: Tensor, temperature: float, top_k: int, top_p: float, gen
     return drawn[:, 0].to(logits.device)
 
 
-def _check(prompt: Tensor, *, vocab: int, max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+def _check(prompt: Tensor, vocab: int, options: Sampling) -> None:
     problems = []
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         problems.append(f"the prompt has shape {tuple(prompt.shape)}: it needs (batch, tokens) with at least one token")
@@ -85,13 +116,13 @@ def _check(prompt: Tensor, *, vocab: int, max_new_tokens: int, temperature: floa
             f"the prompt holds tokens {int(prompt.min())} to {int(prompt.max())}, but the model's are 0 to "
             f"{vocab - 1}: encode it with the tokenizer that the model was trained with"
         )
-    if max_new_tokens < 0:
-        problems.append(f"max_new_tokens={max_new_tokens}: it must be 0 or more")
-    if temperature < 0:
-        problems.append(f"temperature={temperature}: it must be 0 (the likeliest token) or more")
-    if top_k < 0:
-        problems.append(f"top_k={top_k}: it must be 0 (all tokens) or more")
-    if not 0 < top_p <= 1:
-        problems.append(f"top_p={top_p}: it must be above 0 and at most 1 (all tokens)")
+    if options.max_new_tokens < 0:
+        problems.append(f"max_new_tokens={options.max_new_tokens}: it must be 0 or more")
+    if options.temperature < 0:
+        problems.append(f"temperature={options.temperature}: it must be 0 (the likeliest token) or more")
+    if options.top_k < 0:
+        problems.append(f"top_k={options.top_k}: it must be 0 (all tokens) or more")
+    if not 0 < options.top_p <= 1:
+        problems.append(f"top_p={options.top_p}: it must be above 0 and at most 1 (all tokens)")
     if problems:
         raise JobError(problems)

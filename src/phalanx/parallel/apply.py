@@ -24,6 +24,7 @@ from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import WeightGradients, collect, onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import ChunkedObjective, Loss, Objective
+from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.stages import Stages
@@ -46,6 +47,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     layout, dtype, vocab = job.layout, model.embed.weight.dtype, model.embed.num_embeddings
     stages = _stages(model, job, mesh, vocab) if layout.pp > 1 else None
     later = WeightGradients() if stages else None
+    lanes = mesh.lanes("pp")
     pieces, partials = _cut(model, mesh, layout, vocab, later)
     partials += _shared(mesh, stages, pieces) if stages else []
     names = {}
@@ -71,7 +73,8 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
         fragment.copy = stages is not None and stages.holders(fragment.whole_name)[0] != stages.rank
     if stages is not None and later is not None:
         parts = layout.tp if layout.sp else 1
-        replica.runner = Pipeline(replica, stages, mesh.lanes("pp"), later, parts)
+        kind = Pipeline if stages.schedule.steps == 1 else PipeDream
+        replica.runner = kind(replica, stages, lanes, later, parts)
     _initialise(replica, job, mesh)
     return replica
 

@@ -72,7 +72,8 @@ class Mesh:
         return self.among(name, range(first, first + size))
 
     def among(self, name: str, places: Sequence[int]) -> Axis:
-        """The collectives among some places of an axis, this rank's own among them. Only their ranks call it."""
+        """The collectives among some places of an axis, this rank's own among them. Only their ranks call it, and they
+        have to have as many process groups as each other: torch names a group after its number."""
         if len(places) == 1:
             return Axis(name)
         group = dist.new_group(self._ranks(name, places), use_local_synchronization=True)
@@ -80,15 +81,15 @@ class Mesh:
         return Axis(name, len(places), places.index(self.coordinates[name]), group, self.ledger)
 
     def lanes(self, name: str) -> tuple[Axis, Axis]:
-        """An axis twice, for messages to higher ranks and to lower ones. NCCL handles the messages between two ranks in
-        one order: in lanes of their own, two that cross do not wait for each other. All ranks of the axis have to call
-        it."""
+        """An axis twice, for messages to higher ranks and to lower ones, with process groups of their own: messages
+        never meet collectives, and two that cross do not wait for each other (NCCL handles those between two ranks one
+        after the other). All ranks of the axis have to call it."""
         axis = self.axis(name)
-        if axis.group is None or axis.gloo:
+        if axis.group is None:
             return axis, axis
-        group = dist.new_group(dist.get_process_group_ranks(axis.group), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "this rank is among them"
-        return axis, Axis(name, axis.size, axis.rank, group, self.ledger)
+        everyone = range(axis.size)
+        up = self.among(name, everyone)
+        return up, up if axis.gloo else self.among(name, everyone)
 
     def messages(self, name: str, timeout_s: float) -> Axis:
         """An axis once more, with a process group of its own on the CPU, for messages from threads: they never meet the

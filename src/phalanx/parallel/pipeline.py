@@ -19,7 +19,7 @@ from phalanx.parallel.data import MicroTensors, Replica
 from phalanx.parallel.linear import Product, WeightGradients
 from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage, Stages
-from phalanx.parallel.transfers import AHEAD, Mail, Transfers
+from phalanx.parallel.transfers import AHEAD, Post, Transfers
 from phalanx.schedule.schedule import Action
 
 
@@ -44,13 +44,14 @@ class Pipeline:
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
         """Run a step's program. Returns the loss summed over the micro-batches whose last stage is here, in fp64."""
-        step = _Step(self, micros, factor)
+        mail = self.transfers.begin(self.like, self.shape(micros[0], self.schedule.slices))
+        step = Step(self, mail, dict(enumerate(micros)), micros[0].tokens.device, factor)
         for place, action in enumerate(self.program):
-            for later in self.program[place + 1 : place + 1 + AHEAD]:
-                step.mail.expect(later)
+            for coming in self.program[place : place + 1 + AHEAD]:
+                mail.expect(coming)
             step.act(action, last=place in self.last_backward)
         self.replica.finish()
-        step.mail.settle()
+        mail.settle()
         return step.loss
 
     def loss(self, micro: MicroTensors) -> Tensor:
@@ -79,9 +80,9 @@ class Pipeline:
                 self.leaving.append((up if target > rank else down).start_send(x.contiguous(), target))
         return None
 
-    def shape(self, micro: MicroTensors) -> tuple[int, int, int]:
-        """What travels of a micro-batch, or of a slice of one, between two stages: (batch, tokens, d_model)."""
-        batch, tokens = micro.tokens.shape
+    def shape(self, micro: MicroTensors, slices: int = 1) -> tuple[int, int, int]:
+        """What travels of a micro-batch, or of one of its slices, between two stages: (batch, tokens, d_model)."""
+        batch, tokens = micro.slice(0, slices).tokens.shape
         return batch, tokens // self.token_parts, self.stages.model.d_model
 
     @property
@@ -103,15 +104,15 @@ class _Kept:
     """Where the backward pass begins: the stage's output, or the loss."""
 
 
-class _Step:
+class Step:
     """One run through a program."""
 
-    def __init__(self, pipeline: Pipeline, micros: Sequence[MicroTensors], factor: float):
-        self.pipeline, self.micros, self.factor = pipeline, micros, factor
+    def __init__(
+        self, pipeline: Pipeline, mail: Post, micros: dict[int, MicroTensors], device: torch.device, factor: float
+    ):
+        self.pipeline, self.mail, self.micros, self.factor = pipeline, mail, micros, factor
         self.replica, self.later, self.slices = pipeline.replica, pipeline.later, pipeline.schedule.slices
-        part = micros[0].slice(0, self.slices)
-        self.mail: Mail = pipeline.transfers.begin(pipeline.like, pipeline.shape(part))
-        self.loss = torch.zeros((), dtype=torch.float64, device=part.tokens.device)
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.kept: dict[Action, _Kept] = {}
         self.handed: dict[Action, Tensor] = {}
         """From a stage here to the next one here, by the action that reads it (B stands for I, too)."""

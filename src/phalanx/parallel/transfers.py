@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ from phalanx.schedule.schedule import Action, Schedule
 
 AHEAD = 2
 """Actions before its use that a receive is begun."""
+
+
+class Post(Protocol):
+    """How results reach the ranks that need them."""
+
+    def receive(self, action: Action) -> Tensor | None:
+        """What an action needs of another rank; None where it needs nothing."""
+        ...
+
+    def send(self, action: Action, result: Tensor) -> bool:
+        """Send an action's result on its way, if another rank needs it. Returns whether one does."""
+        ...
 
 
 @dataclass

@@ -23,14 +23,17 @@ from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.precision import DTYPES
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, metrics
 from phalanx.train.evaluate import validation_loss
+from phalanx.train.feed import Feed
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.state import State
 from phalanx.train.step import Step, Stepper
 from phalanx.train.stop import StopRequest
+from phalanx.train.stream import Stream
 from phalanx.train.sync.arrivals import Arrivals
 from phalanx.train.sync.asp import Asynchronous
 from phalanx.train.terminal import Terminal, logging_to
@@ -79,6 +82,8 @@ class Trainer:
         self._introduce(index.vocab_size)
         self.stepper = Stepper(job, self.mesh, device, index.vocab_size)
         self.state = State(self.stepper, index.fingerprint, index.vocab_size)
+        runner = self.stepper.replica.runner
+        self.stream = Stream(self.stepper, runner) if isinstance(runner, PipeDream) else None
         self.asynchronous = Asynchronous(self.stepper) if job.layout.sync == "asp" else None
         self._resume()
         self.peak, source = devices.peak_flops(job.cluster.peak_tflops, device, DTYPES[job.train.precision])
@@ -110,6 +115,7 @@ class Trainer:
                 rows.write("step", **row)
                 self._show(meter, row)
 
+            feed = Feed(batches, meter)
             arrivals = Arrivals(job.layout.dp_replicate, note) if self.asynchronous else None
             while state.step < job.train.steps:
                 before = state.step
@@ -117,18 +123,16 @@ class Trainer:
                     state.step, stop = self._round(self.asynchronous, arrivals)
                     loss = arrivals.loss
                 else:
-                    waiting = time.perf_counter()
-                    micro_batches = next(batches)
-                    meter.waited += time.perf_counter() - waiting
-                    lr = self._lr(state.step)
-                    step = self._step(micro_batches, lr)
-                    state.step, stop, loss = state.step + 1, step.stop, step.loss
-                    note(state.step, {"loss": loss, "grad_norm": step.grad_norm, "lr": lr})
+                    stop = False
+                    for number, step in self._steps(feed):
+                        stop, loss = step.stop, step.loss
+                        note(number, {"loss": loss, "grad_norm": step.grad_norm, "lr": self._lr(number - 1)})
+                    state.step += 1
                 state.samples += (state.step - before) * self.batch.global_batch
                 last = state.step == job.train.steps
-                if last or _due(state.step, job.train.eval_every):
+                if self._validates(state.step):
                     self._validate(rows, meter)
-                if last or stop or _due(state.step, job.checkpoint.every):
+                if stop or self._saves(state.step):
                     self._save(meter)
                 if last or stop:
                     self._report_traffic(rows)
@@ -142,14 +146,26 @@ class Trainer:
         summary = self._summary(loss, time.perf_counter() - began)
         return {**summary, "staleness": arrivals.summary()} if arrivals else summary
 
-    def _step(self, micro_batches: list[MicroBatch], lr: float) -> Step:
-        """One optimizer step over this rank's micro-batches."""
+    def _steps(self, feed: Feed) -> list[tuple[int, Step]]:
+        """One optimizer step over this rank's micro-batches. Returns what is known of it, or of the one before, with
+        its number."""
         # Samples are cut from one stream of tokens, so every position counts, on every rank.
-        global_tokens = self.batch.global_batch * self.job.model.seq_len
+        tokens, done = self.batch.global_batch * self.job.model.seq_len, self.state.step
+        micro_batches, lr, stop = feed.take(), self._lr(done), self.stop.signal != 0
         try:
-            return self.stepper.step(micro_batches, self.state.step, global_tokens, lr, self.stop.signal != 0)
+            if self.stream is None:
+                return [(done + 1, self.stepper.step(micro_batches, done, tokens, lr, stop))]
+            runs_empty = self._validates(done + 1) or self._saves(done + 1)
+            more = None if runs_empty else feed.ahead
+            return self.stream.step(micro_batches, done, tokens, lr, stop, more)
         except NotFiniteError as error:
             raise self._not_finite(error) from None
+
+    def _validates(self, step: int) -> bool:
+        return step == self.job.train.steps or _due(step, self.job.train.eval_every)
+
+    def _saves(self, step: int) -> bool:
+        return step == self.job.train.steps or _due(step, self.job.checkpoint.every)
 
     def _round(self, asynchronous: Asynchronous, arrivals: Arrivals) -> tuple[int, bool]:
         """sync=asp: the steps until something is due. Returns the steps done, and whether to stop."""

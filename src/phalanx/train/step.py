@@ -20,6 +20,7 @@ from phalanx.parallel.apply import apply
 from phalanx.parallel.data import MicroTensors
 from phalanx.parallel.fragments import Fragment
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.train.memory import Memory
 from phalanx.train.optimizer import AdamW
@@ -54,6 +55,8 @@ class Stepper:
             # The first replica's ranks keep the server's parameters beside those that they compute with.
             serves = mesh.coordinates["dp_replicate"] == 0
             fragments = [_copy(fragment) for fragment in fragments] if serves else []
+        if isinstance(self.replica.runner, PipeDream):
+            fragments = [_copy(fragment) for fragment in fragments]  # it computes with older versions
         with self.memory.allocating("optimizer"):
             self.optimizer = AdamW(fragments, job.optimizer)
         self.loss_scale = LossScale(dtype)
@@ -83,13 +86,7 @@ class Stepper:
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
         tokens = global_tokens // self.apart
         loss = self.gradients(micro_batches, step, tokens)
-        with self.memory.allocating("gradients"):
-            square = self.optimizer.square_norm(self.loss_scale.value)
-        # Everything is counted by one rank: a loss by one of those that read the same samples, a gradient's element by
-        # one of those that hold it.
-        first_replica = self.apart > 1 or self.mesh.coordinates["dp_replicate"] == 0
-        status = torch.stack((loss * self.mesh.speaks, square * first_replica, loss.new_tensor(stop)))
-        everywhere = self._reduce(status)
+        square, status, everywhere = self.status(loss, stop)
         if self.mesh.shards:
             everywhere.wait()
             square = status[1]
@@ -114,15 +111,28 @@ class Stepper:
         self.replica.clear()
         return Step(mean, grad_norm, stop)
 
+    def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:
+        """The square of the norm of this rank's gradients; loss, that square and whether to stop, (3,), on the way to
+        their sums over the ranks; and what to wait for until they are. The gradients are then the optimizer's."""
+        with self.memory.allocating("gradients"):
+            square = self.optimizer.square_norm(self.loss_scale.value)
+        # Everything is counted by one rank: a loss by one of those that read the same samples, a gradient's element by
+        # one of those that hold it.
+        first_replica = self.apart > 1 or self.mesh.coordinates["dp_replicate"] == 0
+        status = torch.stack((loss * self.mesh.speaks, square * first_replica, loss.new_tensor(stop)))
+        return square, status, self._reduce(status)
+
     @torch.no_grad()
     def reload(self) -> None:
         """Take up the parameters and optimizer state that a checkpoint has brought, on every rank."""
         self.replica.publish()
         if self.sync:
             self.sync.reload()
-        if self.job.layout.sync == "asp":
-            for served, fragment in zip(self.optimizer.fragments, self.replica.fragments, strict=False):
-                served.value.copy_(fragment.value)
+        for own, fragment in zip(self.optimizer.fragments, self.replica.fragments, strict=False):
+            if own is not fragment:
+                own.value.copy_(fragment.value)
+        if isinstance(self.replica.runner, PipeDream):
+            self.replica.runner.restart([f.value for f in self.replica.fragments])
 
     def tensors(self, micro: MicroBatch, step: int) -> MicroTensors:
         """A micro-batch on the device, with what its dropout masks in optimizer step `step` derive from."""

@@ -7,7 +7,7 @@ needs no more memory than its training.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.job import batch
 from phalanx.job.data import IGNORE
 from phalanx.job.job import Job
+from phalanx.job.parameters import parameter_shapes
 from phalanx.launch.ranks import Ranks
 from phalanx.model.seeding import derive_seed
 from phalanx.parallel import mesh as meshes
@@ -95,7 +96,12 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
         losses = _run(ranks, job, vocab_size, steps, see)
         for loss, other in zip(losses, json.loads(facts["losses"]), strict=True):
             found.losses.append(abs(loss - other) / abs(other) if other else abs(loss))
-    return found if ranks.rank == 0 else None
+    if ranks.rank:
+        return None
+    names = parameter_shapes(job.model, vocab_size)
+    found.gradients = [_in_order(step, names) for step in found.gradients]
+    found.parameters = _in_order(found.parameters, names)
+    return found
 
 
 def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
@@ -123,6 +129,15 @@ def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[lis
         for a in range(first, first + share, size)
     ]
     return batches, int((targets != IGNORE).sum())
+
+
+def _in_order(found: dict[str, float], names: Iterable[str]) -> dict[str, float]:
+    """By name in the model's order: the ranks of a pipeline show their own layers, one rank after the other. Raises
+    ValueError for what none of them has shown."""
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"no rank has {', '.join(missing)}")
+    return {name: found[name] for name in names}
 
 
 def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, see: See) -> list[float]:

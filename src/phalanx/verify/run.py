@@ -45,6 +45,7 @@ class Case:
 
     layout: str
     world: int
+    n_layers: int
     global_batch: int
     loss_max_rel: float | None
     grad_max_rel: float | None
@@ -100,17 +101,17 @@ def run(plan: Plan, steps: int, on_case: Callable[[Case], None], on_start: Calla
     processes = max((layout.processes for layout in plan.layouts), default=1)
     with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, Pool(processes, PRELOAD) as pool:
         _start(pool, processes)
-        records: dict[int, Path] = {}
+        records: dict[tuple[int, int], Path] = {}
         for layout in plan.layouts:
             on_start(layout)
             job = plan.case(layout)
-            size = job.train.global_batch
-            if size not in records:
-                path = Path(folder) / f"batch_{size}.safetensors"
-                alone = plan.alone(size)
+            of = job.model.n_layers, job.train.global_batch
+            if of not in records:
+                path = Path(folder) / f"layers_{of[0]}_batch_{of[1]}.safetensors"
+                alone = plan.alone(layout)
                 pool.run(record, 1, alone, plan.proof.vocab_size, steps, path, timeout=job.run.timeout_s)
-                records[size] = path
-            report.cases.append(_case(pool, job, plan.proof.vocab_size, steps, records[size]))
+                records[of] = path
+            report.cases.append(_case(pool, job, plan.proof.vocab_size, steps, records[of]))
             on_case(report.cases[-1])
     report.seconds = time.perf_counter() - began
     return report
@@ -141,6 +142,7 @@ def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Case
     return Case(
         layout=layout.line(),
         world=layout.world,
+        n_layers=job.model.n_layers,
         global_batch=job.train.global_batch,
         loss_max_rel=worst(found.losses) if found else None,
         grad_max_rel=worst([rel for step in found.gradients for rel in step.values()]) if found else None,

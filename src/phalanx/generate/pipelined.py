@@ -1,0 +1,125 @@
+"""Generates text from a model that no single process holds: each rank of a pipeline has some of its layers, and their
+keys and values.
+
+Hidden states go from rank to rank; the last one chooses the token, with the same code and the same draws as one process
+(sampling.py), and tells it to all. So the text is the one that one process generates.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.agree import on_rank_zero
+from phalanx.comm.axis import Axis
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import JobError
+from phalanx.generate.load import LoadedRun, empty_model, fill, find
+from phalanx.generate.sampling import Choose, Sampling, extend
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.run import Run
+from phalanx.launch.local import launch_local
+from phalanx.launch.process_group import process_group
+from phalanx.launch.ranks import Ranks
+from phalanx.model.cache import Cache
+from phalanx.parallel import mesh as meshes
+from phalanx.parallel.stages import Stage, Stages
+from phalanx.plan.cut import stages_of
+from phalanx.schedule import catalogue
+from phalanx.train import checkpoint
+from phalanx.train import device as devices
+from phalanx.train.run_directory import job_of
+
+
+@dataclass(frozen=True)
+class PipelinedRun(LoadedRun):
+    """What one rank needs. `model` has this rank's layers alone; the ranks of the pipeline call `text` or `tokens`
+    together, with the same arguments, and each gets the whole text."""
+
+    stage: Stage
+    axis: Axis
+    """The ranks of the pipeline."""
+    vocab: int
+
+    def tokens(self, prompt: Tensor, *, on_token: Callable[[Tensor], None] | None = None, **options: Any) -> Tensor:
+        """As `sampling.generate`, token for token."""
+        return extend(self._follow, prompt, self.model.model, self.vocab, Sampling(**options), on_token)
+
+    def _follow(self, tokens: Tensor, cache: Cache | None, choose: Choose) -> Tensor:
+        model, axis = self.model, self.axis
+        start = cache.length if cache is not None else 0
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        if self.stage.first:
+            x = model.embed_tokens(tokens, positions, None)
+        else:
+            like = next(model.parameters())
+            x = torch.empty(*tokens.shape, model.model.d_model, dtype=like.dtype, device=like.device)
+            axis.receive(x, axis.rank - 1)
+        x = model.through(self.stage.layers, x, positions, None, cache)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        if self.stage.last:
+            new = choose(model.logits(model.normed(x))[:, -1])
+        else:
+            axis.send(x.contiguous(), axis.rank + 1)
+            new = tokens.new_empty(len(tokens))
+        axis.broadcast(new, source=axis.size - 1).wait()
+        return new
+
+
+def launch(argv: list[str], run: Path, step: int, pp: int) -> int:
+    """Starts `pp` ranks with a command line by which each calls `joined`, and returns the exit code of the launch.
+
+    Raises, before any is started, JobError where they do not suit the model, CheckpointError as `load_run`."""
+    manifest = find(run, step, verify=False)  # the ranks verify it
+    _stages(job_of(manifest).model, manifest.meta["vocab_size"], pp, rank=0)
+    logs = Path(tempfile.mkdtemp(prefix="phalanx_generate_"))  # not in the run, which may be another user's
+    # One rank computes while the others wait for it, so each gets all cores, as one process would.
+    code = launch_local(argv, processes=pp, log_dir=logs, threads=devices.threads_for(0, 1), all_ranks=False)
+    if code == 0:
+        shutil.rmtree(logs)
+    return code
+
+
+@contextmanager
+def joined(ranks: Ranks, run: Path, step: int, device: str, pp: int) -> Iterator[PipelinedRun]:
+    """One rank's part of a run, in a process group of `pp` ranks. Arguments and errors are those of `load_run`; raises
+    JobError too where the ranks are not as many, or do not suit the model."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait until a message has come
+    target = devices.choose(device, ranks.local_rank)
+    with process_group(ranks, device=target, timeout_s=Run().timeout_s):
+        yield load_part(run, step, target, pp)
+
+
+def load_part(run: Path, step: int, device: torch.device, pp: int) -> PipelinedRun:
+    """The same where there is a process group. One rank verifies the checkpoint, each reads its own tensors of it."""
+    manifest = checkpoint.check(Path(on_rank_zero(lambda: str(find(run, step).path))), verify=False)
+    axis = meshes.build(Layout(pp=pp), device.type).axis("pp")
+    model = empty_model(manifest)
+    vocab = model.embed.num_embeddings
+    stages = _stages(model.model, vocab, pp, axis.rank)
+    stages.keep(model)
+    fill(model, manifest, device)
+    [stage] = stages.held.values()
+    return PipelinedRun(model, Tokenizer.load(run), device, manifest.step, stage, axis, vocab)
+
+
+def _stages(model: Model, vocab: int, pp: int, rank: int) -> Stages:
+    """One stage a rank, cut by cost. Raises JobError where there is not a layer for each."""
+    layers = model.n_layers
+    if not 1 <= pp <= layers:
+        raise JobError(
+            f"1 ≤ pp {pp} ≤ n_layers {layers} does not hold: each rank of a pipeline has at least one layer; nearest "
+            f"legal: pp {min(max(pp, 1), layers)}"
+        )
+    return Stages(catalogue.build("gpipe", pp, 1), rank, model, vocab, stages_of(model, Layout(pp=pp), pp, vocab))

@@ -1,0 +1,168 @@
+"""A pipeline that is not flushed at the end of a step: PipeDream-2BW (Narayanan et al. 2020, section 3.1).
+
+While one global batch is on its way back, the next one is on its way in. A micro-batch passes forward and backward
+through one version of the weights; batch k of a run of batches computes with the version before the last,
+
+    W(k + 1) = W(k) - update(gradient of batch k at W(k - 1)),
+
+so that two versions suffice, in buffers that take turns. The optimizer has the newest in tensors of its own. Only where
+the run ends (a checkpoint, a validation) does the pipeline run empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.axis import Axis, Pending
+from phalanx.parallel.data import MicroTensors, Replica
+from phalanx.parallel.linear import WeightGradients
+from phalanx.parallel.pipeline import Pipeline, Step
+from phalanx.parallel.stages import Stages
+from phalanx.parallel.transfers import AHEAD
+from phalanx.schedule.pipedream import pipedream
+from phalanx.schedule.schedule import Action, Schedule
+
+Due = Callable[[int], None]
+"""Called before the first forward pass of a batch of the run: its version of the weights has to be there."""
+More = Callable[[], Sequence[MicroTensors]]
+"""The micro-batches of the batch after the present one."""
+
+
+class PipeDream(Pipeline):
+    """One rank's part in runs of batches."""
+
+    def __init__(
+        self, replica: Replica, stages: Stages, lanes: tuple[Axis, Axis], later: WeightGradients, token_parts: int
+    ):
+        super().__init__(replica, stages, lanes, later, token_parts)
+        ranks, each = self.schedule.ranks, self.schedule.micro_batches // self.schedule.steps
+        self.each = each
+        """Micro-batches of a batch."""
+        fill, steady, drain = _legs(pipedream(ranks, each, 3), stages.rank)
+        (alone,) = _legs(pipedream(ranks, each, 1), stages.rank)
+        self.legs = {(True, True): fill, (False, True): steady, (False, False): drain, (True, False): alone}
+        """By whether the batch is the first of its run, and whether another one follows: what to do until its last
+        micro-batch is back."""
+        self.weights = [fragment.value for fragment in replica.fragments]
+        self.versions = [[w.data for w in self.weights], [w.data.clone() for w in self.weights]]
+        self.step: Step | None = None
+        """Of a run that goes on."""
+        self.batch = 0
+        """Number in the run."""
+
+    @property
+    def running(self) -> bool:
+        """Whether micro-batches of another batch are on their way."""
+        return self.batch > 0
+
+    def leg(self, micros: Sequence[MicroTensors], factor: float, more: More | None, due: Due) -> Tensor:
+        """Go on until the present batch is back, and with `more` take in what is possible of the next one. Returns the
+        batch's loss where the last stage is here. Afterwards the fragments have its gradients."""
+        if self.step is None:
+            self.mail = _Conveyor(self, micros[0])
+            self.step = Step(self, self.mail, {}, micros[0].tokens.device, factor)
+        step, mail, first = self.step, self.mail, self.batch * self.each
+        step.loss = torch.zeros_like(step.loss)
+        step.micros = dict(enumerate(micros, first))
+        program = self.legs[self.batch == 0, more is not None]
+        actions = [a._replace(micro=a.micro + first) for a in program]
+        for place, action in enumerate(actions):
+            if action.kind == "F" and action.micro % self.each == 0:
+                if action.micro > first and more is not None:
+                    step.micros |= dict(enumerate(more(), action.micro))
+                due(action.micro // self.each)
+            for coming in actions[place : place + 1 + AHEAD]:
+                mail.expect(coming)
+            self._use(action.micro // self.each)
+            step.act(action, last=place == len(actions) - 1)
+        self.replica.finish()
+        self.batch += 1
+        if more is None:
+            mail.settle()
+            self.step, self.batch = None, 0
+        return step.loss
+
+    @torch.no_grad()
+    def write(self, batch: int, values: Sequence[Tensor]) -> None:
+        """Make `values`, one for every fragment, the weights of a batch of the run."""
+        for mine, value in zip(self.versions[version(batch) % 2], values, strict=True):
+            mine.copy_(value)
+
+    def restart(self, values: Sequence[Tensor]) -> None:
+        """Begin another run of batches, at these weights."""
+        self.write(0, values)
+        self._use(0)
+
+    def _use(self, batch: int) -> None:
+        """Compute with the weights of a batch. What earlier passes keep for their way back stays theirs."""
+        for weight, values in zip(self.weights, self.versions[version(batch) % 2], strict=True):
+            weight.data = values
+
+
+def version(batch: int) -> int:
+    """The updates that the weights of a batch of a run have seen: one less than there are."""
+    return max(batch - 1, 0)
+
+
+class _Conveyor:
+    """Messages between neighbours, for as long as a run goes on: all come in the order in which they are needed."""
+
+    def __init__(self, pipeline: PipeDream, micro: MicroTensors):
+        self.rank, self.last = pipeline.stages.rank, pipeline.schedule.ranks - 1
+        self.lanes, self.like, self.shape = pipeline.lanes, pipeline.like, pipeline.shape(micro)
+        self.arriving: dict[Action, tuple[Tensor, Pending]] = {}
+        self.leaving: dict[Action, tuple[Tensor, Pending]] = {}
+
+    def expect(self, action: Action) -> None:
+        """Begin to receive what an action will need."""
+        source = self.rank - 1 if action.kind == "F" else self.rank + 1
+        if action in self.arriving or not 0 <= source <= self.last:
+            return
+        up, down = self.lanes
+        buffer = torch.empty(self.shape, dtype=self.like.dtype, device=self.like.device)
+        self.arriving[action] = buffer, (up if action.kind == "F" else down).start_receive(buffer, source)
+
+    def receive(self, action: Action) -> Tensor | None:
+        self.expect(action)
+        if action not in self.arriving:
+            return None
+        buffer, pending = self.arriving.pop(action)
+        pending.wait()
+        # A gradient that comes back shows that what went out was read. A micro-batch that comes was computed after the
+        # backward passes that 1F1B has before it, so that their gradients were read.
+        behind = 0 if action.kind == "B" else self.last - self.rank + 2
+        read = [s for s in self.leaving if s.kind != action.kind and s.micro <= action.micro - behind]
+        for sent in read:
+            self.leaving.pop(sent)[1].wait()
+        return buffer
+
+    def send(self, action: Action, result: Tensor) -> bool:
+        target = self.rank + 1 if action.kind == "F" else self.rank - 1
+        if not 0 <= target <= self.last:
+            return False
+        up, down = self.lanes
+        result = result.contiguous()
+        self.leaving[action] = result, (up if action.kind == "F" else down).start_send(result, target)
+        return True
+
+    def settle(self) -> None:
+        """Wait until everything has left."""
+        for _, pending in self.leaving.values():
+            pending.wait()
+        self.leaving.clear()
+
+
+def _legs(schedule: Schedule, rank: int) -> list[list[Action]]:
+    """A rank's program, cut where the last micro-batch of a step is back; micro-batches are numbered from the step's
+    first."""
+    each = schedule.micro_batches // schedule.steps
+    program = schedule.programs[rank]
+    ends = [n + 1 for n, action in enumerate(program) if action.kind == "B" and (action.micro + 1) % each == 0]
+    return [
+        [action._replace(micro=action.micro - leg * each) for action in program[start:end]]
+        for leg, (start, end) in enumerate(pairwise([0, *ends]))
+    ]

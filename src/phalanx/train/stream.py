@@ -1,0 +1,118 @@
+"""Optimizer steps of a pipeline that is not flushed between them (parallel/pipedream.py).
+
+What a step's gradients do to the weights is not needed before the step after the next one begins. Until then its norm
+is added up over the ranks, while they compute: a step is known one step later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from phalanx.comm.axis import Pending
+from phalanx.data.loader import MicroBatch
+from phalanx.errors import NotFiniteError
+from phalanx.parallel.data import MicroTensors
+from phalanx.parallel.pipedream import PipeDream
+from phalanx.train.step import Step, Stepper
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """A step whose gradients are there, but not what the other ranks' are."""
+
+    step: int
+    batch: int
+    status: Tensor
+    everywhere: Pending
+    tokens: int
+    lr: float
+
+
+class Stream:
+    """Steps of a Stepper whose pipeline goes on from one to the next."""
+
+    def __init__(self, stepper: Stepper, pipeline: PipeDream):
+        self.stepper, self.pipeline = stepper, pipeline
+        self.unknown: _Unknown | None = None
+        self.known: list[tuple[int, Step]] = []
+        self.problem = ""
+        self.stopping = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is under way: the weights are those after the last step, on all ranks."""
+        return not self.pipeline.running
+
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        global_tokens: int,
+        lr: float,
+        stop: bool,
+        more: Callable[[], Sequence[MicroBatch]] | None,
+    ) -> list[tuple[int, Step]]:
+        """Bring the `step`-th step's micro-batches back, and take in those of the next one that `more` gives, if any.
+
+        Returns the steps that have become known, with their numbers: the one before, and without `more` this one as
+        well. After a request to stop, which is seen one step later, `more` is not asked. Raises as Stepper.step."""
+        stepper, batch = self.stepper, self.pipeline.batch
+        if self.stopping:
+            more = None
+
+        def tensors(micros: Sequence[MicroBatch], number: int) -> list[MicroTensors]:
+            return [stepper.tensors(micro, number) for micro in micros]
+
+        loss = self.pipeline.leg(
+            tensors(micro_batches, step),
+            stepper.loss_scale.value / global_tokens,
+            (lambda: tensors(more(), step + 1)) if more else None,
+            self._due,
+        )
+        self._settle()
+        self._raise()
+        for own, fragment in zip(stepper.optimizer.fragments, stepper.replica.fragments, strict=True):
+            own.gradient = None if fragment.gradient is None else fragment.gradient.clone()
+        stepper.replica.clear()
+        _, status, everywhere = stepper.status(loss, stop)
+        self.unknown = _Unknown(step, batch, status, everywhere, global_tokens, lr)
+        if more is None:
+            self._settle()
+            self._raise()
+            self.pipeline.restart([f.value for f in stepper.optimizer.fragments])
+        found, self.known = self.known, []
+        if more is None and found:
+            number, final = found[-1]
+            found[-1] = number, replace(final, stop=self.stopping)
+            self.stopping = False
+        return found
+
+    def _due(self, batch: int) -> None:
+        """A batch's first forward pass is next: the step before the last one has to have been taken."""
+        if self.unknown is not None and self.unknown.batch <= batch - 2:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take the step that is not known yet, with a norm that is by now."""
+        if self.unknown is None:
+            return
+        unknown, stepper, self.unknown = self.unknown, self.stepper, None
+        unknown.everywhere.wait()
+        total, square, stops = unknown.status.tolist()
+        loss, norm = total / unknown.tokens, math.sqrt(square) if square >= 0 else math.nan
+        if math.isfinite(norm) and math.isfinite(loss):
+            stepper.optimizer.step(unknown.lr, unknown.status[1].sqrt())
+            self.pipeline.write(unknown.batch + 2, [f.value for f in stepper.optimizer.fragments])
+        else:
+            # Not raised here: some ranks are still at work on what others wait for.
+            self.problem = f"step {unknown.step + 1}: loss {loss:g}, gradient norm {norm:g}"
+        self.stopping = self.stopping or stops > 0
+        self.known.append((unknown.step + 1, Step(loss, norm, stop=False)))
+
+    def _raise(self) -> None:
+        if self.problem:
+            raise NotFiniteError(self.problem + self.stepper.name_first(self.stepper.optimizer.first_bad_gradient()))

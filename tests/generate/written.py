@@ -1,0 +1,25 @@
+"""A run's directory as training leaves it, without the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model.kinds import build
+from phalanx.data.tokenizer import NumberTokenizer
+from phalanx.job.job import Job
+from phalanx.job.model import Model
+from phalanx.job.show import as_dict
+from phalanx.job.train import Train
+from phalanx.model.transformer import Transformer
+from phalanx.train import checkpoint
+
+
+def write_run(path: Path, model: Model) -> Transformer:
+    """A run of a model in float64, whose texts are numbers. Returns the model."""
+    transformer = build(model)
+    job = Job(model=model, train=Train(precision="fp64"))
+    meta = {"job": as_dict(job), "vocab_size": model.vocab_size}
+    checkpoint.save(path / "checkpoints", 1, {"model": dict(transformer.named_parameters())}, meta, keep=0)
+    NumberTokenizer(model.vocab_size).save(path)
+    (path / "config.yaml").touch()
+    return transformer
