@@ -50,14 +50,14 @@ def train(ranks, job: Job, stop_at: int = 0):
     stop = StopRequest()
     device = torch.device("cpu")
     trainer = loop.Trainer(job, ranks, device, stop, Terminal(job.train.steps, visible=False))
-    real = trainer._step
+    real = trainer._steps
 
-    def step(*args):
+    def steps(feed):
         if stop_at == trainer.state.step + 1:
             stop.signal = signal.SIGTERM
-        return real(*args)
+        return real(feed)
 
-    trainer._step = step
+    trainer._steps = steps
     return trainer.run()
 
 
