@@ -26,7 +26,7 @@ def _a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         (StoppedError("Stopped at step 7."), 75, "Stopped at step 7."),
         (NotFiniteError("The loss is NaN."), 5, "The loss is NaN."),
         (JobError(["one", "two"]), 2, "one\ntwo"),
-        (KeyboardInterrupt(), 130, "interrupted before training had begun"),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(2), 2, ""),
         (SystemExit(), 0, ""),
         (SystemExit(-1), 255, ""),

@@ -21,6 +21,7 @@ from phalanx.job.layout import Layout
 from phalanx.job.load import load_words
 from phalanx.job.parameters import block_shapes, parameter_shapes, vocabulary
 from phalanx.job.pieces import Piece, groups, piece
+from phalanx.job.stages import even
 from phalanx.units import gib
 
 # Of tensor ranks: legible on white and on black.
@@ -59,6 +60,8 @@ def _caption(layout: Layout) -> list[str]:
     lines = ["The embedding and the matrices of the first block, outputs downwards (long sides are cut short)."]
     if layout.tp > 1:
         lines[0] += " A colour is a tensor rank."
+    if layout.pp > 1:
+        lines.append(f"Below: the first of {layout.pp} pipeline ranks with equal numbers of layers.")
     if layout.dp_shard > 1:
         what = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
         lines.append(f"A shade is what one of the dp_shard ranks keeps of the {what[layout.zero - 1]}.")
@@ -152,7 +155,8 @@ def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
         stages += [(f"ZeRO-{zero}, N={ranks}", dataclasses.replace(layout, zero=zero)) for zero in (1, 2, 3)]
     for name, stage in stages:
         mark = " ◂" if stage == layout else ""
-        yield name + mark, state_bytes(job.model, stage, job.train.precision, job.train.gradients, vocab)
+        held = even(job.model.n_layers, layout.pp)[:1] if layout.pp > 1 else None
+        yield name + mark, state_bytes(job.model, stage, job.train.precision, job.train.gradients, vocab, held)
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, opacity: float = 1, stroke: bool = False) -> str:

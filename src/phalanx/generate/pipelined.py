@@ -85,7 +85,8 @@ def launch(argv: list[str], run: Path, step: int, pp: int) -> int:
     _stages(job_of(manifest).model, manifest.meta["vocab_size"], pp, rank=0)
     logs = Path(tempfile.mkdtemp(prefix="phalanx_generate_"))  # not in the run, which may be another user's
     # One rank computes while the others wait for it, so each gets all cores, as one process would.
-    code = launch_local(argv, processes=pp, log_dir=logs, threads=devices.threads_for(0, 1), all_ranks=False)
+    threads, stopped = devices.threads_for(0, 1), "while {} of {} ranks were generating."
+    code = launch_local(argv, processes=pp, log_dir=logs, threads=threads, all_ranks=False, stopped=stopped)
     if code == 0:
         shutil.rmtree(logs)
     return code

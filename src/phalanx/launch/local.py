@@ -17,7 +17,7 @@ from phalanx.launch.environment import LAUNCHER_PID, LOOPBACK, thread_environmen
 from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.supervisor import Exit, Supervisor
-from phalanx.launch.verdict import End, verdict
+from phalanx.launch.verdict import SAVES, End, verdict
 
 _LAST_LINES = 10
 
@@ -31,6 +31,7 @@ def launch_local(
     all_ranks: bool,
     grace_s: float = 30.0,
     module: str = "phalanx.cli.rank",
+    stopped: str = SAVES,
 ) -> int:
     """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
 
@@ -44,6 +45,7 @@ def launch_local(
         all_ranks: show the output of every rank, with the rank in front.
         grace_s: seconds that the ranks get to write a checkpoint after a signal.
         module: what to run; it calls phalanx.launch.worker.main.
+        stopped: how `verdict` words that a signal stopped the ranks.
 
     Returns:
         0, or the code of the rank that failed first, or 75 when the ranks stopped with a checkpoint, or 128 + n when
@@ -67,7 +69,7 @@ def launch_local(
         except OSError as error:
             raise RunError(f"Cannot start {processes} ranks with logs in {log_dir}: {error}.") from error
     ends = [_end(rank, ended, logs.rank_dir(rank)) for rank, ended in sorted(supervisor.exits.items())]
-    code, message = verdict(ends, supervisor.stop_signal)
+    code, message = verdict(ends, supervisor.stop_signal, stopped)
     _tell(code, message, logs.attempt_dir)
     return code
 

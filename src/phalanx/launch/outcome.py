@@ -50,7 +50,7 @@ def describe(error: BaseException) -> tuple[int, str, str | None]:
     if isinstance(error, PhalanxError):
         return error.exit_code, str(error), None
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted before training had begun", None
+        return 130, "interrupted", None
     if isinstance(error, SystemExit):
         code = error.code or 0
         return (code & 0xFF, "", None) if isinstance(code, int) else (1, str(code), None)

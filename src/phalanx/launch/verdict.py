@@ -46,8 +46,13 @@ class End:
         return self.lost_peer, self.outcome.time if self.outcome else self.time
 
 
-def verdict(ends: Sequence[End], stop_signal: signal.Signals | None) -> tuple[int, str]:
-    """Exit code of the launch and what to tell the user (empty when all went well)."""
+SAVES = "before {} of {} ranks could write a checkpoint; the same command goes on from the last complete one."
+"""What to say of ranks that were stopped: how many of how many had not come to their end."""
+
+
+def verdict(ends: Sequence[End], stop_signal: signal.Signals | None, stopped: str = SAVES) -> tuple[int, str]:
+    """Exit code of the launch and what to tell the user (empty when all went well). `stopped` is the end of "Stopped by
+    SIGNAL ..." where ranks did not come to theirs."""
     by_signal = 128 + stop_signal if stop_signal else None
     planned = (0, StoppedError.exit_code, by_signal)
     failures = [end for end in ends if not end.killed and end.code not in planned]
@@ -56,13 +61,10 @@ def verdict(ends: Sequence[End], stop_signal: signal.Signals | None) -> tuple[in
         return first.code, _failure(first, failures, ends)
     unfinished = [end for end in ends if end.killed or end.code == by_signal]
     if stop_signal and unfinished:
-        return 128 + stop_signal, (
-            f"Stopped by {stop_signal.name} before {len(unfinished)} of {len(ends)} ranks could write a checkpoint; "
-            "the same command goes on from the last complete one."
-        )
-    stopped = [end for end in ends if end.code == StoppedError.exit_code]
-    if stopped:
-        return StoppedError.exit_code, stopped[0].outcome.message if stopped[0].outcome else ""
+        return 128 + stop_signal, f"Stopped by {stop_signal.name} {stopped.format(len(unfinished), len(ends))}"
+    paused = [end for end in ends if end.code == StoppedError.exit_code]
+    if paused:
+        return StoppedError.exit_code, paused[0].outcome.message if paused[0].outcome else ""
     return 0, ""
 
 
