@@ -1,6 +1,6 @@
 """Single steps of pipelines and of torch.distributed.pipelining's, schedule by schedule, in turn in the same processes.
 
-    python -m benchmarks.pipeline [--rounds 15] [--ranks 2 4] [--json] [key=value ...]
+    python -m benchmarks.pipeline [--rounds 15] [--ranks 2 4] [--quick] [--json] [key=value ...]
 
 As in benchmarks/sharding_steps.py every contender makes one step a round, ratios are taken round by round, and their
 medians are what counts. Both sides compute the gradients of a step, forward and backward, without an optimizer: the

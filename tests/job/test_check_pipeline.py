@@ -11,6 +11,7 @@ from phalanx.job.model import Model
 from phalanx.job.pipeline import schedule_of
 from phalanx.job.train import Train
 from phalanx.schedule import catalogue, file
+from phalanx.schedule.pipedream import pipedream
 
 JOB = Job(model=Model(n_layers=8, seq_len=64), train=Train(global_batch=16))
 
@@ -109,10 +110,10 @@ def test_slices_are_equal_parts_of_a_sequence():
 
 
 def test_a_schedule_without_flush_keeps_whole_weights():
-    assert problems(pp=2, schedule="pipedream", dp_shard=2, zero=2) == []
+    assert problems(pp=2, schedule="pipedream", dp_replicate=2) == []
     fp16 = replace(JOB, train=replace(JOB.train, precision="fp16"))
     found = problems(fp16, pp=2, schedule="pipedream", dp_shard=2, zero=3, accumulate="sharded")
-    assert [problem.split(":")[0] for problem in found] == ["train.precision", "layout.accumulate", "layout.zero"]
+    assert [problem.split(":")[0] for problem in found] == ["train.precision", "layout.accumulate", "layout.dp_shard"]
     (found,) = problems(pp=2, schedule="pipedream", dp_replicate=2, sync="local_sgd")
     assert "nearest legal: sync=bsp, or schedule=1f1b" in found
 
@@ -149,3 +150,21 @@ def test_what_is_wrong_in_a_file_is_told(tmp_path):
     path.write_text("0F0,0B0\n1F0,1X0\n")
     (found,) = problems(pp=2, schedule=str(path), accumulation=1)
     assert found.startswith(f"layout.schedule: {path}: line 2 (rank 1), cell 2: '1X0' is no action")
+
+
+def test_a_file_without_a_flush_has_to_be_pipedreams(tmp_path):
+    own = pipedream(2, 2, 2)
+    path = tmp_path / "mine.csv"
+    file.write(own, path)
+    assert problems(pp=2, schedule=str(path), accumulation=2) == []
+    first = (*own.programs[0][:2], own.programs[0][3], own.programs[0][2], *own.programs[0][4:])
+    file.write(replace(own, programs=(first, own.programs[1])), path)
+    (found,) = problems(pp=2, schedule=str(path), accumulation=2)
+    assert "spans 2 optimizer steps without a flush in an order of its own" in found
+
+
+@pytest.mark.parametrize(("schedule", "legal"), [("1f1b", True), ("zb_v", False), ("terapipe", False)])
+def test_what_the_compiler_does_not_see_is_refused(schedule, legal):
+    compiled = replace(JOB, train=replace(JOB.train, compile=True))
+    found = problems(compiled, pp=2, schedule=schedule, accumulation=4)
+    assert found == [] if legal else "nearest legal: compile off, or schedule=1f1b" in found[0]

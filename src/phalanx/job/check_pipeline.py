@@ -12,6 +12,7 @@ from phalanx.job.pipeline import is_file
 from phalanx.job.stages import written_stages
 from phalanx.nearest import nearest_divisors
 from phalanx.schedule import catalogue, file
+from phalanx.schedule.pipedream import pipedream
 
 Problem = tuple[str, str]
 
@@ -56,6 +57,7 @@ def _named(job: Job) -> Iterator[Problem]:
         yield from _slices(job, layout.pp_slices or entry.slices)
     if entry.steps > 1:
         yield from _without_flush(job)
+    yield from _compiled(job, entry.splits or entry.sliced or entry.steps > 1)
 
 
 def _file(job: Job) -> Iterator[Problem]:
@@ -88,7 +90,25 @@ def _file(job: Job) -> Iterator[Problem]:
     yield from _stages(job, schedule.stages, f"{path}: {schedule.stages}", f"n_layers {schedule.stages}")
     yield from _slices(job, schedule.slices)
     if schedule.steps > 1:
+        own = pipedream(schedule.ranks, micro_batches, schedule.steps)
+        if (schedule.programs, schedule.placements) != (own.programs, own.placements):
+            yield (
+                "layout.schedule",
+                f"{path} spans {schedule.steps} optimizer steps without a flush in an order of its own; only "
+                "pipedream's is trained. Nearest legal: schedule=pipedream, or a file with one step",
+            )
         yield from _without_flush(job)
+    whole = all(action.kind in ("F", "B") for program in schedule.programs for action in program)
+    yield from _compiled(job, not whole or schedule.slices > 1 or schedule.steps > 1)
+
+
+def _compiled(job: Job, unseen: bool) -> Iterator[Problem]:
+    if job.train.compile and unseen:
+        yield (
+            "train.compile",
+            f"the compiler does not see what {job.layout.schedule} does besides whole forward and backward passes; "
+            "nearest legal: compile off, or schedule=1f1b",
+        )
 
 
 def _stages(job: Job, stages: int, equals: str, legal: str) -> Iterator[Problem]:
@@ -144,10 +164,11 @@ def _without_flush(job: Job) -> Iterator[Problem]:
             "layout.accumulate",
             f"{name} keeps gradients whole until their step; nearest legal: accumulate=local, or schedule=1f1b",
         )
-    if layout.dp_shard > 1 and layout.zero == 3:
+    if layout.dp_shard > 1:
         yield (
-            "layout.zero",
-            f"{name} keeps weights of several steps whole, zero 3 shards them; nearest legal: zero=2, or schedule=1f1b",
+            "layout.dp_shard",
+            f"{name} keeps two versions of the weights whole on each rank, dp_shard {layout.dp_shard} shards state; "
+            f"nearest legal: dp_shard=1 with dp_replicate={layout.dp_shard * layout.dp_replicate}, or schedule=1f1b",
         )
 
 

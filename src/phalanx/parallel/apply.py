@@ -46,7 +46,8 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     log.info("mesh: %s", mesh)
     layout, dtype, vocab = job.layout, model.embed.weight.dtype, model.embed.num_embeddings
     stages = _stages(model, job, mesh, vocab) if layout.pp > 1 else None
-    later = WeightGradients() if stages else None
+    # The compiler would trace the one backward pass that it sees; schedules that cut it in halves are refused then.
+    later = WeightGradients() if stages and not job.train.compile else None
     lanes = mesh.lanes("pp")
     pieces, partials = _cut(model, mesh, layout, vocab, later)
     partials += _shared(mesh, stages, pieces) if stages else []
@@ -71,10 +72,10 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     for fragment in replica.fragments:
         fragment.whole_name = names.get(fragment.name, fragment.name)
         fragment.copy = stages is not None and stages.holders(fragment.whole_name)[0] != stages.rank
-    if stages is not None and later is not None:
+    if stages is not None:
         parts = layout.tp if layout.sp else 1
         kind = Pipeline if stages.schedule.steps == 1 else PipeDream
-        replica.runner = kind(replica, stages, lanes, later, parts)
+        replica.runner = kind(replica, stages, lanes, later or WeightGradients(), parts)
     _initialise(replica, job, mesh)
     return replica
 
