@@ -19,7 +19,7 @@ def micro_batches(job: Job, step: int, data_rank: int, vocab: int) -> tuple[list
     equation = batch.solve(job.train.global_batch, job.layout)
     tokens = np.random.default_rng(step).integers(vocab, size=(equation.global_batch, job.model.seq_len + 1))
     targets = tokens[:, 1:].copy()
-    targets[1, 3:] = IGNORE
+    targets[1, 3 - step % 3 :] = IGNORE
     size = equation.micro_batch
     first = data_rank * size * equation.accumulation
     starts = range(first, first + size * equation.accumulation, size)

@@ -66,7 +66,8 @@ class PipeDream(Pipeline):
             self.mail = _Conveyor(self, micros[0])
             self.step = Step(self, self.mail, {}, micros[0].tokens.device, factor)
         step, mail, first = self.step, self.mail, self.batch * self.each
-        step.loss = torch.zeros_like(step.loss)
+        # The rank with the last stage, whose losses these are, never runs ahead of its batch.
+        step.loss, step.factor = torch.zeros_like(step.loss), factor
         step.micros = dict(enumerate(micros, first))
         program = self.legs[self.batch == 0, more is not None]
         actions = [a._replace(micro=a.micro + first) for a in program]

@@ -44,6 +44,7 @@ MATRIX = (
     "pp=2,schedule=zb_v,accumulation=4,recompute=full,loss_chunk=24",
     "pp=2,schedule=dualpipe,accumulation=4",
     "pp=2,schedule=terapipe,pp_slices=4,accumulation=2",
+    "pp=3,schedule=pipedream,accumulation=4",
     # compositions
     "dp_replicate=2,pp=2,accumulation=4",
     "dp_shard=2,pp=2,zero=1,schedule=zb_h1,accumulation=4",
@@ -79,12 +80,9 @@ def full(max_ranks: int) -> Iterator[Layout]:
 
 
 def schedules(max_ranks: int) -> Iterator[Layout]:
-    """Every schedule that computes what one process does, on pipelines of P = 2, 3, 4 ranks, with P, 2 P and P + 1
-    micro-batches."""
-    for name, entry in SCHEDULES.items():
-        for pp in PIPELINES:
-            if entry.steps > 1 or pp > max_ranks:
-                continue
+    """Every schedule on pipelines of P = 2, 3, 4 ranks, with P, 2 P and P + 1 micro-batches."""
+    for name in SCHEDULES:
+        for pp in (ranks for ranks in PIPELINES if ranks <= max_ranks):
             for micro_batches in (pp, 2 * pp, pp + 1):
                 yield Layout(pp=pp, schedule=name, accumulation=micro_batches)
 

@@ -7,8 +7,9 @@ needs no more memory than its training.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from phalanx.comm.axis import Pending
 from phalanx.data.loader import MicroBatch
 from phalanx.job import batch
 from phalanx.job.data import IGNORE
@@ -27,7 +29,9 @@ from phalanx.model.seeding import derive_seed
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fragments import wholes
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.pipedream import PipeDream
 from phalanx.train.step import Stepper
+from phalanx.verify.stale import delayed, streamed
 
 TOLERANCE = 1e-9
 """Largest relative difference, in float64, of what is equal."""
@@ -55,14 +59,15 @@ def nothing(_: Ranks) -> None:
     """What ranks do to be there."""
 
 
-def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> None:
-    """Write down losses, gradients and parameters of `steps` steps of a job of one process, as safetensors."""
+def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stale: bool = False) -> None:
+    """Write down losses, gradients and parameters of `steps` steps of a job of one process, as safetensors. `stale`: of
+    one that takes its gradients one update late."""
     tensors: dict[str, Tensor] = {}
 
     def see(key: str, whole: Tensor) -> None:
         tensors[key] = whole.clone()  # the optimizer clips the gradient in place, and goes on with the parameter
 
-    losses = _run(ranks, job, vocab_size, steps, see)
+    losses = _run(ranks, job, vocab_size, steps, see, stale)
     largest = [
         max(float(tensor.abs().max()) for key, tensor in tensors.items() if key.startswith(f"gradient/{step}/"))
         for step in range(steps)
@@ -140,14 +145,21 @@ def _in_order(found: dict[str, float], names: Iterable[str]) -> dict[str, float]
     return {name: found[name] for name in names}
 
 
-def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, see: See) -> list[float]:
-    """Train; every loss. `see` is called for every gradient of every step, then for every parameter."""
+def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, see: See, stale: bool = False) -> list[float]:
+    """Train; every loss. `see` is called for every gradient of every step, then for every parameter. `stale`: on one
+    process, gradients are one update late, as those of a pipeline without a flush."""
     mesh = meshes.build(job.layout, "cpu")
     stepper = _Watched(job, mesh, vocab_size, see, keep=ranks.rank == 0)
-    losses = []
-    for step in range(steps):
-        batches, valid = micro_batches(job, vocab_size, mesh, step)
-        losses.append(stepper.step(batches, step, valid, job.optimizer.lr).loss)
+    read, lr, runner = partial(micro_batches, job, vocab_size, mesh), job.optimizer.lr, stepper.replica.runner
+    if isinstance(runner, PipeDream):
+        losses = streamed(stepper, runner, read, steps, lr)
+    elif stale:
+        losses = delayed(stepper, read, steps, lr)
+    else:
+        losses = []
+        for step in range(steps):
+            batches, valid = read(step)
+            losses.append(stepper.step(batches, step, valid, lr).loss)
     stepper.show("parameter", {f.name: f.value for f in stepper.replica.fragments})
     return losses
 
@@ -157,13 +169,13 @@ class _Watched(Stepper):
 
     def __init__(self, job: Job, mesh: Mesh, vocab_size: int, see: See, keep: bool):
         super().__init__(job, mesh, torch.device("cpu"), vocab_size)
-        self.see, self.keep = see, keep
+        self.see, self.keep, self.seen = see, keep, 0
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int) -> Tensor:
-        loss = super().gradients(micro_batches, step, global_tokens)
-        found = {f.name: f.gradient for f in self.replica.fragments if f.gradient is not None}
-        self.show(f"gradient/{step}", found)
-        return loss
+    def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:
+        found = {f.name: f.gradient for f in self.optimizer.fragments if f.gradient is not None}
+        self.show(f"gradient/{self.seen}", found)
+        self.seen += 1
+        return super().status(loss, stop)
 
     def show(self, kind: str, tensors: dict[str, Tensor]) -> None:
         """Put tensors of the fragments' shapes together from all ranks, and see them."""

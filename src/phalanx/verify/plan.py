@@ -22,11 +22,6 @@ GLOBAL_BATCHES = (8, 24)
 PIPELINE_BATCHES = (8,)
 """The same where there is a pipeline, whose micro-batches may be a sequence each: 5 of them take 5."""
 
-STALE = (
-    "without a flush it computes with weights that are a step old, by design: not what one process computes, which is "
-    "what is compared here"
-)
-
 
 @dataclass(frozen=True)
 class Skipped:
@@ -55,6 +50,11 @@ class Plan:
         """The job of one process that the layout's case is compared with."""
         return replace(self.case(layout), layout=self.proof.job.layout)
 
+    def stale(self, layout: Layout) -> bool:
+        """Whether a layout's gradients are one update late by design (a pipeline without a flush). It is compared with
+        one process that takes its own so."""
+        return layout.pp > 1 and _schedule(layout).steps > 1
+
 
 def make(
     job: Job,
@@ -68,9 +68,9 @@ def make(
     """Choose what to compare: the layouts of `lines`, or the job's own with the matrix, with all there is (`full`), or
     with every pipeline schedule alone (`schedules`).
 
-    A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped, and so is a pipeline
-    without a flush. A model with fewer layers than stages gets some, unless `as_is`. Raises JobError with every problem
-    of the model and of the layouts that were named.
+    A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. A model with fewer
+    layers than stages gets some, unless `as_is`. Raises JobError with every problem of the model and of the layouts
+    that were named.
     """
     problems = [f"{path}: {message}" for path, message in untrainable_shape(job.model)]
     plan = Plan(proof_of(job, as_is, max_ranks)) if not problems else None
@@ -95,6 +95,10 @@ def make(
                 plan.skipped.append(Skipped(layout.line(), "; ".join(reasons)))
             else:
                 _add(plan, layout)
+    if any(map(plan.stale, plan.layouts)):
+        plan.notes.append(
+            "pipelines without a flush are compared with one process whose gradients are one update late, as theirs are"
+        )
     deepened = sum(plan.case(layout).model.n_layers > job.model.n_layers for layout in plan.layouts)
     if deepened:
         plan.notes.append(
@@ -154,8 +158,7 @@ def _own(plan: Plan, job: Job, max_ranks: int) -> None:
     if reasons := _reasons(job, plan, layout, max_ranks):
         plan.skipped.append(Skipped(layout.line(), "the job's own layout, reduced: " + "; ".join(reasons)))
         return
-    if not _add(plan, layout):
-        return
+    _add(plan, layout)
     if layout.line() == own.line():
         plan.notes.append(f"the first layout is the job's own: {own.line()}")
     else:
@@ -171,16 +174,12 @@ def _accumulation(layout: Layout, accumulation: int) -> int:
     return fewer if fewer > 1 else 0
 
 
-def _add(plan: Plan, layout: Layout) -> bool:
-    """Take a layout in, once. Returns whether it is: one that differs from one process by design is skipped."""
-    if layout.pp > 1 and _schedule(layout).steps > 1:
-        plan.skipped.append(Skipped(layout.line(), STALE))
-        return False
+def _add(plan: Plan, layout: Layout) -> None:
+    """Take a layout in, once."""
     if layout.bucket_mb == Layout.bucket_mb:
         layout = replace(layout, bucket_mb=plan.proof.job.layout.bucket_mb)
     if layout not in plan.layouts:
         plan.layouts.append(layout)
-    return True
 
 
 def _reasons(job: Job, plan: Plan | None, layout: Layout, max_ranks: int) -> list[str]:

@@ -15,10 +15,11 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
-from phalanx.job.parameters import count
+from phalanx.job.parameters import count as parameters
 from phalanx.launch.pool import Pool
 from phalanx.verify.measure import TOLERANCE, Differences, compare, nothing, record
 from phalanx.verify.plan import Plan
+from phalanx.verify.stale import LEAST_STEPS
 
 PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "phalanx.verify.measure")
 START_S = 300.0
@@ -81,7 +82,7 @@ class Report:
             "model": {
                 **asdict(proof.job.model),
                 "vocab_size": proof.vocab_size,
-                "parameters": count(proof.job.model, proof.vocab_size),
+                "parameters": parameters(proof.job.model, proof.vocab_size),
             },
             "shrunk": {path: list(pair) for path, pair in proof.changes.items()},
             "skipped": [asdict(skipped) for skipped in self.plan.skipped],
@@ -101,17 +102,19 @@ def run(plan: Plan, steps: int, on_case: Callable[[Case], None], on_start: Calla
     processes = max((layout.processes for layout in plan.layouts), default=1)
     with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, Pool(processes, PRELOAD) as pool:
         _start(pool, processes)
-        records: dict[tuple[int, int], Path] = {}
+        records: dict[tuple[int, int, bool], Path] = {}
         for layout in plan.layouts:
             on_start(layout)
             job = plan.case(layout)
-            of = job.model.n_layers, job.train.global_batch
+            stale = plan.stale(layout)
+            count = max(steps, LEAST_STEPS) if stale else steps
+            of = job.model.n_layers, job.train.global_batch, stale
             if of not in records:
-                path = Path(folder) / f"layers_{of[0]}_batch_{of[1]}.safetensors"
-                alone = plan.alone(layout)
-                pool.run(record, 1, alone, plan.proof.vocab_size, steps, path, timeout=job.run.timeout_s)
+                path = Path(folder) / f"record_{len(records)}.safetensors"
+                alone, vocab = plan.alone(layout), plan.proof.vocab_size
+                pool.run(record, 1, alone, vocab, count, path, stale, timeout=job.run.timeout_s)
                 records[of] = path
-            report.cases.append(_case(pool, job, plan.proof.vocab_size, steps, records[of]))
+            report.cases.append(_case(pool, job, plan.proof.vocab_size, count, records[of]))
             on_case(report.cases[-1])
     report.seconds = time.perf_counter() - began
     return report

@@ -1,0 +1,62 @@
+"""Steps of a pipeline that is not flushed, and the same stale gradients taken by one process on purpose.
+
+PipeDream-2BW is not what one process computes: from the third step on, gradients are those at the weights before the
+last update (parallel/pipedream.py). What is compared is therefore one process that does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.data.loader import MicroBatch
+from phalanx.parallel.pipedream import PipeDream
+from phalanx.train.step import Stepper
+from phalanx.train.stream import Stream
+
+LEAST_STEPS = 4
+"""The first two steps use the same weights; the third one's are old, and the last one empties the pipeline."""
+
+Read = Callable[[int], tuple[list[MicroBatch], int]]
+"""A step's micro-batches on this rank, and the valid tokens of the whole batch."""
+
+
+def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int, lr: float) -> list[float]:
+    """Steps through the pipeline, which is empty before them and after. Returns the losses."""
+    stream, losses = Stream(stepper, pipeline), []
+    for step in range(steps):
+        batches, valid = read(step)
+        more = (lambda following=step + 1: read(following)[0]) if step < steps - 1 else None
+        losses += [known.loss for _, known in stream.step(batches, step, valid, lr, False, more)]
+    return losses
+
+
+def delayed(stepper: Stepper, read: Read, steps: int, lr: float) -> list[float]:
+    """The same on one process."""
+    weights = [fragment.value for fragment in stepper.replica.fragments]
+    older = newest = _copies(weights)
+    losses = []
+    for step in range(steps):
+        batches, valid = read(step)
+        _put(weights, older)
+        loss = stepper.gradients(batches, step, valid)
+        _put(weights, newest)
+        square, status, everywhere = stepper.status(loss, stop=False)
+        everywhere.wait()
+        stepper.optimizer.step(lr, square.sqrt())
+        stepper.replica.clear()
+        older, newest = newest, _copies(weights)
+        losses.append((status[0] / valid).item())
+    return losses
+
+
+def _copies(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [weight.detach().clone() for weight in weights]
+
+
+@torch.no_grad()
+def _put(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)
