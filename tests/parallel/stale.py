@@ -1,4 +1,4 @@
-"""Steps of a pipeline without a flush on the ranks of a test, and what one process makes of the same stale gradients."""
+"""Steps of a pipeline without a flush on the ranks of a test, and one process with the same stale gradients."""
 
 from __future__ import annotations
 

@@ -1,18 +1,24 @@
-"""A pipeline that goes on from step to step: its stale gradients are exactly those that one process takes on purpose."""
+"""A pipeline that goes on from step to step: its stale gradients are those that one process takes on purpose."""
 
 import dataclasses
 
 import pytest
+import torch
 
 from parallel.stale import emulated, streamed
 from parallel.steps import worst
+from phalanx.cost.memory import state_bytes
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.optimizer import Optimizer
 from phalanx.job.train import Train
+from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipedream import _legs, version
+from phalanx.plan.cut import stages_of
 from phalanx.schedule.pipedream import pipedream
+from phalanx.train.memory import state_memory
+from phalanx.train.step import Stepper
 
 VOCAB = 13
 GPT = Model(n_layers=4, d_model=24, n_heads=4, seq_len=8, bias=True, qkv_bias=True)
@@ -65,3 +71,17 @@ def test_a_run_is_made_of_a_leg_that_fills_steady_ones_and_one_that_drains(rank)
     ahead = 3 - rank
     assert max(action.micro for action in fill if action.kind == "F") == 4 + ahead
     assert all(action.micro < 5 for action in drain)
+
+
+def held(ranks, job: Job):
+    """Bytes of parameters on a rank, and of the formula."""
+    mesh = meshes.build(job.layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
+    stages = [stages_of(job.model, job.layout, 2, VOCAB)[mesh.coordinates["pp"]]]
+    formula = state_bytes(job.model, job.layout, job.train.precision, vocab=VOCAB, stages=stages)
+    return state_memory(stepper).parameters, formula.parameters
+
+
+def test_two_versions_of_the_weights_are_kept_besides_the_optimizers(ranks):
+    for measured, formula in ranks(held, 2, job(GPT, Layout(pp=2, accumulation=2, schedule="pipedream"), 2)):
+        assert measured == formula

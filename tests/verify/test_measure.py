@@ -11,9 +11,11 @@ from phalanx.errors import RunError
 from phalanx.job.job import Job
 from phalanx.job.layout_line import parse
 from phalanx.job.model import Model
+from phalanx.job.parameters import parameter_shapes
 from phalanx.model.noise import Noise
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import build
+from phalanx.verify import measure
 from phalanx.verify import run as verify
 from phalanx.verify.measure import TOLERANCE, Differences, compare, difference, micro_batches, record
 from phalanx.verify.plan import Plan, make
@@ -27,7 +29,7 @@ def plan_of(*lines: str) -> Plan:
 
 
 def recorded(ranks, plan: Plan, path) -> None:
-    ranks(record, 1, plan.alone(8), plan.proof.vocab_size, 2, path)
+    ranks(record, 1, plan.alone(plan.layouts[0]), plan.proof.vocab_size, 2, path)
 
 
 def compared(ranks, plan: Plan, path, fn=compare) -> First | None:
@@ -88,6 +90,24 @@ def test_a_broken_technique_is_named_by_the_first_parameter(ranks, tmp_path, lin
     assert found.name == name
 
 
+def without_one_stage(ranks, *args):
+    """As if a pipeline's second rank brought nothing."""
+    real = measure.wholes
+    with mock.patch.object(measure, "wholes", lambda *args: ((n, x) for n, x in real(*args) if "blocks.1" not in n)):
+        return compare(ranks, *args)
+
+
+def test_a_pipeline_s_gradients_are_in_the_model_s_order_and_all_there(ranks, tmp_path):
+    plan, path = plan_of("pp=2,schedule=dualpipe,accumulation=2"), tmp_path / "record"
+    recorded(ranks, plan, path)
+    (layout,) = plan.layouts
+    found = ranks(compare, 2, plan.case(layout), plan.proof.vocab_size, 2, path)[0]
+    assert first_difference(found, TOLERANCE) is None
+    assert [list(step) for step in (*found.gradients, found.parameters)] == [list(parameter_shapes(JOB.model))] * 3
+    with pytest.raises(ValueError, match=r"no rank has blocks\.1\.attn_norm\.weight, blocks\.1\.attn_norm\.bias, "):
+        ranks(without_one_stage, 2, plan.case(layout), plan.proof.vocab_size, 2, path)
+
+
 def refuses(ranks, *args):
     raise RunError("a rank's disk is full") if ranks.rank else ValueError("two lines\nhere")
 
@@ -131,7 +151,7 @@ def my_batches(ranks, job, vocab_size):
 def test_ranks_share_the_batch_out_and_have_different_numbers_of_valid_tokens(ranks, line):
     plan = plan_of(line)
     layout = parse(line)
-    (alone, valid) = ranks(my_batches, 1, plan.alone(8), 11)[0]
+    (alone, valid) = ranks(my_batches, 1, plan.alone(plan.layouts[0]), 11)[0]
     shares = ranks(my_batches, layout.processes, plan.case(plan.layouts[0]), 11)
     rows = [row for batches, _ in shares for micro in batches for row in micro.targets.tolist()]
     assert rows == alone[0].targets.tolist()

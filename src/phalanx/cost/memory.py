@@ -15,6 +15,7 @@ from math import prod
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.pieces import groups, piece, tile
+from phalanx.job.pipeline import flushes
 from phalanx.job.stages import stage_shapes
 from phalanx.schedule.schedule import Schedule
 
@@ -46,7 +47,8 @@ def state_bytes(
     stages: Iterable[range] | None = None,
 ) -> StateBytes:
     """Bytes on the fullest rank: exactly what it holds, padding included. What a `layout.sync` other than bsp keeps
-    besides is not counted, nor are the versions of the weights that a pipeline without a flush keeps.
+    besides is not counted. A pipeline without a flush has two versions of the weights besides the optimizer's own, and
+    gradients that wait for their step while the next ones come.
 
     `precision` and `gradients` are `train`'s, `vocab` the tokenizer's vocabulary where the model leaves it open.
     `stages` are those that a pipeline rank holds, as runs of layers (phalanx.plan.cut.stages_of): the fullest of the
@@ -59,16 +61,17 @@ def state_bytes(
         share = sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes)
         return StateBytes(share * width, share * width, share * state_width)
     sizes = [prod(shape) for shape in shapes]
+    versions, waiting = (1, 1) if flushes(layout) else (3, 2)
     sums = layout.dp_replicate > 1 and layout.apart == 1 and layout.data_parallel == "ddp"
     if ranks == 1 and not sums:
-        return StateBytes(sum(sizes) * width, sum(sizes) * width, sum(sizes) * state_width)
+        return StateBytes(sum(sizes) * width * versions, sum(sizes) * width * waiting, sum(sizes) * state_width)
     # Flat buckets, each padded to a multiple of the ranks.
     buckets = groups([size * width for size in sizes][::-1], layout.bucket_mb * 2**20)
     shares = [-(-sum(sizes[::-1][place] for place in bucket) // ranks) for bucket in buckets]
     share, padded = sum(shares), sum(shares) * ranks
     gradient_width = 4 if gradients == "fp32" else width
     kept = share if layout.zero == 2 and ranks > 1 else padded
-    return StateBytes(padded * width, kept * gradient_width, share * state_width)
+    return StateBytes(padded * width * versions, kept * gradient_width * waiting, share * state_width)
 
 
 def activation_bytes(model: Model, layout: Layout, micro_batch: int, width: int = 2) -> int:

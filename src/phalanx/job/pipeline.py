@@ -23,3 +23,12 @@ def schedule_of(layout: Layout, micro_batches: int) -> Schedule:
     if is_file(layout.schedule):
         return file.read(layout.schedule)
     return catalogue.build(layout.schedule, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices)
+
+
+def flushes(layout: Layout) -> bool:
+    """Whether every step begins with an empty pipeline, if any. Raises JobError where a file is no schedule."""
+    if layout.pp == 1:
+        return True
+    if is_file(layout.schedule):
+        return file.read(layout.schedule).steps == 1
+    return catalogue.SCHEDULES[layout.schedule].steps == 1

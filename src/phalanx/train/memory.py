@@ -22,6 +22,7 @@ from phalanx.errors import RunError
 from phalanx.job import batch
 from phalanx.job.job import Job
 from phalanx.job.pipeline import schedule_of
+from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.zero import BucketReplica
 from phalanx.plan.cut import stages_of
 from phalanx.units import gib
@@ -38,6 +39,9 @@ def state_memory(stepper: Stepper) -> StateBytes:
     replica, optimizer = stepper.replica, stepper.optimizer
     parameters = list(replica.objective.parameters())
     values = [*parameters, *(f.value for f in replica.fragments)]
+    if isinstance(replica.runner, PipeDream):
+        values += [weight for weights in replica.runner.versions for weight in weights]
+        values += [f.value for f in optimizer.fragments]
     gradients = [p.grad for p in parameters] + [f.gradient for f in replica.fragments]
     gradients += [master.grad for master in optimizer.masters.values()]
     if isinstance(replica, BucketReplica):

@@ -10,7 +10,7 @@ from phalanx.job import batch, layout_line
 from phalanx.job.check import problems_of, untrainable, untrainable_shape
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
-from phalanx.job.pipeline import is_file, schedule_of
+from phalanx.job.pipeline import flushes, is_file, schedule_of
 from phalanx.job.stages import parse_cut
 from phalanx.schedule.schedule import Schedule
 from phalanx.units import counted
@@ -53,7 +53,7 @@ class Plan:
     def stale(self, layout: Layout) -> bool:
         """Whether a layout's gradients are one update late by design (a pipeline without a flush). It is compared with
         one process that takes its own so."""
-        return layout.pp > 1 and _schedule(layout).steps > 1
+        return not flushes(layout)
 
 
 def make(
