@@ -53,6 +53,8 @@ def test_the_main_example_under_every_technique():
         (["--layouts", "tp=3", "tpp=2"], ["layout 'tp=3': layout.tp: n_heads 4", "did you mean tp?"]),
         (["--layout", "tp=2"], ["unknown option --layout; did you mean --layouts?"]),
         (["--full", "--layouts", "tp=2"], ["--full and --layouts exclude each other"]),
+        (["--schedules", "--full"], ["--schedules goes with neither --full, which contains it, nor --layouts"]),
+        (["--schedules", "--layouts", "tp=2"], ["--schedules goes with neither"]),
         (["model=mixtral-8x7b"], ["mixture of experts (8) is not trainable"]),
     ],
 )

@@ -122,3 +122,34 @@ def test_the_module_mode_does_not_matter():
 def test_a_batch_of_another_size_than_the_sample_ids_is_refused():
     with pytest.raises(ValueError, match=r"mask \(1, 3\) for activations \(2, 3\)"):
         Noise(1, 2, (3,)).dropout(torch.ones(2, 3), 0.5, "a")
+
+
+@pytest.mark.parametrize("spans", [2, 3, 4])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_slices_of_sequences_meet_the_masks_of_whole_ones(spans: int, parts: int):
+    """Also where tensor ranks have a part of the tokens: of a slice as of a whole sequence."""
+    samples, tokens, width = 3, 24, 5
+    whole = Noise(1, 2, (4, 5, 6)).dropout(torch.ones(samples, tokens, width), 0.4, "a")
+    for span, expected in enumerate(whole.split(tokens // spans, 1)):
+        flat = expected.flatten(0, 1)
+        mine = [
+            Noise(1, 2, (4, 5, 6), tokens=(part, parts), span=(span, spans)).dropout(
+                torch.ones(samples, tokens // spans // parts, width), 0.4, "a"
+            )
+            for part in range(parts)
+        ]
+        assert torch.equal(torch.cat([each.flatten(0, 1) for each in mine]), flat)
+
+
+@pytest.mark.parametrize("spans", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_slices_of_queries_meet_the_masks_of_all_keys_so_far(spans: int, parts: int):
+    heads, tokens = 4, 8
+    whole = Noise(1, 2, (4, 5)).dropout_heads(torch.ones(2, heads, tokens, tokens), 0.4, "a", heads)
+    for span in range(spans):
+        first, last = tokens * span // spans, tokens * (span + 1) // spans
+        for part in range(parts):
+            mine = range(heads * part // parts, heads * (part + 1) // parts)
+            noise = Noise(1, 2, (4, 5), heads=(part, parts), span=(span, spans))
+            found = noise.dropout_heads(torch.ones(2, len(mine), last - first, last), 0.4, "a", heads)
+            assert torch.equal(found, whole[:, mine.start : mine.stop, first:last, :last])

@@ -12,6 +12,8 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.data import MicroTensors
 from phalanx.parallel.mesh import build
+from phalanx.parallel.pipeline import Pipeline
+from phalanx.parallel.zero import BucketReplica
 
 VOCAB, SEQ, BATCH, SEED = 11, 8, 12, 5
 
@@ -67,3 +69,39 @@ def test_equals_one_process(ranks, reference, layout, accumulation, dropout, tie
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def buckets_of_stages(ranks, layout: Layout):
+    """By bucket: the stages whose it is alone (as the replica knows them), and of each parameter in it those that
+    compute with it."""
+    shape = Model(n_layers=4, d_model=16, n_heads=2, seq_len=SEQ)
+    with torch.device("meta"):
+        model = Transformer(shape, VOCAB).double()
+    mesh = build(layout, "cpu")
+    job = Job(model=shape, layout=layout, train=Train(global_batch=4))
+    replica = apply(model, job, mesh, torch.device("cpu"))
+    assert isinstance(replica, BucketReplica)
+    assert isinstance(replica.runner, Pipeline)
+    stages = replica.runner.stages
+    return [
+        (
+            [stage for stage, owned in replica.of_stage.items() if bucket in owned],
+            {slot.name: stages.users(slot.name) for slot in bucket.slots},
+        )
+        for bucket in replica.buckets
+    ]
+
+
+@pytest.mark.parametrize("data", [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 2}], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_v"])
+def test_a_bucket_belongs_to_one_stage_or_waits_for_all(ranks, schedule, data):
+    layout = Layout(pp=2, schedule=schedule, accumulation=2, bucket_mb=0.003, **data)
+    for rank, buckets in enumerate(ranks(buckets_of_stages, 4, layout)):
+        names = [name for _, users in buckets for name in users]
+        assert len(names) == len(set(names))
+        for alone, users in buckets:
+            (stages,) = {tuple(stages) for stages in users.values()}  # the same of every parameter
+            assert alone == (list(stages) if len(stages) == 1 else [])
+        both_ends = [users for alone, users in buckets if not alone]
+        # The V brings both ends of the model, and with them the tied embedding, to its first rank.
+        assert both_ends == ([{"embed.weight": [0, 3]}] if schedule == "zb_v" and rank < 2 else [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
+from phalanx.job.parameters import parameter_shapes
 from phalanx.job.pieces import Piece, piece
 from phalanx.job.train import Train
 from phalanx.model.init import initial_value
@@ -123,3 +126,48 @@ def test_the_ranks_of_a_layout_hold_everything_once(ranks, layout):
     for name, shape, count in zip(names, shapes, elements.tolist(), strict=True):
         assert torch.equal(found[name], initial_value(name, shape, SHAPE, 3).double()), name
         assert count == found[name].numel(), name
+
+
+def pipeline_values(ranks, layout: Layout, shape: Model):
+    """The initial values put together on rank 0, and the names that this rank counts."""
+    with torch.device("meta"):
+        model = Transformer(shape, VOCAB).double()
+    mesh = build(layout, "cpu")
+    job = Job(model=shape, layout=layout, train=Train(seed=3, global_batch=layout.data_ranks * layout.accumulation))
+    fragments = apply(model, job, mesh, torch.device("cpu")).fragments
+    found = dict(wholes(fragments, {f.name: f.value for f in fragments}, mesh, ranks.rank == 0))
+    return found, [(f.whole_name, f.value.numel()) for f in counted(fragments)], [f.whole_name for f in fragments]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, accumulation=2),
+        Layout(pp=4, schedule="gpipe", accumulation=2),
+        Layout(pp=2, schedule="zb_v", accumulation=2),
+        Layout(pp=2, schedule="dualpipe", accumulation=2),
+        Layout(pp=2, dp_shard=2, tiles=2, accumulation=2),
+        Layout(pp=2, dp_shard=2, tp=2, zero=1, accumulation=2, bucket_mb=0.001),
+    ],
+    ids=Layout.line,
+)
+def test_a_pipeline_brings_all_stages_to_its_first_rank_and_counts_everything_once(ranks, layout, tied):
+    shape = dataclasses.replace(SHAPE, n_layers=4, tied=tied)
+    results = ranks(pipeline_values, layout.world, layout, shape)
+    expected = parameter_shapes(shape, VOCAB)
+    assert all(found == {} for found, _, _ in results[1:])
+    whole = results[0][0]
+    assert whole.keys() == expected.keys()
+    for name, size in expected.items():
+        assert torch.equal(whole[name], initial_value(name, size, shape, 3).double()), name
+    if layout.tp == 1:
+        elements = dict.fromkeys(expected, 0)
+        for _, mine, _ in results:
+            for name, count in mine:
+                elements[name] += count
+        assert elements == {name: torch.Size(size).numel() for name, size in expected.items()}
+    if tied:
+        inner = layout.world // layout.pp
+        holders = {rank // inner for rank, (_, _, names) in enumerate(results) if "embed.weight" in names}
+        assert holders == ({0} if layout.schedule == "zb_v" else {0, layout.pp - 1})

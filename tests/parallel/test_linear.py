@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from phalanx.job.model import Model
 from phalanx.model.init import initialise
-from phalanx.model.transformer import Transformer
-from phalanx.parallel.linear import linear, onednn_is_faster, use_onednn
+from phalanx.model.transformer import Linear, Transformer
+from phalanx.parallel.linear import Product, WeightGradients, collect, linear, onednn_is_faster, use_onednn
 
 size = st.integers(1, 33)
 
@@ -52,3 +52,54 @@ def test_a_model_gives_the_same_logits_and_gradients(tied):
 def test_only_fp32_on_a_cpu():
     assert not onednn_is_faster(torch.device("cuda"), torch.float32)
     assert not onednn_is_faster(torch.device("cpu"), torch.float64)
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+@pytest.mark.parametrize("put_off", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_collected_weight_gradients_are_autograd_s(put_off, tied, onednn):
+    """Of two micro-batches, the second of which adds to the first."""
+    shape = Model(n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, seq_len=16, tied=tied, bias=True)
+    dtype, tolerance = (torch.float32, 1e-4) if onednn else (torch.float64, 1e-12)
+    results, arrived = [], []
+    for collected in (False, True):
+        model = Transformer(shape, 40).to(dtype)
+        initialise(model, shape, 1)
+        later, products = WeightGradients(), list[list[Product]]()
+        if onednn:
+            use_onednn(model)
+        if collected:
+            names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+            later.arrived = lambda weight, names=names: arrived.append(names[weight])
+            collect(model.modules(), later)
+        for micro in range(2):
+            tokens = (torch.arange(32) * (3 + micro) % 40).reshape(2, 16)
+            if put_off and collected:
+                products.append([])
+                later.products = products[-1]
+            model(tokens).square().sum().backward()
+            later.products = None
+        if put_off and collected:
+            assert all(m.weight.grad is None for m in model.modules() if isinstance(m, Linear))
+            for put in products:
+                later.add(put)
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    assert results[0].keys() == results[1].keys()
+    for name, gradient in results[0].items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(results[1][name], gradient, rtol=tolerance, atol=tolerance * scale)
+    linears = 2 * (4 + 2) + 1
+    assert len(arrived) == 2 * linears
+    assert len(set(arrived)) == linears
+
+
+def test_what_is_put_off_needs_what_was_read_and_the_gradient_of_what_was_written():
+    x = torch.randn(3, 4, requires_grad=True)
+    layer, later = Linear(4, 5, bias=True), WeightGradients()
+    collect([layer], later)
+    later.products = put = []
+    layer(x).sum().backward()
+    assert (layer.weight.grad, x.grad is None, layer.bias.grad is None) == (None, False, False)
+    ((_, gradient, read, of),) = put
+    assert of is layer.weight
+    assert (gradient.shape, read.shape) == ((3, 5), (3, 4))

@@ -70,8 +70,68 @@ def test_neighbours_along_an_axis_form_axes_of_their_own(ranks, layout, axis, si
         assert traffic == {"all_gather": 8 * (size - 1)}
 
 
+def some_places_of_a_pipeline(ranks, layout):
+    """What rank 0 and the last of each pipeline have together, or None; whether this rank's losses count."""
+    mesh = build(layout, "cpu")
+    ends = (0, layout.pp - 1)
+    members = None
+    if mesh.coordinates["pp"] in ends:
+        found = mesh.among("pp", ends)
+        members = torch.zeros(found.size, dtype=torch.int64)
+        found.all_gather(members, torch.tensor([ranks.rank])).wait()
+        assert members[found.rank] == ranks.rank
+        members = members.tolist()
+    return mesh.coordinates["pp"], members, mesh.speaks, mesh.shards
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=3, dp_replicate=2), Layout(pp=4, tp=2)], ids=Layout.line)
+def test_some_places_of_an_axis_form_an_axis_of_their_own(ranks, layout):
+    inner = layout.world // layout.pp
+    for rank, (place_there, members, speaks, shards) in enumerate(
+        ranks(some_places_of_a_pipeline, layout.world, layout)
+    ):
+        assert place_there == rank // inner
+        ends = [rank % inner, rank % inner + (layout.pp - 1) * inner]
+        assert members == (ends if rank in ends else None)
+        assert speaks == (rank % layout.tp == 0)
+        assert shards
+
+
+def round_the_lanes(ranks, layout):
+    """Each rank sends its number to both neighbours, up first, and receives in the other order."""
+    mesh = build(layout, "cpu")
+    up, down = mesh.lanes("pp")
+    mine, place, last = torch.tensor([ranks.rank]), mesh.coordinates["pp"], layout.pp - 1
+    works, got = [], {}
+    if place < last:
+        works.append(up.start_send(mine, place + 1))
+    if place:
+        works.append(down.start_send(mine, place - 1))
+    for lane, source in ((down, place + 1), (up, place - 1)):
+        if 0 <= source <= last:
+            got[source] = torch.zeros(1, dtype=torch.int64)
+            lane.start_receive(got[source], source).wait()
+    for work in works:
+        work.wait()
+    names = up.name, down.name, up.size, down.rank
+    return names, {source: int(x) for source, x in got.items()}, mesh.ledger.traffic()["pp"]
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=3), Layout(pp=2, tp=2)], ids=Layout.line)
+def test_lanes_carry_messages_up_and_down_a_pipeline(ranks, layout):
+    inner = layout.world // layout.pp
+    for rank, (names, got, traffic) in enumerate(ranks(round_the_lanes, layout.world, layout)):
+        place_there = rank // inner
+        neighbours = [p for p in (place_there - 1, place_there + 1) if 0 <= p < layout.pp]
+        assert names == ("pp", "pp", layout.pp, place_there)
+        assert got == {p: rank + (p - place_there) * inner for p in neighbours}
+        assert traffic == {"send": 8 * len(neighbours)}
+
+
 def test_one_neighbour_is_the_rank_itself():
     assert build(Layout(), "cpu").neighbours("tp", 1).size == 1
+    assert build(Layout(), "cpu").among("pp", [0]).size == 1
+    assert [lane.size for lane in build(Layout(), "cpu").lanes("pp")] == [1, 1]
 
 
 def test_one_process_has_no_groups():

@@ -20,7 +20,7 @@ from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.schedule import catalogue, check, file
 from phalanx.schedule.catalogue import SCHEDULES
-from phalanx.schedule.schedule import Action, Schedule
+from phalanx.schedule.schedule import Action, Kind, Schedule
 
 DEEP = {kind: dataclasses.replace(model, n_layers=4) for kind, model in MODELS.items()}
 """A layer for each stage of two ranks that hold two each. The GPT has biases and a tied embedding; the Llama dropout,
@@ -212,7 +212,9 @@ def any_schedule(chosen: random.Random) -> Schedule:
     chosen.shuffle(placement)
     outline = Schedule("any", (tuple(placement),), 3, ((), ()), slices)
     passes = [(stage, micro, part) for stage in range(stages) for micro in range(3) for part in range(slices)]
-    todo = [Action(kind, *of) for of in passes for kind in ("F", *chosen.choice(["B", "IW"]))]
+    whole: tuple[Kind, ...] = ("F", "B")
+    halves: tuple[Kind, ...] = ("F", "I", "W")
+    todo = [Action(kind, *of) for of in passes for kind in chosen.choice([whole, halves])]
     done: set[Action] = set()
     programs: tuple[list[Action], list[Action]] = [], []
     while todo:

@@ -2,7 +2,7 @@
 
 The unit is what a stage keeps of one micro-batch after its forward pass, measured in a step of one micro-batch. A rank
 may hold more by what is in transit: results that the next rank has not yet read, and buffers for what comes next, each
-as large as one stage's input.
+as large as one stage's input: it is counted apart.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from phalanx.job.model import Model
 from phalanx.job.train import Train
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import Step
-from phalanx.schedule.catalogue import build
+from phalanx.parallel.transfers import AHEAD
+from phalanx.schedule.catalogue import SCHEDULES, build
 from phalanx.schedule.check import in_flight
-from phalanx.train.memory import _Made
+from phalanx.train.memory import _Made, _storages
 from phalanx.train.step import Stepper
 
 VOCAB = 16
@@ -31,22 +32,31 @@ SHAPE = Model(n_layers=8, d_model=16, n_heads=2, seq_len=32, vocab_size=VOCAB, t
 INPUT = 8 * 2 * SHAPE.seq_len * SHAPE.d_model
 """Bytes that travel of a micro-batch of 2 sequences, in float64."""
 
+SCALARS = 16
+"""Bytes of the numbers that belong to a micro-batch, such as its loss."""
 
-def live(ranks, layout: Layout) -> tuple[list[int], dict[int, int]]:
-    """Bytes that a step has made and still keeps after each of this rank's actions, without gradients of parameters;
-    and by stage by how much its first forward pass has added to that."""
+
+def live(ranks, layout: Layout) -> tuple[int, dict[int, int], int]:
+    """The most bytes that a step has made and still keeps after any of this rank's actions, without gradients of
+    parameters and what is in transit; by stage by how much its first forward pass has added to that; and the most that
+    is in transit."""
     train = Train(global_batch=2 * layout.accumulation, precision="fp64")
     job = Job(model=SHAPE, layout=layout, train=train)
     mesh = meshes.build(layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
-    seen, stages, real = [0], dict[int, int](), Step.act
+    seen, stages, transit, real = [0], dict[int, int](), [0], Step.act
     made = _Made()
 
     def act(self, action, *, last):
         real(self, action, last=last)
         gc.collect()
-        own = {p.grad.untyped_storage()._cdata for p in stepper.replica.objective.parameters() if p.grad is not None}
-        kept = sum(size for key, (ref, size) in made.storages.items() if key not in own and not ref.expired())
+        gradients = [p.grad for p in stepper.replica.objective.parameters() if p.grad is not None]
+        moving = [buffer for buffer, _ in self.mail.arriving.values()]
+        moving += [message for to in self.mail.leaving.values() for _, message, _ in to]
+        moving += self.handed.values()
+        others = _storages([*gradients, *moving])
+        kept = sum(size for key, (ref, size) in made.storages.items() if key not in others and not ref.expired())
+        transit.append(sum(_storages(moving).values()))
         if action.kind == "F":
             stages.setdefault(action.stage, kept - seen[-1])
         seen.append(kept)
@@ -55,31 +65,46 @@ def live(ranks, layout: Layout) -> tuple[list[int], dict[int, int]]:
         batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
         if step == 0:
             stepper.step(batches, step, valid, 1e-3)
+            gc.freeze()  # a collection then takes microseconds
             continue
         with mock.patch.object(Step, "act", act), made:
             stepper.gradients(batches, step, valid)
-    return seen[1:], stages
+    gc.unfreeze()
+    return max(seen), stages, max(transit)
 
 
-CASES = [
-    ("gpipe", 2, 5),
-    ("1f1b", 2, 5),
-    ("1f1b", 4, 6),
-    ("interleaved_1f1b", 2, 4),
-    ("zb_h1", 3, 5),
-    ("zb_v", 2, 5),
-    ("zb_v", 4, 8),
-]
+HALVES = 1.0
+"""Inputs of a stage by which a rank may exceed its count where backward passes are cut in halves: from I to W it keeps
+of a stage what its layers read and gradients of what they wrote, about as much as the activations in their place."""
 
 
-@pytest.mark.parametrize(("name", "pp", "micro_batches"), CASES)
+@pytest.mark.parametrize(
+    ("name", "pp", "micro_batches"),
+    [
+        ("gpipe", 2, 5),
+        ("1f1b", 2, 5),
+        ("1f1b", 4, 6),
+        ("interleaved_1f1b", 2, 4),
+        ("zb_h1", 3, 5),
+        ("zb_v", 2, 5),
+        ("zb_v", 4, 8),
+    ],
+)
 def test_a_rank_keeps_what_its_schedule_says(ranks, name, pp, micro_batches):
+    """To the byte but for a few scalars; with halves, to HALVES inputs, less than 1 % here."""
     layout = Layout(pp=pp, schedule=name, accumulation=micro_batches)
     schedule = build(name, pp, micro_batches)
     alone = ranks(live, pp, Layout(pp=pp, schedule=name, accumulation=1))
-    for rank, (seen, stages) in enumerate(ranks(live, pp, layout)):
+    for rank, (found, _, transit) in enumerate(ranks(live, pp, layout)):
         each = [float(alone[rank][1].get(stage, 0)) for stage in range(schedule.stages)]
         expected = peak_in_flight(schedule, rank, each)
-        print(
-            name, pp, rank, micro_batches, each, (max(seen) - expected) / INPUT, max(seen) / expected, seen[-1] / INPUT
-        )
+        print(name, pp, rank, f"{expected:,.0f} {found:,} {transit / INPUT:.0f} inputs in transit", sep="  ")
+        assert expected > 10 * INPUT
+        if SCHEDULES[name].splits:
+            assert abs(found - expected) <= HALVES * INPUT
+        else:
+            assert abs(found - expected) <= SCALARS * micro_batches
+        assert transit <= (micro_batches + AHEAD + 1) * INPUT
+        if name in ("gpipe", "1f1b"):
+            count = micro_batches if name == "gpipe" else min(micro_batches, pp - rank)
+            assert in_flight(schedule)[rank] == round(found / each[rank]) == count

@@ -1,6 +1,7 @@
 """What the ledger counts in real steps is what the formulas say: D are the parameters' bytes, P the ranks."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from phalanx.job.model import Model
 from phalanx.job.parameters import block_shapes, count
 from phalanx.job.train import Train
 from phalanx.parallel import mesh as meshes
+from phalanx.schedule.catalogue import build
 from phalanx.train.step import Stepper
 
 SHAPE = Model(n_layers=3, d_model=24, n_heads=4, seq_len=12, vocab_size=24, tied=False)
@@ -136,3 +138,49 @@ def test_fewer_key_value_heads_than_ranks_add_one_sum_of_their_gradients(ranks):
     grouped = sent(ranks, Layout(tp=4), shape)
     heads = shape.n_layers * 2 * WIDTH * shape.head_size * shape.d_model  # a key and a value head on each pair of ranks
     assert grouped["tp"]["all_reduce"] - plain["tp"]["all_reduce"] == pytest.approx(2 * heads * part(2))
+
+
+def crossings(layout: Layout, micro_batches: int) -> list[int]:
+    """By rank, the messages that it sends in a step, by the placement of the stages alone."""
+    found = [0] * layout.pp
+    schedule = build(layout.schedule, layout.pp, micro_batches, slices=layout.pp_slices)
+    for micro in range(micro_batches):
+        places = [schedule.rank_of(stage, micro) for stage in range(schedule.stages)]
+        for here, there in itertools.pairwise(places):
+            if here != there:
+                found[here] += 1  # of the forward pass
+                found[there] += 1  # of the backward pass
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, accumulation=4),
+        Layout(pp=3, schedule="zb_h1", accumulation=6),
+        Layout(pp=2, schedule="interleaved_1f1b", accumulation=3),
+        Layout(pp=2, schedule="zb_v", accumulation=4),
+        Layout(pp=2, schedule="dualpipe", accumulation=4),
+        Layout(pp=3, schedule="terapipe", pp_slices=4, accumulation=2),
+        Layout(pp=2, tp=2, sp=True, accumulation=3),
+        Layout(pp=2, tp=2, accumulation=3),
+    ],
+    ids=Layout.line,
+)
+def test_a_pipeline_sends_every_micro_batch_over_every_boundary_once_each_way(ranks, layout):
+    shape = dataclasses.replace(SHAPE, n_layers=4)
+    boundary = WIDTH * BATCH // layout.accumulation * shape.seq_len * shape.d_model // (layout.tp if layout.sp else 1)
+    inner = layout.world // layout.pp
+    for rank, found in enumerate(ranks(traffic, layout.world, layout, shape)):
+        assert found["pp"]["send"] == crossings(layout, layout.accumulation)[rank // inner] * boundary
+        copies = 2 * WIDTH * count(shape) / 2 if layout.schedule == "dualpipe" else 0
+        assert found["pp"].get("all_reduce", 0) == pytest.approx(copies)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_tied_embedding_is_summed_over_both_ends(ranks, size):
+    shape = dataclasses.replace(SHAPE, tied=True)
+    embedding = WIDTH * shape.vocab_size * shape.d_model
+    found = ranks(traffic, size, Layout(pp=size, accumulation=2), shape)
+    sums = [sent["pp"].get("all_reduce", 0) for sent in found]
+    assert sums == [pytest.approx(embedding), *[0] * (size - 2), pytest.approx(embedding)]

@@ -99,6 +99,10 @@ LAYOUTS = [
     Layout(tp=2, sp=True, sp_regather=True, loss_chunk=50),
     Layout(dp_shard=2, tp=2, zero=3, sp=True, accumulation=2, recompute="full"),
     Layout(dp_shard=2, tp=2, zero=1),
+    Layout(pp=2, accumulation=3),
+    Layout(dp_shard=2, pp=2, zero=2, schedule="zb_h1", accumulation=3),
+    Layout(dp_replicate=2, tp=2, pp=2, sp=True, schedule="dualpipe", accumulation=2),
+    Layout(pp=2, schedule="terapipe", pp_slices=4, accumulation=2),
 ]
 SHARDED = [
     Layout(dp_shard=2, zero=1, bucket_mb=0.01),
@@ -133,6 +137,8 @@ def test_the_loss_curve_does_not_depend_on_the_layout(ranks, job, dropout):
         (Layout(dp_replicate=4, bucket_mb=0.01), "fp64"),
         *((layout, "fp32") for layout in SHARDED),
         (SHARDED[-1], "bf16"),
+        (Layout(pp=2, schedule="zb_h1", accumulation=3), "fp32"),
+        (Layout(dp_shard=2, pp=2, schedule="dualpipe", accumulation=2), "bf16"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.line(),
 )
@@ -158,12 +164,17 @@ MOVES = [
     (Layout(tp=2), Layout(dp_shard=3, zero=2, bucket_mb=0.01), Layout(dp_shard=2, tp=2)),
     (Layout(dp_replicate=2, dp_shard=2, zero=1), Layout(dp_shard=4), Layout(dp_replicate=2, tp=2)),
     (Layout(dp_replicate=3), Layout(dp_shard=2, tp=2, sp=True, zero=1), Layout(dp_replicate=2, dp_shard=2)),
+    (Layout(pp=2, accumulation=4), Layout(tp=2), Layout(pp=2, dp_shard=2, accumulation=2)),
+    (Layout(pp=2, accumulation=4), Layout(pp=4, schedule="zb_v", accumulation=4), Layout()),
+    (Layout(), Layout(pp=2, dp_shard=2, zero=1, schedule="dualpipe", accumulation=2), Layout(pp=3, accumulation=3)),
 ]
 
 
 @pytest.mark.parametrize("layouts", MOVES, ids=lambda layouts: " then ".join(each.line() for each in layouts))
 def test_resuming_on_another_layout_continues_the_same_curve(ranks, job, layouts):
     """A checkpoint holds whole tensors: a run may go on under any layout, and back."""
+    if any(layout.pp > 1 for layout in layouts):
+        job = change(job, "model", n_layers=8)  # for two stages on each of four ranks
     ranks(train, 1, job)
     moved = change(job, "run", name="moved")
     for number, layout in enumerate(layouts):

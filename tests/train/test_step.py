@@ -44,7 +44,7 @@ def summed_gradients(ranks, job: Job):
     stepper.gradients(batches, 0, valid)
     fragments = stepper.replica.fragments
     found = {f.name: f.gradient for f in fragments if f.gradient is not None}
-    whole = wholes(fragments, found, mesh.axis("dp_shard"), mesh.axis("tp"), ranks.rank == 0)
+    whole = wholes(fragments, found, mesh, ranks.rank == 0)
     return found["embed.weight"].dtype, {name: tensor.double() for name, tensor in whole}
 
 

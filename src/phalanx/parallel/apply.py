@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -60,15 +61,17 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     ):
         log.info("linear layers: %d through oneDNN", use_onednn(model))
     if later is not None:
-        # Matrices that tensor parallelism has cut leave theirs to it by themselves.
-        collect(model.modules() if layout.tp == 1 else [model.head], later)
+        # Matrices that tensor parallelism has cut leave theirs to it by themselves; a head that works through its
+        # tokens in chunks has one gradient all the same.
+        collected = [m for m in model.modules() if layout.tp == 1 or m is model.head]
+        collect((m for m in collected if m is not model.head or not layout.loss_chunk), later)
     if layout.recompute != "none":
         log.info("recompute: %s, %d modules", layout.recompute, recompute(model, layout.recompute))
     if job.train.compile:
         for block in model.blocks.values():
             block.compile()
         log.info("compile: %d blocks, each on its own", len(model.blocks))
-    replica = _spread(_objective(model, mesh, layout, vocab), pieces, partials, job, mesh, device, stages)
+    replica = _spread(_objective(model, mesh, layout, vocab), pieces, partials, job, mesh, device, stages, names)
     for fragment in replica.fragments:
         fragment.whole_name = names.get(fragment.name, fragment.name)
         fragment.copy = stages is not None and stages.holders(fragment.whole_name)[0] != stages.rank
@@ -145,8 +148,9 @@ def _spread(
     mesh: Mesh,
     device: torch.device,
     stages: Stages | None,
+    names: Mapping[str, str],
 ) -> Replica:
-    """Data parallelism in the layout's form."""
+    """Data parallelism in the layout's form. `names` are those of the plain model, where a parameter has another."""
     layout, tp = job.layout, mesh.axis("tp")
     shard = mesh.axis("dp_shard")
     # Replicas that agree by other means (train/sync) do not sum their gradients.
@@ -190,7 +194,8 @@ def _spread(
         bucket_mb=layout.bucket_mb,
         gradient_dtype=gradient_dtype,
         every_micro_batch=layout.accumulate == "sharded",
-        users=stages.users if stages else lambda name: (0,),
+        users=lambda name: stages.users(names.get(name, name)) if stages else (0,),
+        holders=lambda name: stages.holders(names.get(name, name)) if stages else (0,),
     )
     kinds = [f"ZeRO-{layout.zero} over {shard.size} ranks"] if shard.size > 1 else []
     kinds += [f"DDP over {replicate.size} ranks"] if replicate.size > 1 else []

@@ -59,6 +59,7 @@ class Partial:
 
     axis: Axis
     names: frozenset[str]
+    """Of the plain model's parameters."""
 
 
 class Runner(Protocol):
@@ -145,7 +146,7 @@ class Replica:
 
     def _sum_partials(self) -> None:
         for partial in self.partials:
-            gradients = [f.gradient for f in self.fragments if f.name in partial.names and f.gradient is not None]
+            gradients = [f.gradient for f in self.fragments if f.whole_name in partial.names and f.gradient is not None]
             if not gradients or not (flat := torch.cat([g.flatten() for g in gradients])).numel():
                 continue
             partial.axis.all_reduce(flat).wait()

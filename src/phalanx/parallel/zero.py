@@ -39,22 +39,24 @@ class BucketReplica(Replica):
         gradient_dtype: torch.dtype | None = None,
         every_micro_batch: bool = False,
         users: Callable[[str], Sequence[int]] = lambda name: (0,),
+        holders: Callable[[str], Sequence[int]] = lambda name: (0,),
     ):
         """`zero` 1 keeps whole gradients until the optimizer is done, 2 only shares of them. `gradient_dtype` is that
         in which gradients are added up and sent, by default the parameters'. `every_micro_batch` reduces the gradients
         of each micro-batch instead of once a step: less memory with ZeRO-2, more traffic. `users` tells which of a
-        pipeline's stages here compute with a parameter: a bucket's gradients come together."""
+        pipeline's stages here compute with a parameter: a bucket's gradients come together. `holders` tells which of
+        its ranks hold it: a bucket is cut alike on all that have to sum its shares."""
         self.shard, self.replicate = shard, replicate
         self.every_micro_batch = every_micro_batch
         # The backward pass reaches the last layers first: their bucket is the first to travel.
         named = list(objective.model.named_parameters())[::-1]
-        together: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
+        together: dict[tuple[tuple[int, ...], ...], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
-            together.setdefault(tuple(users(name)), []).append((name, parameter))
+            together.setdefault((tuple(users(name)), tuple(holders(name))), []).append((name, parameter))
         self.buckets: list[Bucket] = []
         self.of_stage: dict[int, list[Bucket]] = {}
         """By stage, the buckets that it alone fills; the others are reduced when all stages are done."""
-        for stages, parameters in together.items():
+        for (stages, _), parameters in together.items():
             for group in fill(parameters, bucket_mb * 2**20):
                 dtype = gradient_dtype or group[0][1].dtype
                 self.buckets.append(Bucket(_slots(group), shard, replicate, zero == 2 and shard.size > 1, dtype))

@@ -90,7 +90,7 @@ def trained(ranks: Ranks, layout: Layout, slow: float = 0.0, stop_at: int = -1, 
             )
     fragments = stepper.replica.fragments
     values = {f.name: f.value.detach().clone() for f in fragments}
-    found = dict(wholes(fragments, values, mesh.axis("dp_shard"), mesh.axis("tp"), True))
+    found = dict(wholes(fragments, values, mesh, True))
     sent = mesh.ledger.sent("dp_replicate", "send")
     return done, stopped, updates, found, sent
 

@@ -40,7 +40,7 @@ def trained(ranks: Ranks, layout: Layout) -> tuple[dict[str, torch.Tensor], floa
     sent = mesh.ledger.sent("dp_replicate", "all_reduce")
     fragments = stepper.replica.fragments
     values = {f.name: f.value for f in fragments}
-    return dict(wholes(fragments, values, mesh.axis("dp_shard"), mesh.axis("tp"), ranks.rank == 0)), sent
+    return dict(wholes(fragments, values, mesh, ranks.rank == 0)), sent
 
 
 def simulated(layout: Layout) -> dict[str, torch.Tensor]:

@@ -1,0 +1,92 @@
+"""Sequences in slices compute what whole ones do: the loss and every gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from phalanx.job.model import Model
+from phalanx.model.init import initialise
+from phalanx.model.noise import Noise
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.data import MicroTensors
+from phalanx.parallel.objective import Objective
+from phalanx.parallel.recompute import recompute
+from phalanx.parallel.slices import Earlier
+from phalanx.parallel.stages import Stage
+
+VOCAB = 13
+GPT = Model(n_layers=2, d_model=16, n_heads=4, seq_len=12)
+LLAMA = dataclasses.replace(GPT, n_kv_heads=2, positions="rope", norm="rmsnorm", bias=False, tied=False, dropout=0.3)
+ALL = Stage(0, ("0", "1"), first=True, last=True)
+
+
+def objective_of(shape: Model, recomputed: str = "none") -> Objective:
+    model = Transformer(shape, VOCAB).double()
+    initialise(model, shape, 1)
+    if recomputed != "none":
+        recompute(model, recomputed)
+    return Objective(model)
+
+
+def micro_of(shape: Model) -> MicroTensors:
+    tokens = torch.arange(2 * (shape.seq_len + 1)).mul(7).remainder(VOCAB).view(2, -1)
+    return MicroTensors(tokens[:, :-1], tokens[:, 1:], Noise(3, 4, (5, 6)) if shape.dropout else None)
+
+
+def gradients(objective: Objective) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in objective.named_parameters() if p.grad is not None}
+    objective.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
+@pytest.mark.parametrize("slices", [2, 3, 12])
+def test_slices_compute_what_whole_sequences_do(shape, recomputed, slices):
+    objective, micro = objective_of(shape, recomputed), micro_of(shape)
+    whole = objective(micro.tokens, micro.targets, micro.noise)
+    whole.backward()
+    expected = gradients(objective)
+    earlier, losses = Earlier(), []
+    tokens = shape.seq_len // slices
+    for number in range(slices):
+        part = micro.slice(number, slices)
+        earlier.begin(number, tokens)
+        losses.append(objective(part.tokens, part.targets, part.noise, ALL, None, earlier))
+        earlier.end()
+    torch.testing.assert_close(torch.stack(losses).sum(), whole, rtol=1e-12, atol=0)
+    for number in reversed(range(slices)):
+        roots, theirs = earlier.again(number, tokens)
+        torch.autograd.backward([losses[number], *roots], [None, *theirs])
+    found = gradients(objective)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12 * float(gradient.abs().max() + 1))
+
+
+def test_a_slice_is_given_up_after_its_backward_pass():
+    objective, micro, earlier = objective_of(GPT), micro_of(GPT), Earlier()
+    losses = []
+    for number in range(3):
+        part = micro.slice(number, 3)
+        earlier.begin(number, 4)
+        losses.append(objective(part.tokens, part.targets, None, ALL, None, earlier))
+        earlier.end()
+    assert (earlier.length, len(earlier.made), len(earlier.seen)) == (8, 3, 3)
+    for number in (2, 1, 0):
+        roots, theirs = earlier.again(number, 4)
+        torch.autograd.backward([losses[number], *roots], [None, *theirs])
+        assert len(roots) == (0 if number == 2 else 2 * GPT.n_layers)
+        assert (earlier.length, len(earlier.made), len(earlier.seen)) == (4 * number, number + 1, number)
+
+
+def test_a_micro_batch_is_cut_into_equal_slices():
+    micro = micro_of(LLAMA)
+    parts = [micro.slice(number, 4) for number in range(4)]
+    assert torch.equal(torch.cat([part.tokens for part in parts], 1), micro.tokens)
+    assert torch.equal(torch.cat([part.targets for part in parts], 1), micro.targets)
+    assert [part.noise and part.noise.span for part in parts] == [(number, 4) for number in range(4)]
+    assert micro.slice(0, 1) is micro
