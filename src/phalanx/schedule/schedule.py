@@ -54,6 +54,11 @@ class Schedule:
     def stages(self) -> int:
         return len(self.placements[0])
 
+    @property
+    def splits(self) -> bool:
+        """Whether some backward passes are in halves."""
+        return any(action.kind == "W" for program in self.programs for action in program)
+
     def direction(self, micro: int) -> int:
         """The placement that a micro-batch goes by: equal shares of them in their order."""
         return micro * len(self.placements) // self.micro_batches
