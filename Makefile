@@ -42,6 +42,7 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.throughput $(ARGS)
 	$(BIN)/python -m benchmarks.startup $(ARGS)
 	$(BIN)/python -m benchmarks.sharding $(ARGS)
+	$(BIN)/python -m benchmarks.pipeline $(ARGS)
 
 bench-peers: $(PEERS)/.installed ## make .bench-venv, with the peers that `make bench` compares with
 
