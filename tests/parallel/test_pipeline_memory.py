@@ -20,7 +20,7 @@ from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.train import Train
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.pipeline import Step
+from phalanx.parallel.pipeline import Execution
 from phalanx.parallel.transfers import AHEAD
 from phalanx.schedule.catalogue import SCHEDULES, build
 from phalanx.schedule.check import in_flight
@@ -44,7 +44,7 @@ def live(ranks, layout: Layout) -> tuple[int, dict[int, int], int]:
     job = Job(model=SHAPE, layout=layout, train=train)
     mesh = meshes.build(layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
-    seen, stages, transit, real = [0], dict[int, int](), [0], Step.act
+    seen, stages, transit, real = [0], dict[int, int](), [0], Execution.act
     made = _Made()
 
     def act(self, action, *, last):
@@ -67,7 +67,7 @@ def live(ranks, layout: Layout) -> tuple[int, dict[int, int], int]:
             stepper.step(batches, step, valid, 1e-3)
             gc.freeze()  # a collection then takes microseconds
             continue
-        with mock.patch.object(Step, "act", act), made:
+        with mock.patch.object(Execution, "act", act), made:
             stepper.gradients(batches, step, valid)
     gc.unfreeze()
     return max(seen), stages, max(transit)

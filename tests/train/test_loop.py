@@ -1,84 +1,19 @@
 """Whole runs on tiny models: the same curve on any layout, exact resuming, and clean ends."""
 
 import dataclasses
-import json
 import math
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from phalanx.errors import CheckpointError, JobError, NotFiniteError, StoppedError
-from phalanx.job.checkpoint import Checkpoint
-from phalanx.job.cluster import Cluster
-from phalanx.job.data import Data
-from phalanx.job.job import Job
 from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.optimizer import Optimizer
-from phalanx.job.run import Run
-from phalanx.job.train import Train
 from phalanx.launch.ranks import SINGLE
-from phalanx.train import checkpoint, loop
+from phalanx.train import loop
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal
-
-SHAPE = Model(n_layers=2, d_model=16, n_heads=2, seq_len=16)
-
-
-@pytest.fixture
-def job(tmp_path):
-    """Twelve samples a step of a random corpus, in float64."""
-    return Job(
-        model=SHAPE,
-        cluster=Cluster(peak_tflops=1.0),
-        data=Data(corpus="random", random_tokens=5000, random_vocab=13, dir=str(tmp_path / "data")),
-        optimizer=Optimizer(lr=1e-2, warmup_steps=2),
-        train=Train(steps=6, global_batch=12, precision="fp64", eval_samples=10),
-        checkpoint=Checkpoint(keep=0),
-        run=Run(name="run", dir=str(tmp_path / "runs"), sample_tokens=0),
-    )
-
-
-def change(job: Job, section: str, **values) -> Job:
-    return dataclasses.replace(job, **{section: dataclasses.replace(getattr(job, section), **values)})
-
-
-def train(ranks, job: Job, stop_at: int = 0):
-    """Train as one of the ranks of a test's process group. `stop_at` acts as if a signal came in that step."""
-    stop = StopRequest()
-    device = torch.device("cpu")
-    trainer = loop.Trainer(job, ranks, device, stop, Terminal(job.train.steps, visible=False))
-    real = trainer._steps
-
-    def steps(feed):
-        if stop_at == trainer.state.step + 1:
-            stop.signal = signal.SIGTERM
-        return real(feed)
-
-    trainer._steps = steps
-    return trainer.run()
-
-
-def weights(job: Job) -> dict[str, torch.Tensor]:
-    manifest = checkpoint.newest_valid(Path(job.run.dir) / job.run.name / "checkpoints")
-    assert manifest is not None
-    found = {}
-    for group in ("model", "optimizer"):
-        with checkpoint.Reader(manifest, group) as tensors:
-            found.update({name: tensors[name] for name in tensors.names()})
-    return found
-
-
-def losses(job: Job) -> list[float]:
-    return [row["loss"] for row in rows(job, "step")]
-
-
-def rows(job: Job, event: str) -> list[dict]:
-    text = (Path(job.run.dir) / job.run.name / "metrics.jsonl").read_text()
-    return [row for row in map(json.loads, text.splitlines()) if row["event"] == event]
-
+from train.runs import change, losses, rows, train, weights
 
 LAYOUTS = [
     Layout(accumulation=3),

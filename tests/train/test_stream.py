@@ -8,13 +8,13 @@ import torch
 
 from phalanx.errors import NotFiniteError, StoppedError
 from phalanx.job.layout import Layout
-from train.test_loop import change, job, losses, train, weights  # noqa: F401  job is a fixture
+from train.runs import change, losses, train, weights
 
 LAYOUT = Layout(pp=2, accumulation=3, schedule="pipedream")
 
 
 @pytest.fixture
-def streamed(job):  # noqa: F811
+def streamed(job):
     job = change(change(job, "train", steps=9, eval_every=4), "checkpoint", every=5)
     return dataclasses.replace(change(job, "model", dropout=0.1), layout=LAYOUT)
 

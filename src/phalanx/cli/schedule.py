@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from phalanx.cli.job_words import Option
 from phalanx.errors import JobError
+from phalanx.job.pipeline import is_file
 from phalanx.nearest import nearest
 from phalanx.schedule import catalogue, draw, file, terminal, timing, trace
 from phalanx.schedule.blocking import blocked
@@ -183,7 +183,7 @@ def _show(words: Words) -> None:
 
 def _schedule(subject: str, sizes: dict[str, int]) -> Schedule:
     """The schedule of that name or in that file."""
-    if subject in catalogue.SCHEDULES or not (subject.endswith(".csv") or "/" in subject or Path(subject).is_file()):
+    if not is_file(subject):
         chosen: dict[str, Any] = {"stages": SIZES["stages"].default, "microbatches": SIZES["microbatches"].default}
         chosen.update(sizes)
         return catalogue.build(subject, chosen.pop("stages"), chosen.pop("microbatches"), **chosen)

@@ -115,14 +115,7 @@ def peak_in_flight(schedule: Schedule, rank: int, weights: Sequence[float]) -> f
     slice its share) from its forward pass to its backward pass, or to the half of it that is for the weights.
 
     With the layers of each stage as weights it is the number of `activation_bytes` that the rank needs."""
-    kept = peak = 0.0
-    for action in schedule.programs[rank]:
-        if action.kind == "F":
-            kept += weights[action.stage]
-            peak = max(peak, kept)
-        elif action.kind != "I":
-            kept -= weights[action.stage]
-    return peak / schedule.slices
+    return schedule.peak(rank, weights) / schedule.slices
 
 
 def _held_shapes(model: Model, layout: Layout, vocab: int | None, stages: Iterable[range]) -> list[tuple[int, ...]]:

@@ -49,7 +49,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     stages = _stages(model, job, mesh, vocab) if layout.pp > 1 else None
     # Where no backward pass is cut in halves, autograd's own way is some 2 % faster.
     later = WeightGradients() if stages and stages.schedule.splits else None
-    lanes = mesh.lanes("pp")
+    lanes = mesh.lanes("pp")  # of all ranks, so before the groups that only some of them make
     pieces, partials = _cut(model, mesh, layout, vocab, later)
     partials += _shared(mesh, stages, pieces) if stages else []
     names = {}

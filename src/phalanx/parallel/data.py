@@ -89,7 +89,7 @@ class Replica:
         Afterwards every fragment's gradient is the sum over all data ranks."""
         if self.runner is not None:
             return self.runner.gradients(micros, factor)
-        losses = [self.forward_backward(m, factor, last=m is micros[-1]) for m in micros]
+        losses = [self.forward_backward(m, factor, last=n == len(micros) - 1) for n, m in enumerate(micros)]
         return torch.stack(losses).double().sum()
 
     def forward_backward(self, micro: MicroTensors, factor: float, *, last: bool) -> Tensor:

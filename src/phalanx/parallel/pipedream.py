@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.comm.axis import Axis, Pending
 from phalanx.parallel.data import MicroTensors, Replica
 from phalanx.parallel.linear import WeightGradients
-from phalanx.parallel.pipeline import Pipeline, Step
+from phalanx.parallel.pipeline import Execution, Pipeline
 from phalanx.parallel.stages import Stages
 from phalanx.parallel.transfers import AHEAD
 from phalanx.schedule.pipedream import pipedream
@@ -49,7 +49,7 @@ class PipeDream(Pipeline):
         micro-batch is back."""
         self.weights = [fragment.value for fragment in replica.fragments]
         self.versions = [[w.data for w in self.weights], [w.data.clone() for w in self.weights]]
-        self.step: Step | None = None
+        self.execution: Execution | None = None
         """Of a run that goes on."""
         self.batch = 0
         """Number in the run."""
@@ -62,30 +62,30 @@ class PipeDream(Pipeline):
     def leg(self, micros: Sequence[MicroTensors], factor: float, more: More | None, due: Due) -> Tensor:
         """Go on until the present batch is back, and with `more` take in what is possible of the next one. Returns the
         batch's loss where the last stage is here. Afterwards the fragments have its gradients."""
-        if self.step is None:
+        if self.execution is None:
             self.mail = _Conveyor(self, micros[0])
-            self.step = Step(self, self.mail, {}, micros[0].tokens.device, factor)
-        step, mail, first = self.step, self.mail, self.batch * self.each
+            self.execution = Execution(self, self.mail, {}, micros[0].tokens.device, factor)
+        execution, mail, first = self.execution, self.mail, self.batch * self.each
         # The rank with the last stage, whose losses these are, never runs ahead of its batch.
-        step.loss, step.factor = torch.zeros_like(step.loss), factor
-        step.micros = dict(enumerate(micros, first))
+        execution.loss, execution.factor = torch.zeros_like(execution.loss), factor
+        execution.micros = dict(enumerate(micros, first))
         program = self.legs[self.batch == 0, more is not None]
         actions = [a._replace(micro=a.micro + first) for a in program]
         for place, action in enumerate(actions):
             if action.kind == "F" and action.micro % self.each == 0:
                 if action.micro > first and more is not None:
-                    step.micros |= dict(enumerate(more(), action.micro))
+                    execution.micros |= dict(enumerate(more(), action.micro))
                 due(action.micro // self.each)
             for coming in actions[place : place + 1 + AHEAD]:
                 mail.expect(coming)
             self._use(action.micro // self.each)
-            step.act(action, last=place == len(actions) - 1)
+            execution.act(action, last=place == len(actions) - 1)
         self.replica.finish()
         self.batch += 1
         if more is None:
             mail.settle()
-            self.step, self.batch = None, 0
-        return step.loss
+            self.execution, self.batch = None, 0
+        return execution.loss
 
     @torch.no_grad()
     def write(self, batch: int, values: Sequence[Tensor]) -> None:

@@ -40,27 +40,24 @@ class Pipeline:
         self.last_backward = frozenset(last.values())
         """Places in the program after which a stage's gradients are complete."""
         self.leaving: list[Pending] = []
+        """What the last validation sent."""
         later.arrived = replica.arrived
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
         """Run a step's program. Returns the loss summed over the micro-batches whose last stage is here, in fp64."""
         mail = self.transfers.begin(self.like, self.shape(micros[0], self.schedule.slices))
-        step = Step(self, mail, dict(enumerate(micros)), micros[0].tokens.device, factor)
+        execution = Execution(self, mail, dict(enumerate(micros)), micros[0].tokens.device, factor)
         for place, action in enumerate(self.program):
             for coming in self.program[place : place + 1 + AHEAD]:
                 mail.expect(coming)
-            step.act(action, last=place in self.last_backward)
+            execution.act(action, last=place in self.last_backward)
         self.replica.finish()
         mail.settle()
-        return step.loss
+        return execution.loss
 
     def loss(self, micro: MicroTensors) -> Tensor:
-        """A validation loss: the micro-batch goes forward through all stages. Zero where the last one is elsewhere."""
-        x = self.forward_only(micro)
-        return x if x is not None else torch.zeros((), device=micro.tokens.device)
-
-    def forward_only(self, micro: MicroTensors) -> Tensor | None:
-        """What the last stage makes of a micro-batch, by the first direction; None on the ranks that do not have it."""
+        """A validation loss: the micro-batch goes forward through all stages, by the first direction. Zero where the
+        last stage is elsewhere."""
         for pending in self.leaving:
             pending.wait()
         self.leaving = []
@@ -71,14 +68,14 @@ class Pipeline:
             if ranks[number] != rank:
                 continue
             if number and (source := ranks[number - 1]) != rank:
-                x = self._empty(micro)
+                x = torch.empty(self.shape(micro), dtype=self.like.dtype, device=self.like.device)
                 (up if source < rank else down).start_receive(x, source).wait()
             x = self.replica.objective(micro.tokens, micro.targets, None, stage, x)
             if stage.last:
                 return x
             if (target := ranks[number + 1]) != rank:
                 self.leaving.append((up if target > rank else down).start_send(x.contiguous(), target))
-        return None
+        return torch.zeros((), device=micro.tokens.device)
 
     def shape(self, micro: MicroTensors, slices: int = 1) -> tuple[int, int, int]:
         """What travels of a micro-batch, or of one of its slices, between two stages: (batch, tokens, d_model)."""
@@ -89,9 +86,6 @@ class Pipeline:
     def like(self) -> Tensor:
         """Of the type and on the device of what travels."""
         return self.replica.fragments[0].value
-
-    def _empty(self, micro: MicroTensors) -> Tensor:
-        return torch.empty(self.shape(micro), dtype=self.like.dtype, device=self.like.device)
 
 
 @dataclass
@@ -104,7 +98,7 @@ class _Kept:
     """Where the backward pass begins: the stage's output, or the loss."""
 
 
-class Step:
+class Execution:
     """One run through a program."""
 
     def __init__(

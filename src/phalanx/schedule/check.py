@@ -45,18 +45,7 @@ def problems(schedule: Schedule) -> list[str]:
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """By rank the most activations that it keeps at one time. An activation is that of one stage for one micro-batch
     (one slice of it, where sequences are cut), kept from its F to the end of its B, or of its W."""
-    peaks = []
-    for program in schedule.programs:
-        kept = peak = 0
-        for action in program:
-            kind = action[0]
-            if kind == "F":
-                kept += 1
-                peak = max(peak, kept)
-            elif kind != "I":
-                kept -= 1
-        peaks.append(peak)
-    return tuple(peaks)
+    return tuple(int(schedule.peak(rank)) for rank in range(schedule.ranks))
 
 
 def homes_of(schedule: Schedule) -> list[int]:

@@ -6,7 +6,7 @@ down: where an action needs what another rank made, it follows from the placemen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -70,6 +70,19 @@ class Schedule:
     def held(self, rank: int) -> list[int]:
         """The stages whose parameters a rank holds, in their order."""
         return sorted({stage for placement in self.placements for stage, at in enumerate(placement) if at == rank})
+
+    def peak(self, rank: int, weights: Sequence[float] | None = None) -> float:
+        """The most that a rank keeps at one time, where each activation of stage s counts weights[s], by default one:
+        from its F to the end of its B, or of its W where the backward pass is in halves."""
+        kept = most = 0.0
+        for kind, stage, _, _ in self.programs[rank]:
+            weight = 1 if weights is None else weights[stage]
+            if kind == "F":
+                kept += weight
+                most = max(most, kept)
+            elif kind != "I":
+                kept -= weight
+        return most
 
     def needs(self, action: Action) -> Iterator[tuple[Action, ...]]:
         """What has to be done before an action can be, on whichever ranks: of each group given, any one."""

@@ -1,0 +1,28 @@
+"""What the tests of whole runs train."""
+
+import pytest
+
+from phalanx.job.checkpoint import Checkpoint
+from phalanx.job.cluster import Cluster
+from phalanx.job.data import Data
+from phalanx.job.job import Job
+from phalanx.job.model import Model
+from phalanx.job.optimizer import Optimizer
+from phalanx.job.run import Run
+from phalanx.job.train import Train
+
+SHAPE = Model(n_layers=2, d_model=16, n_heads=2, seq_len=16)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Twelve samples a step of a random corpus, in float64."""
+    return Job(
+        model=SHAPE,
+        cluster=Cluster(peak_tflops=1.0),
+        data=Data(corpus="random", random_tokens=5000, random_vocab=13, dir=str(tmp_path / "data")),
+        optimizer=Optimizer(lr=1e-2, warmup_steps=2),
+        train=Train(steps=6, global_batch=12, precision="fp64", eval_samples=10),
+        checkpoint=Checkpoint(keep=0),
+        run=Run(name="run", dir=str(tmp_path / "runs"), sample_tokens=0),
+    )
