@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 from phalanx.data.loader import Batches, MicroBatch, TokenData, evaluation_batches
 from phalanx.data.order import sample_ids
 from phalanx.data.shards import SPLITS, CorpusRecord, Index, write_index, write_shard
-from phalanx.data.tokenizer import NumberTokenizer
+from phalanx.data.tokenizer import ByteTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import DataError, JobError
 from phalanx.job.data import IGNORE
 
 VOCAB = 1000
 
 
-def write_folder(folder: Path, shards: dict[str, list[np.ndarray]], vocab_size: int = VOCAB) -> Path:
-    tokenizer = NumberTokenizer(VOCAB)
+def write_folder(
+    folder: Path, shards: dict[str, list[np.ndarray]], vocab_size: int = VOCAB, tokenizer: Tokenizer | None = None
+) -> Path:
+    tokenizer = tokenizer or NumberTokenizer(VOCAB)
     tokenizer.save(folder)
     splits = {
         split: tuple(write_shard(folder, f"{split}-{i:05d}.bin", t, "uint16") for i, t in enumerate(shards[split]))
@@ -197,3 +199,78 @@ def test_evaluation_is_exact_at_any_number_of_ranks(folder: Path, samples: int, 
             padding = batch.sample_ids < 0
             assert (batch.targets[padding] == IGNORE).all()
             assert np.array_equal(batch.targets[~padding], batch.tokens[~padding] + 1)
+
+
+class Separated(NumberTokenizer):
+    """Numbers, with a separator of any length."""
+
+    def __init__(self, separator: tuple[int, ...]):
+        super().__init__(VOCAB)
+        self.separator = separator
+
+
+def packed(folder: Path, separator: tuple[int, ...], tokens: list[int], seq_len: int) -> TokenData:
+    """One shard of tokens, read with document masks."""
+    write_folder(folder, {"train": [np.array(tokens)], "val": []})
+    data = TokenData(folder, "train", seq_len)
+    data.tokenizer, data.document_mask = Separated(separator), True  # a tokenizer.json of numbers has no separator
+    return data
+
+
+def test_a_document_ends_with_its_end_of_text(tmp_path: Path) -> None:
+    data = packed(tmp_path, (9,), [1, 2, 9, 3, 9, 9, 4, 5, 6, 7, 8, 9, 1], 6)
+    assert data.documents(np.array([0, 1])).tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]]
+    assert data.documents(np.array([1])).dtype == np.int64
+
+
+def test_a_separator_of_several_tokens_may_lie_across_two_samples(tmp_path: Path) -> None:
+    data = packed(tmp_path, (8, 9), [9, 8, 1, 8, 9, 2, 9, 8, 9, 8, 9, 3, 3], 4)
+    #                                sample 0: 9 8 1 8, sample 1: 9 2 9 8, sample 2: 9 8 9 3
+    assert data.documents(np.arange(3)).tolist() == [[0, 0, 0, 0], [0, 1, 1, 1], [0, 1, 1, 2]]
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2), min_size=21, max_size=60),
+    separator=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    seq_len=st.integers(1, 10),
+)
+def test_two_tokens_share_a_document_where_no_separator_ends_between_them(
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], separator: list[int], seq_len: int
+) -> None:
+    data = packed(tmp_path_factory.mktemp("packed"), tuple(separator), tokens, seq_len)
+    ends = [tokens[max(0, i + 1 - len(separator)) : i + 1] == separator for i in range(len(tokens))]
+    for sample, found in enumerate(data.documents(np.arange(data.sample_count))):
+        first = sample * seq_len
+        assert found.tolist() == [sum(ends[first : first + place]) for place in range(seq_len)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_micro_batches_tell_documents_where_asked(tmp_path: Path, prefetch: int) -> None:
+    texts = ["one", "two or more", "and a third one", "the end"] * 6
+    bpe = train_bpe(texts, 260)
+    tokens = np.concatenate([np.append(bpe.encode(text), bpe.separator) for text in texts])
+    write_folder(tmp_path, {"train": [tokens], "val": [tokens]}, bpe.vocab_size, bpe)
+    data = TokenData(tmp_path, "train", 16, document_mask=True)
+    with Batches(data, global_batch=4, micro_batch=2, rank=0, ranks=1, seed=1, prefetch=prefetch) as batches:
+        read = [*next(batches), *next(batches)]
+    read += evaluation_batches(data, samples=3, micro_batch=2, rank=0, ranks=1)
+    for batch in read:
+        assert batch.documents is not None
+        for row, found in zip(batch.tokens, batch.documents, strict=True):
+            ends = row == bpe.separator[0]
+            assert found.tolist() == [int(ends[:place].sum()) for place in range(16)]
+    assert max(int(batch.documents.max()) for batch in read if batch.documents is not None) > 1
+    plain = TokenData(tmp_path, "train", 16)
+    assert next(evaluation_batches(plain, samples=3, micro_batch=2, rank=0, ranks=1)).documents is None
+
+
+def test_lines_are_the_documents_of_bytes(tmp_path: Path) -> None:
+    tokens = ByteTokenizer().encode("ab\ncd\n\nef")
+    write_folder(tmp_path, {"train": [tokens], "val": []}, 256, ByteTokenizer())
+    data = TokenData(tmp_path, "train", 8, document_mask=True)
+    assert data.documents(np.array([0])).tolist() == [[0, 0, 0, 1, 1, 1, 2, 3]]
+
+
+def test_without_anything_between_documents_they_cannot_be_told_apart(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing between two documents; nearest legal: data.document_mask=false"):
+        TokenData(folder, "train", 8, document_mask=True)

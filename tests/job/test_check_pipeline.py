@@ -105,8 +105,7 @@ def test_slices_are_equal_parts_of_a_sequence():
     assert found == "layout.pp_slices: seq_len 64 / (slices 5) is not whole; nearest pp_slices: 2, 4, 8"
     (found,) = problems(pp=2, schedule="terapipe", pp_slices=32, tp=4, sp=True)
     assert found == "layout.pp_slices: seq_len 64 / (slices 32 × tp 4 (sp)) is not whole; nearest pp_slices: 4, 8, 16"
-    (found,) = problems(pp=2, schedule="terapipe", cp=2)
-    assert "would cut sequences twice; nearest legal: cp=1" in found
+    assert problems(pp=2, schedule="terapipe", cp=2) == []
 
 
 def test_a_schedule_without_flush_keeps_whole_weights():
@@ -114,6 +113,9 @@ def test_a_schedule_without_flush_keeps_whole_weights():
     fp16 = replace(JOB, train=replace(JOB.train, precision="fp16"))
     found = problems(fp16, pp=2, schedule="pipedream", dp_shard=2, zero=3, accumulate="sharded")
     assert [problem.split(":")[0] for problem in found] == ["train.precision", "layout.accumulate", "layout.dp_shard"]
+    (found,) = problems(pp=2, schedule="pipedream", cp=2)
+    assert found.startswith("layout.cp: pipedream keeps two versions of the weights whole on each rank, cp 2 shards")
+    assert found.endswith("nearest legal: cp=1 with dp_replicate=2, or schedule=1f1b")
     (found,) = problems(pp=2, schedule="pipedream", dp_replicate=2, sync="local_sgd")
     assert "nearest legal: sync=bsp, or schedule=1f1b" in found
 

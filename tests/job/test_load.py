@@ -148,6 +148,7 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
         ("layout: {dp_replicate: -1, dp_shard: -1}", "only one of dp_replicate and dp_shard"),
         ("data: {corpus: shakespear}", "did you mean shakespeare_char?"),
         ("data: text", "corpus text needs the path"),
+        ("data: {corpus: random, document_mask: true}", "nearest legal: document_mask=false, or corpus=stdlib"),
         ("optimizer: {warmup_steps: 900}", "warmup_steps 900 is more than train.steps 200"),
         ("optimizer: {batch_scaling: sqrt}", "needs the batch for which lr was chosen"),
         ("optimizer: {betas: [0.9, 1.0]}", "must lie in [0, 1)"),

@@ -110,3 +110,30 @@ def test_the_vocabulary_is_the_tokenizers_where_it_is_given():
     assert parameter_shapes(Model(), 65)["embed.weight"] == (65, 128)
     with pytest.raises(JobError, match=r"model\.vocab_size is 0, which means the tokenizer's vocabulary"):
         count(Model())
+
+
+def test_tokens_within_an_experts_capacity():
+    moe = MoE(n_experts=8, top_k=2)
+    assert moe.most_tokens(64) == 64  # no limit
+    assert replace(moe, capacity=1.0).most_tokens(64) == 16
+    assert replace(moe, capacity=1.25).most_tokens(66) == 21  # of 20.6
+    assert replace(moe, capacity=1.1).most_tokens(40) == 11  # though 1.1 × 10 is 11.000000000000002
+    assert replace(moe, capacity=100.0).most_tokens(64) == 64
+
+
+def test_gpt2_kind_with_experts_by_hand():
+    model = Model(d_model=8, n_heads=2, moe=MoE(n_experts=3, d_ff=6, n_shared=1))
+    experts = {name: shape for name, shape in block_shapes(model, 0).items() if name.startswith("moe.")}
+    assert experts == {
+        "moe.router.weight": (3, 8),
+        "moe.experts.up.weight": (3, 6, 8),
+        "moe.experts.up.bias": (3, 6),
+        "moe.experts.down.weight": (3, 8, 6),
+        "moe.experts.down.bias": (3, 8),
+        "moe.shared.up.weight": (6, 8),
+        "moe.shared.up.bias": (6,),
+        "moe.shared.down.weight": (8, 6),
+        "moe.shared.down.bias": (8,),
+    }
+    of_one = 6 * 8 + 6 + 8 * 6 + 8
+    assert count(replace(model, vocab_size=11)) - count_active(replace(model, vocab_size=11)) == 4 * of_one

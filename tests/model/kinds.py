@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.job.model import Model, RopeScaling
+from phalanx.job.model import MLA, Model, MoE, RopeScaling
 from phalanx.model.init import initialise
 from phalanx.model.transformer import Transformer
 
@@ -36,6 +36,41 @@ KINDS: dict[str, Model] = {
     ),
     "qwen 2": Model(**{**vars(_LLAMA), "qkv_bias": True, "tied": True}),
 }
+
+MOE_AND_MLA: dict[str, Model] = {
+    "mixtral": Model(**{**vars(_LLAMA), "moe": MoE(n_experts=4, top_k=2, d_ff=16, aux_loss=0.02)}),
+    "gpt2 with experts": Model(
+        **{**vars(KINDS["gpt2"]), "moe": MoE(n_experts=5, d_ff=16, renormalise=False, n_shared=1, z_loss=0.01)}
+    ),
+    "deepseek": Model(
+        **{
+            **vars(_LLAMA),
+            "moe": MoE(
+                n_experts=8,
+                top_k=3,
+                d_ff=16,
+                n_shared=2,
+                n_dense_layers=1,
+                router="sigmoid",
+                route_scale=2.5,
+                n_groups=4,
+                top_groups=2,
+                aux_loss=0.01,
+                bias_balanced=True,
+            ),
+            "mla": MLA(q_rank=12, kv_rank=8, rope_head_dim=4, nope_head_dim=6, v_head_dim=7),
+        }
+    ),
+    "latent": Model(
+        **{
+            **vars(_LLAMA),
+            "norm": "layernorm",
+            "bias": True,
+            "mla": MLA(kv_rank=8, rope_head_dim=6, nope_head_dim=4, v_head_dim=5),
+        }
+    ),
+}
+"""Kinds with mixture of experts, with latent attention, and with both."""
 
 
 def build(model: Model, dtype: torch.dtype = torch.float64, seed: int = 1) -> Transformer:

@@ -10,6 +10,7 @@ from model.kinds import KINDS
 from phalanx.job.parameters import parameter_shapes
 from phalanx.job.presets import PRESETS
 from phalanx.model.init import initial_value, initialise
+from phalanx.model.moe import Routing
 from phalanx.model.transformer import Block, Transformer
 
 GPT2 = KINDS["gpt2"]
@@ -30,7 +31,7 @@ def test_the_data_type_only_rounds(dtype: torch.dtype):
 def test_a_part_of_the_model_starts_as_it_does_in_the_whole():
     """A pipeline stage that holds the second block only, built on the meta device."""
     with torch.device("meta"):
-        stage = nn.ModuleDict({"blocks": nn.ModuleDict({"1": Block(GPT2, 1)})})
+        stage = nn.ModuleDict({"blocks": nn.ModuleDict({"1": Block(GPT2, 1, Routing())})})
     stage = stage.to_empty(device="cpu")
     initialise(stage, GPT2, seed=1)
     whole = initialised()
@@ -67,6 +68,16 @@ def test_distributions():
         assert value.shape == shapes[name]
         assert value.std().item() == pytest.approx(std, rel=0.01), name
         assert abs(value.mean().item()) < std / 100, name
+
+
+def test_stacked_experts_are_drawn_as_any_matrix():
+    model = replace(PRESETS["tiny-deepseek"], n_layers=8)
+    shapes = parameter_shapes(model, 65)
+    for part, std in (("experts.up", 0.02), ("experts.down", 0.02 / 4), ("shared.down", 0.02 / 4), ("router", 0.02)):
+        name = f"blocks.1.moe.{part}.weight"
+        assert initial_value(name, shapes[name], model, seed=1).std().item() == pytest.approx(std, rel=0.1), name
+    experts = initial_value("blocks.1.moe.experts.up.weight", (8, 64, 64), model, seed=1)
+    assert not torch.equal(experts[0], experts[1])
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama3-8b", "deepseek-v3"])

@@ -132,8 +132,9 @@ def test_slices_of_sequences_meet_the_masks_of_whole_ones(spans: int, parts: int
     whole = Noise(1, 2, (4, 5, 6)).dropout(torch.ones(samples, tokens, width), 0.4, "a")
     for span, expected in enumerate(whole.split(tokens // spans, 1)):
         flat = expected.flatten(0, 1)
+        places = torch.arange(tokens * span // spans, tokens * (span + 1) // spans)
         mine = [
-            Noise(1, 2, (4, 5, 6), tokens=(part, parts), span=(span, spans)).dropout(
+            Noise(1, 2, (4, 5, 6), tokens=(part, parts), places=places, seq_len=tokens).dropout(
                 torch.ones(samples, tokens // spans // parts, width), 0.4, "a"
             )
             for part in range(parts)
@@ -150,6 +151,6 @@ def test_slices_of_queries_meet_the_masks_of_all_keys_so_far(spans: int, parts: 
         first, last = tokens * span // spans, tokens * (span + 1) // spans
         for part in range(parts):
             mine = range(heads * part // parts, heads * (part + 1) // parts)
-            noise = Noise(1, 2, (4, 5), heads=(part, parts), span=(span, spans))
+            noise = Noise(1, 2, (4, 5), heads=(part, parts), places=torch.arange(first, last), seq_len=tokens)
             found = noise.dropout_heads(torch.ones(2, len(mine), last - first, last), 0.4, "a", heads)
             assert torch.equal(found, whole[:, mine.start : mine.stop, first:last, :last])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from model.kinds import KINDS, build, tokens
+from model.kinds import KINDS, MOE_AND_MLA, build, tokens
 from phalanx.errors import JobError
 from phalanx.job.model import MLA, Model, MoE
 from phalanx.job.parameters import count, parameter_shapes
@@ -20,6 +20,8 @@ from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 
 kinds = pytest.mark.parametrize("model", KINDS.values(), ids=KINDS.keys())
+_ALL = KINDS | MOE_AND_MLA
+all_kinds = pytest.mark.parametrize("model", _ALL.values(), ids=_ALL.keys())
 
 
 @kinds
@@ -30,7 +32,7 @@ def test_logits_equal_those_of_a_reference_written_in_loops(model: Model):
     np.testing.assert_allclose(transformer(inputs).detach().numpy(), expected, rtol=1e-10, atol=1e-10)
 
 
-@kinds
+@all_kinds
 def test_step_by_step_attention_equals_the_fused_kernel(model: Model):
     # So small a probability rounds to dropping nothing, but takes the path that dropout takes.
     transformer, inputs = build(replace(model, dropout=1e-9)), tokens(model, 2, 10)
@@ -38,7 +40,7 @@ def test_step_by_step_attention_equals_the_fused_kernel(model: Model):
     torch.testing.assert_close(with_noise, transformer(inputs), rtol=1e-12, atol=1e-12)
 
 
-@kinds
+@all_kinds
 def test_a_future_token_changes_no_past_logits(model: Model):
     transformer, inputs = build(model), tokens(model, 1, 10)
     changed = inputs.clone()
@@ -78,7 +80,7 @@ def test_a_layer_computes_with_the_heads_that_its_weights_have():
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-12, atol=1e-12)
 
 
-@kinds
+@all_kinds
 def test_a_cache_gives_the_logits_of_the_whole_context(model: Model):
     transformer, inputs = build(model), tokens(model, 2, 12)
     cache, pieces = Cache(12), []
@@ -110,7 +112,7 @@ def test_lower_precisions_stay_near_float64(model: Model, dtype: torch.dtype):
     assert (logits - exact).norm() / exact.norm() < tolerance
 
 
-@kinds
+@all_kinds
 def test_recomputing_the_blocks_repeats_the_masks(model: Model):
     model = replace(model, dropout=0.3)
     noise, inputs = Noise(1, 5, (8, 9)), tokens(model, 2, 10)
@@ -137,7 +139,7 @@ def test_every_parameter_gets_a_gradient(model: Model):
             assert parameter.grad.abs().max() > 1e-8, name  # except through the rotation, so no bound is given
 
 
-@kinds
+@all_kinds
 def test_parameters_are_those_of_the_shape_in_their_order(model: Model):
     with torch.device("meta"):
         transformer = Transformer(model)
@@ -146,12 +148,9 @@ def test_parameters_are_those_of_the_shape_in_their_order(model: Model):
     assert list(transformer.state_dict()) == list(found)
 
 
-DENSE_PRESETS = [name for name, model in PRESETS.items() if not model.moe.n_experts]
-
-
-@pytest.mark.parametrize("name", DENSE_PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_presets_build_on_the_meta_device(name: str):
-    model = replace(PRESETS[name], n_layers=2)
+    model = replace(PRESETS[name], n_layers=min(4, PRESETS[name].n_layers))
     with torch.device("meta"):
         transformer = Transformer(model, vocab_size=model.vocab_size or 65)
     assert sum(p.numel() for p in transformer.parameters()) == count(model, model.vocab_size or 65)
@@ -169,9 +168,28 @@ def test_presets_build_on_the_meta_device(name: str):
     bias=st.booleans(),
     qkv_bias=st.booleans(),
     tied=st.booleans(),
+    moe=st.builds(
+        MoE,
+        n_experts=st.sampled_from([0, 4]),
+        d_ff=st.sampled_from([0, 12]),
+        n_shared=st.integers(0, 2),
+        n_dense_layers=st.integers(0, 1),
+        bias_balanced=st.booleans(),
+        capacity=st.sampled_from([0.0, 0.7]),
+    ),
+    mla=st.builds(
+        MLA,
+        q_rank=st.sampled_from([0, 5]),
+        kv_rank=st.sampled_from([0, 3]),
+        rope_head_dim=st.just(2),
+        nope_head_dim=st.just(3),
+        v_head_dim=st.just(4),
+    ),
 )
 def test_shapes_equal_the_module_for_any_small_model(**fields):
     model = Model(d_model=16, n_heads=4, vocab_size=11, seq_len=6, **fields)
+    if model.mla.kv_rank:
+        model = replace(model, positions="rope")
     transformer = Transformer(model)
     found = {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
     assert list(found.items()) == list(parameter_shapes(model).items())
@@ -185,13 +203,13 @@ def test_the_tokenizer_gives_the_vocabulary_where_the_model_leaves_it_open():
         Transformer(model)
 
 
-def test_parts_that_are_only_counted_are_refused_all_at_once():
-    model = replace(KINDS["llama"], moe=MoE(n_experts=4), mla=MLA(kv_rank=8))
+def test_shapes_that_make_no_sense_are_refused_all_at_once():
+    model = replace(KINDS["gpt2"], moe=MoE(n_experts=4, top_k=5), mla=MLA(kv_rank=8))
     with pytest.raises(JobError) as caught:
         Transformer(model)
     assert len(caught.value.problems) == 2
-    assert "model.moe.n_experts: mixture of experts (4) is not trainable in this version" in str(caught.value)
-    assert "model.mla.kv_rank: latent attention (rank 8) is not trainable in this version" in str(caught.value)
+    assert "model.moe.top_k: must lie between 1 and n_experts 4, is 5" in str(caught.value)
+    assert "model.positions: latent attention goes with rotary positions: rope, is learned" in str(caught.value)
 
 
 def test_more_tokens_than_learned_positions_are_refused():

@@ -11,8 +11,8 @@ from phalanx.job.model import Model
 from phalanx.job.train import Train
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
-from phalanx.parallel.data import MicroTensors
 from phalanx.parallel.mesh import build
+from phalanx.parallel.micro import MicroTensors
 
 SHAPE = Model(n_layers=1, d_model=16, n_heads=2, seq_len=8)
 

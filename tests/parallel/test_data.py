@@ -10,8 +10,8 @@ from phalanx.job.train import Train
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
-from phalanx.parallel.data import MicroTensors
 from phalanx.parallel.mesh import build
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.zero import BucketReplica
 

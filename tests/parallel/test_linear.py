@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from phalanx.job.model import Model
 from phalanx.model.init import initialise
-from phalanx.model.transformer import Linear, Transformer
+from phalanx.model.layers import Linear
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.linear import Product, WeightGradients, collect, linear, onednn_is_faster, use_onednn
 
 size = st.integers(1, 33)

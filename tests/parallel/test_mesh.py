@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError
+from phalanx.job.context import grid
 from phalanx.job.layout import AXES, Layout
-from phalanx.parallel.mesh import build, place
+from phalanx.parallel.mesh import build, lines, place
 
 degree = st.integers(1, 4)
 
@@ -18,6 +19,51 @@ def test_places_are_unique_and_innermost_axes_are_neighbours(degrees):
     places = [tuple(place(layout, rank)[1].values()) for rank in range(layout.world)]
     assert places == sorted(set(places))
     assert places[-1] == tuple(degrees[axis] - 1 for axis in AXES)
+
+
+@given(
+    st.fixed_dictionaries(dict.fromkeys(AXES, degree)), st.data(), st.sampled_from(["ulysses", "ring"]), st.integers(0)
+)
+def test_axes_that_are_made_of_others(degrees, data, inner, rank):
+    """Ranks along an axis are those whose coordinates along the others are alike."""
+
+    def divisor_of(n):
+        return data.draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0]))
+
+    ulysses, ep = divisor_of(degrees["cp"]), divisor_of(degrees["cp"] * degrees["dp_shard"])
+    layout = Layout(**degrees, cp_ulysses=ulysses, cp_inner=inner, ep=ep)
+    rank %= layout.world
+    every, (_, here) = lines(layout), place(layout, rank)
+    shard = here["dp_shard"] * layout.cp + here["cp"]
+    assert every["shard"].place(rank) == shard
+    assert (every["ep"].place(rank), every["edp"].place(rank)) == (shard % ep, shard // ep)
+    assert (every["ring"].place(rank), every["ulysses"].place(rank)) == grid(layout, here["cp"])
+    for axis in ("pp", "dp_replicate", "cp", "tp"):
+        assert (every[axis].size, every[axis].place(rank)) == (degrees[axis], here[axis])
+    assert every["ep"].size * every["edp"].size == every["shard"].size == layout.shard_ranks
+    assert every["ring"].size * every["ulysses"].size == every["cp"].size
+
+
+def the_sums_along(ranks, layout, axes):
+    mesh, found = build(layout, "cpu"), {}
+    for axis in axes:
+        total = torch.tensor([float(ranks.rank)])
+        mesh.axis(axis).all_reduce(total).wait()
+        found[axis] = int(total)
+    return found, mesh.speaks, mesh.data_rank, sorted(mesh.ledger.traffic())
+
+
+def test_groups_along_axes_that_are_made_of_others(ranks):
+    layout = Layout(dp_shard=2, cp=2, tp=2, ep=2, cp_ulysses=2)
+    axes = ("shard", "cp", "ring", "ulysses", "ep", "edp", "tp")
+    for rank, (found, speaks, data_rank, named) in enumerate(ranks(the_sums_along, 8, layout, axes)):
+        tp, cp = rank % 2, rank // 2 % 2
+        both = 2 * (rank - 2 * cp) + 2
+        assert found["shard"] == 12 + 4 * tp
+        assert found["cp"] == found["ulysses"] == found["ep"] == both
+        assert (found["ring"], found["edp"], found["tp"]) == (rank, 2 * (rank % 4) + 4, 2 * (rank - tp) + 1)
+        assert (speaks, data_rank) == (tp == 0, rank // 4)
+        assert named == ["cp", "dp_shard_cp", "edp", "ep", "tp"]
 
 
 def the_group_of_an_axis(ranks, layout):
@@ -48,7 +94,7 @@ def the_neighbours_along_an_axis(ranks, layout, axis, size):
     found = mesh.neighbours(axis, size)
     members = torch.zeros(found.size, dtype=torch.int64)
     found.all_gather(members, torch.tensor([ranks.rank])).wait()
-    return found.rank, members.tolist(), mesh.ledger.traffic().get(axis, {})
+    return found.rank, members.tolist(), mesh.ledger.traffic().get(found.name, {})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +103,7 @@ def the_neighbours_along_an_axis(ranks, layout, axis, size):
         (Layout(tp=4), "tp", 2, [[0, 1], [2, 3]]),
         (Layout(tp=4), "tp", 4, [[0, 1, 2, 3]]),
         (Layout(dp_shard=2, tp=4), "tp", 2, [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        (Layout(dp_shard=4, tp=2), "dp_shard", 2, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (Layout(dp_shard=4, tp=2), "shard", 2, [[0, 2], [1, 3], [4, 6], [5, 7]]),
     ],
     ids=str,
 )
@@ -139,9 +185,8 @@ def test_one_process_has_no_groups():
     assert (str(mesh), mesh.data_ranks, mesh.data_rank) == ("one rank", 1, 0)
     assert mesh.speaks
     assert not mesh.shards
-    for axis in (*AXES, "world"):
+    for axis in (*mesh.lines, "world"):
         assert (mesh.axis(axis).size, mesh.axis(axis).rank, mesh.axis(axis).group) == (1, 0, None)
-        assert mesh.axis(axis).name == axis
 
 
 def test_a_layout_for_another_number_of_processes_is_refused():

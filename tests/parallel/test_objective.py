@@ -6,6 +6,7 @@ import torch
 from phalanx.job.model import Model
 from phalanx.model.init import initialise
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import ChunkedObjective, Objective
 
 VOCAB, TOKENS = 997, 48
@@ -29,7 +30,7 @@ def step(chunk: int, tied: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor],
 
     objective = ChunkedObjective(model, chunk) if chunk else Objective(model)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = objective(tokens, targets)
+        loss = objective(MicroTensors(tokens, targets))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, largest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from phalanx.job.model import Model
 from phalanx.model.init import initialise
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.data import MicroTensors
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.slices import Earlier
@@ -47,19 +48,18 @@ def gradients(objective: Objective) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("slices", [2, 3, 12])
 def test_slices_compute_what_whole_sequences_do(shape, recomputed, slices):
     objective, micro = objective_of(shape, recomputed), micro_of(shape)
-    whole = objective(micro.tokens, micro.targets, micro.noise)
+    whole = objective(micro)
     whole.backward()
     expected = gradients(objective)
     earlier, losses = Earlier(), []
-    tokens = shape.seq_len // slices
     for number in range(slices):
         part = micro.slice(number, slices)
-        earlier.begin(number, tokens)
-        losses.append(objective(part.tokens, part.targets, part.noise, ALL, None, earlier))
+        earlier.begin(number)
+        losses.append(objective(part, ALL, None, earlier))
         earlier.end()
     torch.testing.assert_close(torch.stack(losses).sum(), whole, rtol=1e-12, atol=0)
     for number in reversed(range(slices)):
-        roots, theirs = earlier.again(number, tokens)
+        roots, theirs = earlier.again(number)
         torch.autograd.backward([losses[number], *roots], [None, *theirs])
     found = gradients(objective)
     assert found.keys() == expected.keys()
@@ -72,15 +72,15 @@ def test_a_slice_is_given_up_after_its_backward_pass():
     losses = []
     for number in range(3):
         part = micro.slice(number, 3)
-        earlier.begin(number, 4)
-        losses.append(objective(part.tokens, part.targets, None, ALL, None, earlier))
+        earlier.begin(number)
+        losses.append(objective(replace(part, noise=None), ALL, None, earlier))
         earlier.end()
-    assert (earlier.length, len(earlier.made), len(earlier.seen)) == (8, 3, 3)
+    assert (len(earlier.made), len(earlier.seen)) == (3, 3)
     for number in (2, 1, 0):
-        roots, theirs = earlier.again(number, 4)
+        roots, theirs = earlier.again(number)
         torch.autograd.backward([losses[number], *roots], [None, *theirs])
         assert len(roots) == (0 if number == 2 else 2 * GPT.n_layers)
-        assert (earlier.length, len(earlier.made), len(earlier.seen)) == (4 * number, number + 1, number)
+        assert (len(earlier.made), len(earlier.seen)) == (number + 1, number)
 
 
 def test_a_micro_batch_is_cut_into_equal_slices():
@@ -88,5 +88,5 @@ def test_a_micro_batch_is_cut_into_equal_slices():
     parts = [micro.slice(number, 4) for number in range(4)]
     assert torch.equal(torch.cat([part.tokens for part in parts], 1), micro.tokens)
     assert torch.equal(torch.cat([part.targets for part in parts], 1), micro.targets)
-    assert [part.noise and part.noise.span for part in parts] == [(number, 4) for number in range(4)]
+    assert torch.equal(torch.cat([part.positions for part in parts]), micro.positions)
     assert micro.slice(0, 1) is micro

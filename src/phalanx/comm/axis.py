@@ -140,6 +140,35 @@ class Axis:
         """The same without waiting. Messages from one rank come in the order in which it sent them."""
         return _Then([dist.irecv(x, group=self.group, group_src=source)])
 
+    def rotate(self, received: Tensor, x: Tensor) -> Pending:
+        """`x` goes to the next rank, the first one's predecessor being the last, and `received` becomes what the one
+        before sends."""
+        self.count("send", x)
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        # Sent apart, two messages between two ranks would wait for each other on NCCL.
+        pair = [
+            dist.P2POp(dist.isend, x, group=self.group, group_peer=after),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
+        ]
+        return _Then(dist.batch_isend_irecv(pair))
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        x: Tensor,
+        received_sizes: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> Pending:
+        """The first `sizes[0]` rows of `x` go to rank 0, the next ones to rank 1 and so on; `received` becomes, rank
+        after rank, what the others send here, `received_sizes` rows. Without sizes they are equal."""
+        if self.size == 1:
+            received.copy_(x)
+            return _Then(())
+        stays = x.nbytes // self.size if sizes is None else x[: sizes[self.rank]].nbytes
+        self.ledger.note(self.name, "all_to_all", x.nbytes - stays)
+        given, taken = (None if s is None else list(s) for s in (sizes, received_sizes))
+        return _Then([dist.all_to_all_single(received, x, taken, given, group=self.group, async_op=True)])
+
     def all_gather_object(self, mine: T) -> list[T]:
         """Everyone's small description of something, in the order of the ranks; not counted."""
         every: list[Any] = [mine] * self.size

@@ -35,12 +35,16 @@ class Ledger:
 
     def add(self, axis: str, collective: Collective, payload: int, ranks: int) -> None:
         """Note a call over a whole tensor of `payload` bytes."""
+        self.note(axis, collective, sent_bytes(collective, payload, ranks))
+
+    def note(self, axis: str, collective: Collective, sent: float) -> None:
+        """Note a call that sends `sent` bytes."""
         if not self.counts:
             return
         with self.lock:
             entry = self.entries[axis, collective]
             entry.calls += 1
-            entry.sent += sent_bytes(collective, payload, ranks)
+            entry.sent += sent
 
     def clear(self) -> None:
         """Start counting anew."""

@@ -9,12 +9,13 @@ to what ranks really have (docs/memory.md).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from math import prod
 
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
-from phalanx.job.pieces import groups, piece, tile
+from phalanx.job.parameters import Shapes
+from phalanx.job.pieces import groups, is_expert, piece, tile
 from phalanx.job.pipeline import flushes
 from phalanx.job.stages import stage_shapes
 from phalanx.schedule.schedule import Schedule
@@ -55,12 +56,28 @@ def state_bytes(
     ranks with these; by default the whole model. Raises JobError where nothing says the vocabulary."""
     shapes = _held_shapes(model, layout, vocab, [range(model.n_layers)] if stages is None else stages)
     width, state_width = WIDTHS[precision], STATE_WIDTHS[precision]
-    ranks = layout.dp_shard
+    gradient_width = 4 if gradients == "fp32" else width
+    parts = [_sharded(shapes, layout, width, gradient_width, state_width)]
+    if layout.ep > 1:
+        # Experts that ranks deal out among them are sharded over fewer.
+        dense = {name: shape for name, shape in shapes.items() if not is_expert(name)}
+        experts = {name: (shape[0] // layout.ep, *shape[1:]) for name, shape in shapes.items() if is_expert(name)}
+        fewer = replace(layout, dp_shard=layout.shard_ranks // layout.ep, cp=1)
+        parts = [
+            _sharded(dense, layout, width, gradient_width, state_width),
+            _sharded(experts, fewer, width, gradient_width, state_width),
+        ]
+    return StateBytes(*(sum(kind) for kind in zip(*map(astuple, parts), strict=True)))
+
+
+def _sharded(shapes: Shapes, layout: Layout, width: int, gradient_width: int, state_width: int) -> StateBytes:
+    """State of parameters of these shapes, in numbers of these many bytes, that are sharded alike."""
+    ranks = layout.shard_ranks
     if ranks > 1 and layout.zero == 3:
         # FSDP2 deals out rows; each rank's memory is that of the fullest.
-        share = sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes)
+        share = sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes.values())
         return StateBytes(share * width, share * width, share * state_width)
-    sizes = [prod(shape) for shape in shapes]
+    sizes = [prod(shape) for shape in shapes.values()]
     versions, waiting = (1, 1) if flushes(layout) else (3, 2)
     sums = layout.dp_replicate > 1 and layout.apart == 1 and layout.data_parallel == "ddp"
     if ranks == 1 and not sums:
@@ -69,7 +86,6 @@ def state_bytes(
     buckets = groups([size * width for size in sizes][::-1], layout.bucket_mb * 2**20)
     shares = [-(-sum(sizes[::-1][place] for place in bucket) // ranks) for bucket in buckets]
     share, padded = sum(shares), sum(shares) * ranks
-    gradient_width = 4 if gradients == "fp32" else width
     kept = share if layout.zero == 2 and ranks > 1 else padded
     return StateBytes(padded * width * versions, kept * gradient_width * waiting, share * state_width)
 
@@ -105,7 +121,7 @@ def activation_bytes(model: Model, layout: Layout, micro_batch: int, width: int 
 def logit_bytes(model: Model, layout: Layout, micro_batch: int, width: int = 2, vocab: int | None = None) -> int:
     """Bytes of the logits of a micro-batch, or of `layout.loss_chunk` of its tokens, and of their fp32 copy (fp64 has
     none) that the loss reads."""
-    tokens = layout.loss_chunk or micro_batch * model.seq_len
+    tokens = layout.loss_chunk or micro_batch * model.seq_len // layout.cp
     rows = piece("embed.weight", (vocab or model.vocab_size, model.d_model), model, layout.tp, 0).shape[0]
     return tokens * rows * (width + (4 if width < 4 else width))
 
@@ -118,13 +134,14 @@ def peak_in_flight(schedule: Schedule, rank: int, weights: Sequence[float]) -> f
     return schedule.peak(rank, weights) / schedule.slices
 
 
-def _held_shapes(model: Model, layout: Layout, vocab: int | None, stages: Iterable[range]) -> list[tuple[int, ...]]:
+def _held_shapes(model: Model, layout: Layout, vocab: int | None, stages: Iterable[range]) -> Shapes:
     """Of every parameter of these stages (of every tile of one), what a tensor rank holds: the first, than which none
     holds more."""
-    shapes = []
+    shapes: Shapes = {}
     for name, whole in stage_shapes(model, stages, vocab).items():
         if layout.tp > 1:
-            shapes.append(piece(name, whole, model, layout.tp, 0).shape)
+            shapes[name] = piece(name, whole, model, layout.tp, 0).shape
         else:
-            shapes += [part.shape for part in tile(name, whole, layout.tiles)]
+            tiles = tile(name, whole, layout.tiles)
+            shapes |= {f"{name}.{number}": part.shape for number, part in enumerate(tiles)}
     return shapes

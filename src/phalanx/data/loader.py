@@ -32,16 +32,21 @@ class MicroBatch:
     """(micro_batch, seq_len) int64: the next token at every place, or IGNORE."""
     sample_ids: np.ndarray
     """(micro_batch,) int64: global sample numbers, each used once in a run; -1 for padding."""
+    documents: np.ndarray | None = None
+    """(micro_batch, seq_len) int64: the number of each token's document in its sample, from 0; None where attention may
+    cross from one document to another."""
 
 
 class TokenData:
     """The samples of one split of a prepared folder. Sample i is the tokens from i × seq_len to (i + 1) × seq_len, both
-    included: the inputs, and one more, because the targets are the inputs shifted by one.
+    included: the inputs, and one more, because the targets are the inputs shifted by one. With `document_mask` micro-
+    batches tell which document each of their tokens belongs to.
 
-    Raises DataError if the folder is damaged (`verify` reads everything to find out) or holds not even one sample.
+    Raises DataError if the folder is damaged (`verify` reads everything to find out) or holds not even one sample, and
+    with `document_mask` if nothing stands between two documents.
     """
 
-    def __init__(self, folder: Path, split: str, seq_len: int, *, verify: bool = False):
+    def __init__(self, folder: Path, split: str, seq_len: int, *, verify: bool = False, document_mask: bool = False):
         if split not in SPLITS:
             raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
         self.folder, self.split, self.seq_len = folder, split, seq_len
@@ -57,6 +62,12 @@ class TokenData:
         shards = self.index.splits[split]
         self._shards = [map_shard(folder, self.index, shard) for shard in shards]
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
+        self.document_mask = document_mask
+        if document_mask and not self.tokenizer.separator:
+            raise DataError(
+                f"data.document_mask: the tokenizer in {folder} puts nothing between two documents; nearest legal: "
+                "data.document_mask=false, or a tokenizer with an end-of-text token, such as data.tokenizer=bpe"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -98,6 +109,21 @@ class TokenData:
                 f"{self.vocab_size}: a shard is damaged. Make it again with: {repair_command(self.folder, self.index)}"
             )
         return out
+
+    def documents(self, ids: np.ndarray) -> np.ndarray:
+        """The number of each input token's document in its sample, from 0: (n, seq_len) int64. A document ends with
+        the last token of a separator, which may begin in the sample before."""
+        separator = self.tokenizer.separator
+        before = len(separator) - 1
+        tokens = np.full((len(ids), before + self.seq_len), -1, dtype=np.int64)
+        for row, sample in zip(tokens, ids, strict=True):
+            start = int(sample) * self.seq_len
+            known = min(before, start)
+            row[before - known :] = self.read(start - known, known + self.seq_len)
+        ends = np.ones((len(ids), self.seq_len), dtype=np.int64)
+        for place, token in enumerate(separator):
+            ends &= tokens[:, place : place + self.seq_len] == token
+        return ends.cumsum(axis=1) - ends
 
 
 class Batches:
@@ -170,7 +196,7 @@ def evaluation_batches(
         ids = first + rank * micro_batch + np.arange(micro_batch)
         real = ids < samples
         places = np.where(real, ids * data.sample_count // samples, 0)
-        batch = _micro_batch(data.samples(places), np.where(real, places, -1))
+        batch = _micro_batch(data, data.samples(places), places, np.where(real, places, -1))
         batch.targets[~real] = IGNORE
         yield batch
 
@@ -182,14 +208,14 @@ def _steps(
     first = first_sample + rank * share
     while True:
         numbers = np.arange(first, first + share)
-        samples = data.samples(sample_ids(first, share, data.sample_count, seed))
-        yield [
-            _micro_batch(samples[start : start + micro_batch], numbers[start : start + micro_batch])
-            for start in range(0, share, micro_batch)
-        ]
+        ids = sample_ids(first, share, data.sample_count, seed)
+        samples = data.samples(ids)
+        parts = [slice(start, start + micro_batch) for start in range(0, share, micro_batch)]
+        yield [_micro_batch(data, samples[part], ids[part], numbers[part]) for part in parts]
         first += global_batch
 
 
-def _micro_batch(samples: np.ndarray, numbers: np.ndarray) -> MicroBatch:
+def _micro_batch(data: TokenData, samples: np.ndarray, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
     # Copies: with one row both slices are contiguous views of the same memory, and padding writes to the targets.
-    return MicroBatch(samples[:, :-1].copy(), samples[:, 1:].copy(), numbers)
+    documents = data.documents(ids) if data.document_mask else None
+    return MicroBatch(samples[:, :-1].copy(), samples[:, 1:].copy(), numbers, documents)

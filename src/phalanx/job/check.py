@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.job import batch
+from phalanx.job.check_layout import Problem, layout_problems
+from phalanx.job.check_model import model_problems
 from phalanx.job.check_pipeline import pipeline_problems
 from phalanx.job.check_sync import sync_problems
 from phalanx.job.data import Data
 from phalanx.job.fields import get
 from phalanx.job.job import Job
-from phalanx.job.layout import Layout
 from phalanx.job.model import Model
-from phalanx.nearest import nearest, nearest_divisors, nearest_of
+from phalanx.nearest import nearest, nearest_divisors
 
 CORPORA = ("stdlib", "shakespeare_char", "text", "random")
 MIN_BPE_VOCAB = 257
 """The 256 bytes and the end of text."""
-
-Problem = tuple[str, str]
-"""The dotted path of the field at fault, and the message."""
 
 
 def problems_of(job: Job) -> list[Problem]:
@@ -29,8 +26,7 @@ def problems_of(job: Job) -> list[Problem]:
         return found  # the equations below would only repeat a zero or negative number in other words
     return [
         *_model(job.model),
-        *_layout(job),
-        *_batch(job),
+        *layout_problems(job),
         *pipeline_problems(job),
         *_data(job),
         *_train(job),
@@ -41,39 +37,15 @@ def problems_of(job: Job) -> list[Problem]:
 
 def untrainable(job: Job) -> list[Problem]:
     """The legal parts of a job that this version of `phalanx train` does not run yet."""
-    layout, found = job.layout, []
-    later = {
-        "cp": "context parallel",
-        "ep": "expert parallel",
-    }
-    for axis, technique in later.items():
-        if getattr(layout, axis) > 1:
-            found.append(
-                (
-                    f"layout.{axis}",
-                    f"{technique} ({axis} {getattr(layout, axis)}) is not trained by this version; nearest layout that "
-                    f"is: {axis} 1, dp_replicate {layout.world}",
-                )
-            )
-    if layout.offload != "none":
-        found.append(("layout.offload", "offloading is not done by this version; the layout that is: none"))
-    return [*found, *untrainable_shape(job.model)]
+    found = [*untrainable_shape(job.model)]
+    if job.layout.offload != "none":
+        found.insert(0, ("layout.offload", "offloading is not done by this version; the layout that is: none"))
+    return found
 
 
 def untrainable_shape(model: Model) -> Iterator[Problem]:
-    """The parts of a model that are counted (parameters, FLOPs) but not computed by this version."""
-    if model.moe.n_experts:
-        yield (
-            "model.moe.n_experts",
-            f"mixture of experts ({model.moe.n_experts}) is not trainable in this version (parameters and FLOPs are "
-            "counted); 0 gives a dense MLP",
-        )
-    if model.mla.kv_rank:
-        yield (
-            "model.mla.kv_rank",
-            f"latent attention (rank {model.mla.kv_rank}) is not trainable in this version (parameters and FLOPs are "
-            "counted); 0 gives ordinary attention",
-        )
+    """The parts of a model that are counted (parameters, FLOPs) but not computed by this version: none."""
+    yield from ()
 
 
 AT_LEAST_ONE = [
@@ -81,10 +53,14 @@ AT_LEAST_ONE = [
     "model.d_model",
     "model.n_heads",
     "model.seq_len",
+    "model.moe.top_k",
+    "model.moe.n_groups",
+    "model.moe.top_groups",
     "cluster.nodes",
     "layout.dp_replicate",
     "layout.dp_shard",
     "layout.cp",
+    "layout.cp_ulysses",
     "layout.tp",
     "layout.pp",
     "layout.ep",
@@ -100,6 +76,9 @@ AT_LEAST_ZERO = [
     "model.vocab_size",
     "model.dropout",
     "model.moe.n_experts",
+    "model.moe.d_ff",
+    "model.moe.n_shared",
+    "model.moe.n_dense_layers",
     "cluster.devices_per_node",
     "cluster.peak_tflops",
     "layout.pp_chunks",
@@ -161,109 +140,13 @@ def _model(model: Model) -> Iterator[Problem]:
             f"n_heads {model.n_heads} / n_kv_heads {model.kv_heads} is not whole; nearest n_kv_heads: "
             f"{nearest_divisors(model.n_heads, model.kv_heads)}",
         )
-    if model.positions == "rope" and model.head_size % 2:
+    if model.positions == "rope" and not model.mla.kv_rank and model.head_size % 2:
         yield "model.head_dim", f"rotary positions turn pairs: head_dim must be even, is {model.head_size}"
     if not model.dropout < 1:
         yield "model.dropout", f"must be below 1, is {model.dropout}"
-    if model.moe.n_experts and not 1 <= model.moe.top_k <= model.moe.n_experts:
-        yield (
-            "model.moe.top_k",
-            f"must lie between 1 and n_experts {model.moe.n_experts}, is {model.moe.top_k}",
-        )
+    yield from model_problems(model)
     if model.rope_scaling.factor < 1:
         yield "model.rope_scaling.factor", f"must be at least 1, is {model.rope_scaling.factor}"
-
-
-def _layout(job: Job) -> Iterator[Problem]:
-    layout, model = job.layout, job.model
-    if model.n_heads % layout.tp:
-        yield (
-            "layout.tp",
-            f"n_heads {model.n_heads} / tp {layout.tp} is not whole; nearest tp: "
-            f"{nearest_divisors(model.n_heads, layout.tp)}",
-        )
-    if model.ff_size % layout.tp:
-        yield (
-            "layout.tp",
-            f"MLP width {model.ff_size} / tp {layout.tp} is not whole; nearest tp: "
-            f"{nearest_divisors(model.ff_size, layout.tp)}",
-        )
-    kv_heads = model.kv_heads
-    if model.n_heads % layout.tp == 0 and kv_heads % layout.tp and layout.tp % kv_heads:
-        legal = [
-            tp
-            for tp in range(1, model.n_heads + 1)
-            if model.n_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-        ]
-        yield (
-            "layout.tp",
-            f"tp {layout.tp} neither divides the n_kv_heads {kv_heads} nor is a multiple of them; nearest tp: "
-            f"{nearest_of(legal, layout.tp)}",
-        )
-    if layout.sp and model.seq_len % layout.tp:
-        yield (
-            "layout.sp",
-            f"sequence parallel: seq_len {model.seq_len} / tp {layout.tp} is not whole; nearest tp: "
-            f"{nearest_divisors(model.seq_len, layout.tp)}, or sp=false",
-        )
-    if layout.sp_regather and not layout.sp:
-        yield "layout.sp_regather", "is a part of sequence parallel: sp=true, or leave it out"
-    if layout.tiles > 1 and layout.tp > 1:
-        yield "layout.tiles", f"tiles {layout.tiles} go with tp 1, tp is {layout.tp}: tiles=1, or tp=1"
-    if model.ff_size % layout.tiles:
-        yield (
-            "layout.tiles",
-            f"MLP width {model.ff_size} / tiles {layout.tiles} is not whole; nearest tiles: "
-            f"{nearest_divisors(model.ff_size, layout.tiles)}",
-        )
-    if layout.accumulate == "sharded" and layout.zero == 1:
-        yield "layout.accumulate", "sharded gradients need zero 2 or 3, zero is 1; local goes with any"
-    if model.seq_len % layout.cp:
-        yield (
-            "layout.cp",
-            f"seq_len {model.seq_len} / cp {layout.cp} is not whole; nearest cp: "
-            f"{nearest_divisors(model.seq_len, layout.cp)}",
-        )
-    if (layout.dp_shard * layout.cp) % layout.ep:
-        yield (
-            "layout.ep",
-            f"ep is taken from dp_shard {layout.dp_shard} × cp {layout.cp} = {layout.dp_shard * layout.cp}, which ep "
-            f"{layout.ep} does not divide; nearest ep: {nearest_divisors(layout.dp_shard * layout.cp, layout.ep)}",
-        )
-    if layout.data_parallel == "threads" and layout.world != layout.dp_replicate:
-        yield "layout.data_parallel", f"threads goes with dp_replicate alone, not with {layout.line()}"
-    yield from _world(layout, job.cluster.nodes, job.cluster.devices_per_node)
-
-
-def _world(layout: Layout, nodes: int, devices_per_node: int) -> Iterator[Problem]:
-    product = (
-        f"dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × cp {layout.cp} × tp {layout.tp} × pp "
-        f"{layout.pp} = {layout.world}"
-    )
-    if not devices_per_node:
-        if layout.world % nodes:
-            yield "cluster.nodes", f"{product} devices do not divide by nodes {nodes}"
-        return
-    devices = nodes * devices_per_node
-    if layout.world != devices:
-        others = layout.world // layout.dp_replicate
-        fits = devices // others
-        legal = (
-            f"dp_replicate={fits} makes it {devices}"
-            if fits and devices % others == 0
-            else f"the axes without dp_replicate make {others}, which must divide {devices}"
-        )
-        yield (
-            "layout",
-            f"{product}, but the cluster has nodes {nodes} × devices {devices_per_node} = {devices}; {legal}",
-        )
-
-
-def _batch(job: Job) -> Iterator[Problem]:
-    try:
-        batch.solve(job.train.global_batch, job.layout)
-    except ValueError as error:
-        yield "train.global_batch" if job.train.global_batch else "layout", str(error)
 
 
 def data_problems(data: Data) -> Iterator[Problem]:
@@ -285,6 +168,11 @@ def data_problems(data: Data) -> Iterator[Problem]:
         yield (
             "data.bpe_vocab",
             f"must be at least {MIN_BPE_VOCAB} (the 256 bytes and the end of text), is {data.bpe_vocab}",
+        )
+    if data.document_mask and data.corpus == "random":
+        yield (
+            "data.document_mask",
+            "corpus random is tokens without documents; nearest legal: document_mask=false, or corpus=stdlib",
         )
     if data.random_tokens < 1:
         yield "data.random_tokens", f"must be at least 1, is {data.random_tokens}"
@@ -313,6 +201,14 @@ def _train(job: Job) -> Iterator[Problem]:
     train = job.train
     if train.compile and job.layout.tp > 1:
         yield "train.compile", "the compiler does not see through tensor parallel's collectives: tp 1, or compile off"
+    if train.compile and job.layout.cp > 1:
+        yield "train.compile", "the compiler does not see through context parallel's collectives: cp 1, or compile off"
+    if train.compile and job.model.moe.n_experts:
+        yield (
+            "train.compile",
+            f"how many tokens each of the n_experts {job.model.moe.n_experts} gets differs from step to step, the "
+            "compiler would begin anew each time; nearest legal: compile off, or n_experts 0",
+        )
     if train.cpu_linear == "onednn" and (train.precision != "fp32" or train.compile or job.cluster.device == "cuda"):
         yield (
             "train.cpu_linear",

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 from phalanx.errors import JobError
 from phalanx.job import batch
+from phalanx.job.check_layout import Problem, context_problems
 from phalanx.job.job import Job
 from phalanx.job.pipeline import is_file
 from phalanx.job.stages import written_stages
 from phalanx.nearest import nearest_divisors
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.pipedream import pipedream
-
-Problem = tuple[str, str]
 
 
 def pipeline_problems(job: Job) -> Iterator[Problem]:
@@ -135,12 +134,17 @@ def _slices(job: Job, slices: int) -> Iterator[Problem]:
         tp = f" × tp {ranks} (sp)" if ranks > 1 else ""
         legal = f"pp_slices: {nearest_divisors(tokens // ranks, slices)}" if tokens % ranks == 0 else "sp=false"
         yield "layout.pp_slices", f"seq_len {tokens} / (slices {slices}{tp}) is not whole; nearest {legal}"
-    if layout.cp > 1:
-        yield (
-            "layout.pp_slices",
-            f"slices {slices} and cp {layout.cp} would cut sequences twice; nearest legal: cp=1, or a schedule "
-            "without slices, such as 1f1b",
-        )
+    if tokens % slices == 0 and not any(context_problems(job)):  # else the whole sequence has its own message
+        yield from context_problems(job, slices)
+    moe = job.model.moe
+    if moe.n_experts:
+        for name, value in (("aux_loss", moe.aux_loss), ("capacity", moe.capacity)):
+            if value > 0:
+                yield (
+                    f"model.moe.{name}",
+                    f"{name} {value} counts the tokens of whole sequences, slices {slices} cut them; nearest legal: "
+                    f"{name}=0, or a schedule without slices, such as 1f1b",
+                )
 
 
 def _without_flush(job: Job) -> Iterator[Problem]:
@@ -163,11 +167,13 @@ def _without_flush(job: Job) -> Iterator[Problem]:
             "layout.accumulate",
             f"{name} keeps gradients whole until their step; nearest legal: accumulate=local, or schedule=1f1b",
         )
-    if layout.dp_shard > 1:
+    if layout.shard_ranks > 1:
+        axis = "cp" if layout.dp_shard == 1 else "dp_shard"
+        degree = getattr(layout, axis)
         yield (
-            "layout.dp_shard",
-            f"{name} keeps two versions of the weights whole on each rank, dp_shard {layout.dp_shard} shards state; "
-            f"nearest legal: dp_shard=1 with dp_replicate={layout.dp_shard * layout.dp_replicate}, or schedule=1f1b",
+            f"layout.{axis}",
+            f"{name} keeps two versions of the weights whole on each rank, {axis} {degree} shards state; nearest "
+            f"legal: {axis}=1 with dp_replicate={degree * layout.dp_replicate}, or schedule=1f1b",
         )
 
 

@@ -23,6 +23,9 @@ class Data:
     """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json."""
     bpe_vocab: int = 4096
     """Vocabulary size to train for tokenizer bpe."""
+    document_mask: bool = False
+    """A token attends to tokens of its own document alone: those since the last separator, which is the tokenizer's
+    end-of-text token or, where it has none (char, byte), a newline, so that every line is a document."""
     val_fraction: float = 0.1
     """The share of the corpus, from its end, that is kept for validation."""
     limit_mb: float = 0.0

@@ -46,7 +46,12 @@ FOREIGN_NAMES = {
     "num_layers": "model.n_layers",
     "hidden_size": "model.d_model",
     "num_attention_heads": "model.n_heads",
+    "expert_model_parallel_size": "layout.ep",
+    "num_experts": "model.moe.n_experts",
+    "moe_router_topk": "model.moe.top_k",
     "train_iters": "train.steps",
+    # USP (Fang and Zhao 2024)
+    "ulysses_degree": "layout.cp_ulysses",
 }
 """What users of other frameworks type, and what it is called here: offered as a suggestion, never accepted silently."""
 

@@ -19,12 +19,17 @@ class Layout:
     """Data-parallel ranks that shard the state among them (ZeRO / FSDP)."""
     cp: int = 1
     """Context-parallel ranks: each holds a part of every sequence."""
+    cp_ulysses: int = 1
+    """Of the cp ranks, how many exchange heads for tokens (Ulysses); between the cp / cp_ulysses groups of these, keys
+    and values travel a ring. 1 is a ring alone, cp is Ulysses alone, between them lies USP."""
+    cp_inner: Literal["ulysses", "ring"] = "ulysses"
+    """With both: which of the two has neighbouring ranks, and with them the faster links."""
     tp: int = 1
     """Tensor-parallel ranks: each holds a part of every matrix."""
     pp: int = 1
     """Pipeline ranks: each holds one or several stages of the layers."""
     ep: int = 1
-    """Expert-parallel ranks, taken from dp_shard × cp."""
+    """Expert-parallel ranks, taken from dp_shard × cp: each holds a part of the routed experts."""
     zero: Literal[1, 2, 3] = 3
     """What dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
     reshard: bool = True
@@ -79,6 +84,16 @@ class Layout:
     def data_ranks(self) -> int:
         """Groups of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that shard the state among them: those of dp_shard, and of cp, which would hold the same parameters."""
+        return self.dp_shard * self.cp
+
+    @property
+    def ring(self) -> int:
+        """Groups between which keys and values travel."""
+        return self.cp // self.cp_ulysses
 
     @property
     def apart(self) -> int:

@@ -8,6 +8,7 @@ default. `parameters.py` beside this file derives every parameter's name and sha
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Literal
 
 
@@ -41,8 +42,35 @@ class MoE:
     """Experts that every token visits beside the routed ones."""
     n_dense_layers: int = 0
     """Leading layers that keep a dense MLP of width model.d_ff."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of logits: a softmax over the experts (Mixtral), or a sigmoid of each (DeepSeek-V3)."""
+    renormalise: bool = True
+    """The gates of a token's experts add up to 1 (Mixtral, DeepSeek-V3); otherwise the scores themselves are the gates
+    (Switch Transformer, which with top_k 1 needs them)."""
+    route_scale: float = 1.0
+    """Multiplies the gates (DeepSeek-V3: 2.5)."""
+    n_groups: int = 1
+    """Groups of neighbouring experts, for routing limited to some of them (DeepSeek-V3, section 2.1.2)."""
+    top_groups: int = 1
+    """Groups that a token's experts may lie in: those whose two best scores have the largest sum."""
+    aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss, taken a sequence at a time (DeepSeek-V3, equations 17 to 20)."""
+    z_loss: float = 0.0
+    """Coefficient of the squared logarithm of the softmax's denominator (ST-MoE, Zoph et al. 2022, equation 5)."""
     bias_balanced: bool = False
     """The router keeps one balancing bias an expert (DeepSeek-V3, section 2.1.2)."""
+    bias_rate: float = 0.001
+    """bias_balanced: what a step adds to the bias of an expert with too little load, and takes off with too much."""
+    capacity: float = 0.0
+    """Tokens of a sequence that one expert takes, as a multiple of its even share seq_len × top_k / n_experts, rounded
+    up; later tokens go without that expert. 0 drops none."""
+
+    def most_tokens(self, seq_len: int) -> int:
+        """Tokens of a sequence of `seq_len` that one expert takes at most."""
+        if not self.capacity:
+            return seq_len
+        # Rounded first: 1.1 × 10 is a little more than 11.
+        return min(seq_len, ceil(round(self.capacity * seq_len * self.top_k / self.n_experts, 6)))
 
 
 @dataclass(frozen=True)
@@ -117,6 +145,11 @@ class Model:
         if self.mla.kv_rank:
             return self.mla.nope_head_dim + self.mla.rope_head_dim
         return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a query/key head that rotary positions turn."""
+        return self.mla.rope_head_dim if self.mla.kv_rank else self.head_size
 
     @property
     def v_head_size(self) -> int:

@@ -1,8 +1,12 @@
 """Which part of every parameter a tensor-parallel rank holds: arithmetic on names and shapes alone.
 
 Matrices that read the residual stream are cut by rows (their outputs), those that write to it by columns (their
-inputs), so that a block needs no communication between the two (Shoeybi et al. 2019, section 3). The vocabulary is cut
-by rows and padded to equal parts. What is in no list is whole on every rank.
+inputs), so that a block needs no communication between the two (Shoeybi et al. 2019, section 3). The same holds for the
+matrices of experts, which are stacked along a leading dimension. Of latent attention (DeepSeek-V2, section 2.1) what
+makes heads is cut, an equal part of whole heads each; what compresses, and its norms, serve all heads. The vocabulary
+is cut by rows and padded to equal parts. What is in no list is whole on every rank.
+
+Expert parallelism deals out whole experts, in equal runs, whatever tensor parallelism holds of each.
 """
 
 from __future__ import annotations
@@ -12,9 +16,15 @@ from dataclasses import dataclass
 
 from phalanx.job.model import Model
 
-ROWS = ("attn.wq.weight", "attn.wq.bias", "mlp.up.weight", "mlp.up.bias", "mlp.gate.weight", "mlp.gate.bias")
+ROWS = (
+    *("attn.wq.weight", "attn.wq.bias", "attn.wq_b.weight", "attn.wq_b.bias", "attn.wkv_b.weight", "attn.wkv_b.bias"),
+    *("mlp.up.weight", "mlp.up.bias", "mlp.gate.weight", "mlp.gate.bias"),
+    *("moe.shared.up.weight", "moe.shared.up.bias", "moe.shared.gate.weight", "moe.shared.gate.bias"),
+)
 KEY_VALUE_ROWS = ("attn.wk.weight", "attn.wk.bias", "attn.wv.weight", "attn.wv.bias")
-COLUMNS = ("attn.wo.weight", "mlp.down.weight")
+COLUMNS = ("attn.wo.weight", "mlp.down.weight", "moe.shared.down.weight")
+EXPERT_ROWS = ("moe.experts.up.weight", "moe.experts.up.bias", "moe.experts.gate.weight", "moe.experts.gate.bias")
+EXPERT_COLUMNS = ("moe.experts.down.weight",)
 TILED_ROWS = ("mlp.up.weight", "mlp.up.bias", "mlp.gate.weight", "mlp.gate.bias")
 TILED_COLUMNS = ("mlp.down.weight",)
 VOCABULARY_ROWS = ("embed.weight", "head.weight")
@@ -52,8 +62,8 @@ class Piece:
 def piece(name: str, whole: tuple[int, ...], model: Model, tp: int, rank: int) -> Piece:
     """The part of the parameter `name` that tensor rank `rank` of `tp` holds.
 
-    Key/value heads fewer than tensor ranks are held by several ranks each. The layout has been checked: heads and MLP
-    width divide by tp, and of key/value heads and tp one divides the other."""
+    Key/value heads fewer than tensor ranks are held by several ranks each. The layout has been checked: heads and the
+    widths of MLP and experts divide by tp, and of key/value heads and tp one divides the other."""
     if tp == 1:
         return Piece(whole)
     if name.endswith(VOCABULARY_ROWS):
@@ -62,11 +72,24 @@ def piece(name: str, whole: tuple[int, ...], model: Model, tp: int, rank: int) -
     if name.endswith(KEY_VALUE_ROWS) and model.kv_heads < tp:
         copies = tp // model.kv_heads
         return Piece(whole, 0, rank // copies * model.head_size, model.head_size, copies, rank % copies == 0)
-    if name.endswith(ROWS + KEY_VALUE_ROWS):
-        return Piece(whole, 0, rank * whole[0] // tp, whole[0] // tp)
-    if name.endswith(COLUMNS):
-        return Piece(whole, 1, rank * whole[1] // tp, whole[1] // tp)
+    for dim, names in enumerate((ROWS + KEY_VALUE_ROWS, COLUMNS + EXPERT_ROWS, EXPERT_COLUMNS)):
+        if name.endswith(names):
+            size = whole[dim] // tp
+            return Piece(whole, dim, rank * size, size)
     return Piece(whole, copies=tp, first=rank == 0)
+
+
+def is_expert(name: str) -> bool:
+    """Whether the parameter `name` is one of routed experts, stacked along its leading dimension."""
+    return "moe.experts." in name
+
+
+def experts_of(n_experts: int, ep: int, rank: int) -> range:
+    """The routed experts that rank `rank` of `ep` expert-parallel ranks holds: equal runs in their order.
+
+    The layout has been checked: the experts divide by ep."""
+    each = n_experts // ep
+    return range(rank * each, (rank + 1) * each)
 
 
 def tile(name: str, whole: tuple[int, ...], tiles: int) -> tuple[Piece, ...]:

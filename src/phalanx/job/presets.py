@@ -92,24 +92,58 @@ _SHAPES: dict[str, Model] = {
     "llama3-70b": _llama3(80, 8192, 64, d_ff=28672),
     # config.json of meta-llama/Llama-3.1-405B: released as 3.1 only, hence with its stretched positions.
     "llama3-405b": replace(_llama3(126, 16384, 128, d_ff=53248), rope_scaling=RopeScaling(factor=8.0)),
-    # Jiang et al. 2024 (arXiv 2401.04088), Table 1; config.json of mistralai/Mixtral-8x7B-v0.1.
+    # Jiang et al. 2024 (arXiv 2401.04088), Table 1; config.json of mistralai/Mixtral-8x7B-v0.1, whose
+    # router_aux_loss_coef is aux_loss.
     "mixtral-8x7b": replace(
         _llama(32, 4096, 32, kv_heads=8, d_ff=14336, vocab=32000, seq_len=32768, rope_theta=1000000.0),
-        moe=MoE(n_experts=8, top_k=2),
+        moe=MoE(n_experts=8, top_k=2, aux_loss=0.02),
     ),
     # DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; inference/configs/config_671B.json of the release. Pre-trained
-    # at 4,096 tokens. Without the multi-token-prediction module, which the 671 B leave out too.
+    # at 4,096 tokens. aux_loss is the report's alpha, bias_rate its gamma (0 for the last 500 B tokens). Without the
+    # multi-token-prediction module, which the 671 B leave out too.
     "deepseek-v3": replace(
         _llama(61, 7168, 128, kv_heads=128, d_ff=18432, vocab=129280, seq_len=4096, rope_theta=10000.0),
         norm_eps=1e-6,
         init_std=0.006,
-        moe=MoE(n_experts=256, top_k=8, d_ff=2048, n_shared=1, n_dense_layers=3, bias_balanced=True),
+        moe=MoE(
+            n_experts=256,
+            top_k=8,
+            d_ff=2048,
+            n_shared=1,
+            n_dense_layers=3,
+            router="sigmoid",
+            route_scale=2.5,
+            n_groups=8,
+            top_groups=4,
+            aux_loss=0.0001,
+            bias_balanced=True,
+            bias_rate=0.001,
+        ),
         mla=MLA(q_rank=1536, kv_rank=512, rope_head_dim=64, nope_head_dim=128, v_head_dim=128),
     ),
     # nanoGPT's config/train_shakespeare_char.py: the model that learns Shakespeare's characters in minutes.
     "baby": Model(n_layers=6, d_model=384, n_heads=6, seq_len=256, bias=False, dropout=0.2),
     # Small enough for a test to train it.
     "tiny": Model(n_layers=2, d_model=64, n_heads=4, seq_len=64),
+    # The same for the kinds of Mixtral and of DeepSeek-V3.
+    "tiny-moe": replace(
+        _llama(2, 64, 4, kv_heads=2, d_ff=128, vocab=0, seq_len=64, rope_theta=10000.0),
+        moe=MoE(n_experts=8, top_k=2, aux_loss=0.01),
+    ),
+    "tiny-deepseek": replace(
+        _llama(3, 64, 4, kv_heads=4, d_ff=192, vocab=0, seq_len=64, rope_theta=10000.0),
+        moe=MoE(
+            n_experts=8,
+            top_k=2,
+            d_ff=64,
+            n_shared=1,
+            n_dense_layers=1,
+            router="sigmoid",
+            aux_loss=0.0001,
+            bias_balanced=True,
+        ),
+        mla=MLA(q_rank=32, kv_rank=16, rope_head_dim=8, nope_head_dim=16, v_head_dim=16),
+    ),
 }
 
 PRESETS: dict[str, Model] = {name: replace(model, preset=name) for name, model in _SHAPES.items()}

@@ -34,17 +34,20 @@ class Noise:
     tokens: tuple[int, int] = (0, 1)
     """Which of how many equal parts of the batch's tokens, in the order (sample, position), lie between the matrices
     here (sequence parallelism)."""
-    span: tuple[int, int] = (0, 1)
-    """Which of how many equal parts of every sequence this is (a pipeline's slices)."""
+    places: Tensor | None = None
+    """Positions, within their sequences, of the tokens that are here, (seq,) of int64, where those are not all: slices
+    of sequences (a pipeline's), or a context-parallel rank's share."""
+    seq_len: int = 0
+    """With `places`: tokens of a whole sequence."""
 
     def dropout(self, x: Tensor, p: float, site: str) -> Tensor:
         """Drops elements of `x` (batch, seq, d_model) with probability `p` and scales up the others. Where a rank has
         a part of the tokens, seq is that much shorter."""
         part, parts = self.tokens
         samples = len(self.sample_ids)
-        if self.span[1] > 1:
-            keep = self._keep(site, (x.shape[1] * parts * self.span[1], *x.shape[2:]), p, x.device)
-            keep = _part(keep, 1, x.shape[1] * parts * self.span[0], x.shape[1] * parts).flatten(0, 1)
+        if self.places is not None:
+            keep = self._keep(site, (self.seq_len, *x.shape[2:]), p, x.device)
+            keep = keep.index_select(1, self.places).flatten(0, 1)
             keep = _part(keep, 0, samples * x.shape[1] * part, samples * x.shape[1])
             return self._drop(x, p, keep.unflatten(0, (samples, x.shape[1])))
         # The samples that this part of the tokens touches: with as many samples as parts, whole ones.
@@ -54,21 +57,39 @@ class Noise:
         return self._drop(x, p, _part(keep, 0, start, samples * x.shape[1]).unflatten(0, (samples, x.shape[1])))
 
     def dropout_heads(self, probabilities: Tensor, p: float, site: str, n_heads: int) -> Tensor:
-        """The same for attention probabilities (batch, local heads, queries, keys) of a model with `n_heads` heads."""
-        part, parts = self.heads
+        """The same for attention probabilities (batch, local heads, queries, keys) of a model with `n_heads` heads,
+        where the keys are those of all positions so far."""
         queries, keys = probabilities.shape[2:]
-        span, spans = self.span
-        every = (queries, keys) if spans == 1 else (queries * spans, queries * spans)
-        keep = self._keep(site, (n_heads, *every), p, probabilities.device)
-        keep = _part(_part(keep, 2, span * queries, queries), 3, 0, keys)
-        return self._drop(probabilities, p, _part(keep, 1, n_heads * part // parts, n_heads // parts))
+        places = None if self.places is None else (self.places, torch.arange(keys, device=probabilities.device))
+        of_heads = (self.seq_len or queries, self.seq_len or keys)
+        keep = self.keep_heads(p, site, n_heads, of_heads, probabilities.device, places)
+        return self._drop(probabilities, p, keep)
+
+    def keep_heads(
+        self,
+        p: float,
+        site: str,
+        n_heads: int,
+        whole: tuple[int, int],
+        device: torch.device,
+        places: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Which attention probabilities stay: boolean, (batch, local heads, queries, keys), of `whole` many queries and
+        keys, or of those at `places` of them. What stays is multiplied by `scale(p)`."""
+        part, parts = self.heads
+        keep = self._keep(site, (n_heads, *whole), p, device)
+        keep = _part(keep, 1, n_heads * part // parts, n_heads // parts)
+        if places is None:
+            return keep
+        queries, keys = places
+        return keep[:, :, queries[:, None], keys]
 
     def _drop(self, x: Tensor, p: float, keep: Tensor) -> Tensor:
         # Without this check one sample's mask would be broadcast over the batch.
         if x.shape != keep.shape:
             raise ValueError(f"dropout mask {tuple(keep.shape)} for activations {tuple(x.shape)}: sample_ids or heads")
         # A boolean mask takes one byte an element until the backward pass; the scale is that of the rounded p.
-        return (x * keep).mul_(_LEVELS / (_LEVELS - round(p * _LEVELS)))
+        return (x * keep).mul_(scale(p))
 
     def _keep(
         self, site: str, shape: Sequence[int], p: float, device: torch.device, first: int = 0, last: int | None = None
@@ -86,6 +107,12 @@ class Noise:
             row.random_(_LOWEST_INT64, None, generator=generator)
         bits = words.view(torch.int16)[:, :size].unflatten(1, tuple(shape))
         return bits >= round(p * _LEVELS) - _LEVELS // 2
+
+
+def scale(p: float) -> float:
+    """What elements that stay are multiplied by, where others are dropped with probability `p`, so that the mean is
+    kept."""
+    return _LEVELS / (_LEVELS - round(p * _LEVELS))
 
 
 def _part(keep: Tensor, dim: int, start: int, size: int) -> Tensor:

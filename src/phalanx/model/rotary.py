@@ -15,8 +15,9 @@ from phalanx.job.model import Model
 
 
 def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
-    """Radians per position of each pair of a head, (head_size / 2,), in float64."""
-    exponents = torch.arange(0, model.head_size, 2, dtype=torch.float64, device=device) / model.head_size
+    """Radians per position of each pair that is turned, (rotary_size / 2,), in float64."""
+    size = model.rotary_size
+    exponents = torch.arange(0, size, 2, dtype=torch.float64, device=device) / size
     frequencies = model.rope_theta**-exponents
     scaling = model.rope_scaling
     if scaling.factor == 1:
@@ -32,7 +33,7 @@ def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
 
 
 def rotary_table(model: Model, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosines and sines of `positions` (seq,): (2, seq, 1, head_size / 2), in at least float32.
+    """Cosines and sines of `positions` (seq,): (2, seq, 1, rotary_size / 2), in at least float32.
 
     It is made anew in each forward pass: that costs next to nothing, and a table kept in a buffer would be lost on the
     way from the meta device and rounded by a cast to bfloat16."""
@@ -42,7 +43,7 @@ def rotary_table(model: Model, positions: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turns queries or keys `x` (batch, seq, heads, head_size) to their positions."""
+    """Turns queries or keys `x` (batch, seq, heads, rotary_size) to their positions."""
     cos, sin = table
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
+from torch import nn
 
 from phalanx.comm.axis import Axis
 from phalanx.errors import JobError
@@ -18,9 +19,9 @@ from phalanx.job.pipeline import schedule_of
 from phalanx.model.init import initial_value
 from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
-from phalanx.parallel import tensor, vocabulary
+from phalanx.parallel import context, expert, tensor, vocabulary
 from phalanx.parallel.data import Partial, Pieces, Replica, ThreadReplicas
-from phalanx.parallel.fragments import by_whole
+from phalanx.parallel.fragments import BALANCING, by_whole
 from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import WeightGradients, collect, onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
@@ -50,7 +51,8 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     # Where no backward pass is cut in halves, autograd's own way is some 2 % faster.
     later = WeightGradients() if stages and stages.schedule.splits else None
     lanes = mesh.lanes("pp")  # of all ranks, so before the groups that only some of them make
-    pieces, partials = _cut(model, mesh, layout, vocab, later)
+    pieces, partials, taken = _cut(model, mesh, layout, vocab, later)
+    _deal_out(model, mesh, layout)
     partials += _shared(mesh, stages, pieces) if stages else []
     names = {}
     if layout.tiles > 1:
@@ -63,8 +65,8 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     if later is not None:
         # Matrices that tensor parallelism has cut leave theirs to it by themselves; a head that works through its
         # tokens in chunks has one gradient all the same.
-        collected = [m for m in model.modules() if layout.tp == 1 or m is model.head]
-        collect((m for m in collected if m is not model.head or not layout.loss_chunk), later)
+        taken |= {model.head} if layout.loss_chunk else set()
+        collect((module for module in model.modules() if module not in taken), later)
     if layout.recompute != "none":
         log.info("recompute: %s, %d modules", layout.recompute, recompute(model, layout.recompute))
     if job.train.compile:
@@ -108,14 +110,15 @@ def _shared(mesh: Mesh, stages: Stages, pieces: Pieces) -> list[Partial]:
 
 def _cut(
     model: Transformer, mesh: Mesh, layout: Layout, vocab: int, later: WeightGradients | None
-) -> tuple[Pieces, list[Partial]]:
-    """Tensor and sequence parallelism: what each tensor rank holds, and whose gradients have to be summed over them."""
+) -> tuple[Pieces, list[Partial], set[nn.Module]]:
+    """Tensor and sequence parallelism: what each tensor rank holds, whose gradients have to be summed over them, and
+    the layers whose products it makes."""
     tp = mesh.axis("tp")
     pieces = tensor.cut_parameters(model, tp)
     if tp.size == 1:
-        return pieces, []
+        return pieces, [], set()
     regather = layout.sp_regather and layout.recompute != "full"
-    tensor.connect(model, tensor.Tensors(tp, layout.sp, regather, later))
+    taken = tensor.connect(model, tensor.Tensors(tp, layout.sp, regather, later))
     padding = padded_vocabulary(vocab, tp.size) - vocab
     log.info("tensor parallel: %d ranks%s", tp.size, f", vocabulary {vocab} + {padding} padding" if padding else "")
     partials = []
@@ -124,10 +127,26 @@ def _cut(
         shared = frozenset(name for name, piece in pieces.items() if piece[0].dim is not None and piece[0].copies > 1)
         partials.append(Partial(mesh.neighbours("tp", copies), shared))
         log.info("tensor parallel: each key/value head on %d ranks", copies)
+    whole = (name for name, piece in pieces.items() if piece[0].dim is None and not name.endswith(BALANCING))
+    partials.append(Partial(tp, frozenset(name for name in whole if layout.sp or name.endswith(tensor.WITHIN))))
     if layout.sp:
-        partials.append(Partial(tp, frozenset(name for name, piece in pieces.items() if piece[0].dim is None)))
         log.info("sequence parallel: %d tokens of a sequence a rank", model.model.seq_len // tp.size)
-    return pieces, partials
+    return pieces, partials, taken
+
+
+def _deal_out(model: Transformer, mesh: Mesh, layout: Layout) -> None:
+    """Context and expert parallelism: each rank has some tokens of every sequence, and some experts."""
+    if layout.cp > 1:
+        context.connect(model, layout, mesh)
+        model.routing.sequences = context.SplitSequences(layout, mesh.axis("cp"))
+        ways = [f"ring of {layout.ring}"] if layout.ring > 1 else []
+        ways += [f"Ulysses over {layout.cp_ulysses}"] if layout.cp_ulysses > 1 else []
+        log.info("context parallel: %s, %d tokens a rank", " × ".join(ways), model.model.seq_len // layout.cp)
+    if layout.ep > 1:
+        ep, experts = mesh.axis("ep"), model.model.moe.n_experts
+        expert.cut_experts(model, ep)
+        expert.connect(model, ep)
+        log.info("expert parallel: %d of %d experts a rank", experts // ep.size, experts)
 
 
 def _objective(model: Transformer, mesh: Mesh, layout: Layout, vocab: int) -> Objective:
@@ -152,7 +171,7 @@ def _spread(
 ) -> Replica:
     """Data parallelism in the layout's form. `names` are those of the plain model, where a parameter has another."""
     layout, tp = job.layout, mesh.axis("tp")
-    shard = mesh.axis("dp_shard")
+    shard = mesh.axis("shard")
     # Replicas that agree by other means (train/sync) do not sum their gradients.
     replicate = Axis("dp_replicate") if layout.apart > 1 else mesh.axis("dp_replicate")
     gradient_dtype = torch.float32 if job.train.gradients == "fp32" else None
@@ -194,6 +213,7 @@ def _spread(
         bucket_mb=layout.bucket_mb,
         gradient_dtype=gradient_dtype,
         every_micro_batch=layout.accumulate == "sharded",
+        experts=(mesh.axis("ep"), mesh.axis("edp")) if layout.ep > 1 else None,
         users=lambda name: stages.users(names.get(name, name)) if stages else (0,),
         holders=lambda name: stages.holders(names.get(name, name)) if stages else (0,),
     )

@@ -18,38 +18,12 @@ from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
 from phalanx.job.pieces import Piece
-from phalanx.model.noise import Noise
 from phalanx.parallel.fragments import Fragment
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 
 Pieces = Mapping[str, tuple[Piece, ...]]
 """By parameter name, what each tensor rank holds."""
-
-
-@dataclass(frozen=True)
-class MicroTensors:
-    """One micro-batch on the device."""
-
-    tokens: Tensor
-    """(micro_batch, seq_len), int64."""
-    targets: Tensor
-    """(micro_batch, seq_len), int64, IGNORE where a position does not count."""
-    noise: Noise | None
-    """What dropout masks derive from; None without dropout."""
-
-    def part(self, chosen: slice) -> MicroTensors:
-        """Some of its samples."""
-        noise = self.noise and replace(self.noise, sample_ids=self.noise.sample_ids[chosen])
-        return MicroTensors(self.tokens[chosen], self.targets[chosen], noise)
-
-    def slice(self, number: int, slices: int) -> MicroTensors:
-        """One of several equal parts of its sequences."""
-        if slices == 1:
-            return self
-        tokens = self.tokens.shape[1] // slices
-        chosen = slice(number * tokens, (number + 1) * tokens)
-        noise = self.noise and replace(self.noise, span=(number, slices))
-        return MicroTensors(self.tokens[:, chosen], self.targets[:, chosen], noise)
 
 
 @dataclass(frozen=True)
@@ -99,7 +73,7 @@ class Replica:
         gradient is the sum over all data ranks.
         """
         self.begin_backward(0, last=last)
-        loss = self.objective(micro.tokens, micro.targets, micro.noise)
+        loss = self.objective(micro)
         (loss * factor).backward()
         self.end_backward(0, last=last)
         if last:
@@ -128,9 +102,8 @@ class Replica:
     def loss(self, micro: MicroTensors) -> Tensor:
         """The loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
         with torch.no_grad():
-            if self.runner is not None:
-                return self.runner.loss(micro)
-            return self.objective(micro.tokens, micro.targets)
+            micro = replace(micro, noise=None)
+            return self.objective(micro) if self.runner is None else self.runner.loss(micro)
 
     def publish(self) -> None:
         """Bring what the optimizers changed to every rank that computes with it."""

@@ -16,6 +16,9 @@ from phalanx.comm.axis import Axis
 from phalanx.job.pieces import Piece
 from phalanx.parallel.mesh import Mesh
 
+BALANCING = "router.bias"
+"""How the names of balancing biases end: every rank that computes a router finds the whole of their gradients."""
+
 
 @dataclass(eq=False)
 class Fragment:
@@ -27,7 +30,8 @@ class Fragment:
     """What each tensor rank holds of the whole."""
     tp_rank: int
     start: int
-    """First element of the flattened piece; the share may be empty."""
+    """First element of the flattened piece; the share may be empty. Of experts that several ranks deal out among them
+    the piece is that of all experts."""
     value: Tensor
     """The elements themselves, a leaf: what the optimizer changes in place."""
     gradient: Tensor | None = None
@@ -47,7 +51,13 @@ class Fragment:
     @property
     def decays(self) -> bool:
         """Matrices decay; shrinking a norm or a bias regularises nothing."""
-        return len(self.piece.whole) >= 2
+        return len(self.piece.whole) >= 2 and not self.name.endswith(".bias")
+
+    @property
+    def balances(self) -> bool:
+        """A router's balancing bias: its gradient is the experts' excess load, which no optimizer but the rule of the
+        bias method follows (model/moe.py)."""
+        return self.whole_name.endswith(BALANCING)
 
     @torch.no_grad()
     def assign(self, whole: Tensor, into: Tensor | None = None) -> None:
@@ -82,7 +92,7 @@ def wholes(
     """
     pp = mesh.axis("pp")
     line = pp.size > 1 and all(place == 0 for axis, place in mesh.coordinates.items() if axis != "pp")
-    own = _of_stages(fragments, tensors, mesh.axis("dp_shard"), mesh.axis("tp"), keep or line)
+    own = _of_stages(fragments, tensors, mesh.axis("shard"), mesh.axis("tp"), keep or line)
     if not line:
         yield from own
         return
@@ -109,14 +119,14 @@ def _of_stages(
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole tensors of the layers that this rank has a part in."""
     device = fragments[0].value.device
-    lengths = torch.empty(shard.size, len(fragments), dtype=torch.int64, device=device)
-    mine = torch.tensor([f.value.numel() for f in fragments], device=device)
-    shard.all_gather(lengths.view(-1), mine).wait()
-    counts = dict(zip([f.name for f in fragments], lengths.t().tolist(), strict=True))
+    every = torch.empty(shard.size, len(fragments), 2, dtype=torch.int64, device=device)
+    mine = torch.tensor([(f.start, f.start + f.value.numel()) for f in fragments], device=device)
+    shard.all_gather(every.view(-1), mine.view(-1)).wait()
+    runs = dict(zip([f.name for f in fragments], every.transpose(0, 1).tolist(), strict=True))
     for name, parts in by_whole(fragments).items():
         whole = None
         for fragment in parts:
-            part = _join(tensors[fragment.name].detach().reshape(-1), counts[fragment.name], shard)
+            part = _join(tensors[fragment.name].detach().reshape(-1), runs[fragment.name], shard)
             every = part.view(1, -1)
             if fragment.piece.dim is not None and tp.size > 1:
                 every = part.new_empty(tp.size, part.numel())
@@ -135,16 +145,20 @@ def by_whole(fragments: Iterable[Fragment]) -> dict[str, list[Fragment]]:
     return found
 
 
-def _join(mine: Tensor, counts: Sequence[int], shard: Axis) -> Tensor:
-    """The flattened piece from the shares of the shard axis, which may differ in length."""
+def _join(mine: Tensor, runs: Sequence[tuple[int, int]], shard: Axis) -> Tensor:
+    """The flattened piece from the runs of its elements, (first, end) each, that the ranks of the shard axis hold."""
     if shard.size == 1:
         return mine
-    longest = max(counts)
+    longest = max(end - first for first, end in runs)
     padded = mine.new_zeros(longest)
     padded[: mine.numel()] = mine
     every = mine.new_empty(shard.size, longest)
     shard.all_gather(every.view(-1), padded).wait()
-    return torch.cat([row[:count] for row, count in zip(every, counts, strict=True)])
+    return torch.cat([row[: end - first] for (first, end), row in sorted(zip(runs, every, strict=True), key=_first)])
+
+
+def _first(run: tuple[tuple[int, int], Tensor]) -> tuple[int, int]:
+    return run[0]
 
 
 def _place(parts: Tensor, pieces: Sequence[Piece], whole: Tensor | None) -> Tensor:

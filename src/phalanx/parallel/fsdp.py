@@ -22,11 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.job.layout import Layout
-from phalanx.parallel.data import MicroTensors, Partial, Pieces, Replica
+from phalanx.model.experts import Experts
+from phalanx.parallel.data import Partial, Pieces, Replica
 from phalanx.parallel.fragments import Fragment
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.tiling import Tile
+from phalanx.parallel.zero import before
 
 
 class ShardedReplica(Replica):
@@ -54,24 +57,28 @@ class ShardedReplica(Replica):
         self.groups = _shard(objective, mesh, replicate.size > 1, layout, gradient_dtype)
         self.root = self.groups[-1]
         objective.to_empty(device=device)
-        shard = mesh.axis("dp_shard")
+        shard, self.experts = mesh.axis("shard"), None
         # A processor has no streams for FSDP2 to overlap by: there collectives go on by themselves.
-        self.scatter = _ReduceScatter(
-            shard,
-            replicate,
-            defers=shard.gloo and replicate.size == 1 and not self.every_micro_batch and gradient_dtype is None,
-        )
+        defers = shard.gloo and replicate.size == 1 and not self.every_micro_batch and gradient_dtype is None
+        self.scatters = {False: _ReduceScatter(shard, replicate, defers)}
+        if layout.ep > 1:
+            self.experts = mesh.axis("ep"), mesh.axis("edp")
+            self.scatters[True] = _ReduceScatter(mesh.axis("edp"), replicate, defers)
         for group in self.groups:
+            scatter = self.scatters[layout.ep > 1 and isinstance(group, Experts)]
             group._set_unshard_async_op(shard.gloo)
-            group.set_custom_all_gather(_AllGather(shard))
-            group.set_custom_reduce_scatter(self.scatter)
+            group.set_custom_all_gather(_AllGather(scatter.shard))
+            group.set_custom_reduce_scatter(scatter)
             # Plain sums: what they are divided by is the trainer's concern.
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
         self.stages: dict[int, list[FSDPModule]] = {}
         blocks = objective.model.blocks
         for stage, names in (stages or {}).items():
-            self.stages[stage] = [block for name in names if isinstance(block := blocks[name], FSDPModule)]
+            found = self.stages[stage] = []
+            for name in reversed(names):
+                modules: list[nn.Module] = [*blocks[name].modules()]
+                found += [module for module in reversed(modules) if isinstance(module, FSDPModule)]
         self.reshard = layout.reshard
         self._expect()
         super().__init__(objective, pieces, tp, partials)
@@ -79,21 +86,21 @@ class ShardedReplica(Replica):
     def begin_backward(self, stage: int, *, last: bool) -> None:
         sends = last or self.every_micro_batch
         self.root.set_requires_all_reduce(last)
-        self.scatter.all_reduces = last
+        self._all_reduces(last)
         if not self.stages:
             self.root.set_requires_gradient_sync(sends)
             self.root.set_is_last_backward(last)
             return
-        for block in self.stages[stage]:
-            block.set_requires_gradient_sync(sends)
+        for module in self.stages[stage]:
+            module.set_requires_gradient_sync(sends)
 
     def end_backward(self, stage: int, *, last: bool) -> None:
         if self.stages and (last or self.every_micro_batch):
-            for block in self.stages[stage]:
+            for module in self.stages[stage]:
                 # Gradients of weights that were put off come when autograd, and FSDP2 with it, is through.
-                for group in block._get_fsdp_state()._fsdp_param_groups:
+                for group in module._get_fsdp_state()._fsdp_param_groups:
                     group.post_backward()
-                block.set_requires_gradient_sync(False)
+                module.set_requires_gradient_sync(False)
 
     def collect(self) -> None:
         if self.stages:
@@ -101,12 +108,13 @@ class ShardedReplica(Replica):
             self.root.set_requires_gradient_sync(True)
             self.root.set_requires_all_reduce(True)
             self.root.set_is_last_backward(True)
-            self.scatter.all_reduces = True
+            self._all_reduces(True)
             self.root._get_fsdp_state()._root_post_backward_final_callback()
             for group in self.groups:
                 group.reshard()
             self._expect()
-        self.scatter.settle()
+        for scatter in self.scatters.values():
+            scatter.settle()
         for fragment, (_, parameter) in zip(self.fragments, self._parameters(), strict=True):
             gradient = parameter.grad
             assert isinstance(gradient, DTensor), "after the last backward pass every gradient is sharded"
@@ -118,6 +126,10 @@ class ShardedReplica(Replica):
             self.root.set_requires_gradient_sync(False)
             self.root.set_is_last_backward(False)
             self.root.set_reshard_after_backward(self.reshard)
+
+    def _all_reduces(self, does: bool) -> None:
+        for scatter in self.scatters.values():
+            scatter.all_reduces = does
 
     def loss(self, micro: MicroTensors) -> Tensor:
         found = super().loss(micro)
@@ -131,8 +143,8 @@ class ShardedReplica(Replica):
             local = parameter.to_local().detach()
             # Rows are dealt out as torch.chunk does: equally many to each rank, the last ones fewer or none.
             mesh, rows = parameter.device_mesh, parameter.shape[0]
-            before = -(-rows // mesh.size(mesh.ndim - 1)) * mesh.get_local_rank(mesh.ndim - 1)
-            start = min(before, rows) * (parameter.numel() // rows)
+            above = -(-rows // mesh.size(mesh.ndim - 1)) * mesh.get_local_rank(mesh.ndim - 1)
+            start = min(above, rows) * (parameter.numel() // rows) + before(name, parameter.numel(), self.experts)
             found.append(Fragment(name, pieces[name], self.tp.rank, start, local.requires_grad_()))
         return found
 
@@ -140,10 +152,11 @@ class ShardedReplica(Replica):
 def _shard(
     objective: Objective, mesh: Mesh, hybrid: bool, layout: Layout, gradient_dtype: torch.dtype | None
 ) -> list[FSDPModule]:
-    """Apply fully_shard to each tile, each block and to the rest. Returns the groups, the root last."""
+    """Apply fully_shard to each tile, to experts that ranks deal out among them, to each block and to the rest. Returns
+    the groups, the root last."""
     assert mesh.devices is not None, "a sharded layout has a mesh"
-    axes = ("dp_replicate", "dp_shard") if hybrid else ("dp_shard",)
-    devices = mesh.devices[axes]
+    outer = ("dp_replicate",) if hybrid else ()
+    devices = mesh.devices[*outer, "shard"]
     policy = MixedPrecisionPolicy(reduce_dtype=gradient_dtype)
     tiles = [module for module in objective.model.modules() if isinstance(module, Tile)]
     groups: list[FSDPModule] = []
@@ -155,16 +168,26 @@ def _shard(
             # A forward pass that is repeated in the backward pass would leave all tiles whole.
             tile.register_forward_hook(_give_up)
         groups.append(group)
-    blocks = [
-        fully_shard(block, mesh=devices, reshard_after_forward=layout.reshard, mp_policy=policy)
-        for block in objective.model.blocks.values()
-    ]
+    blocks: list[list[FSDPModule]] = []
+    for block in objective.model.blocks.values():
+        experts = [module for module in block.modules() if isinstance(module, Experts) and mesh.expert_devices]
+        blocks.append([])
+        for module in experts:
+            assert mesh.expert_devices is not None, "asked for above"
+            dealt_out = mesh.expert_devices[*outer, "edp"]
+            group = fully_shard(module, mesh=dealt_out, reshard_after_forward=layout.reshard, mp_policy=policy)
+            blocks[-1].append(group)
+        blocks[-1].append(fully_shard(block, mesh=devices, reshard_after_forward=layout.reshard, mp_policy=policy))
     # The head is needed again as soon as the backward pass begins: it is not given up in between.
     root = fully_shard(objective, mesh=devices, reshard_after_forward=False, mp_policy=policy)
-    for number, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + layout.prefetch])
-        block.set_modules_to_backward_prefetch(blocks[max(0, number - layout.prefetch) : number][::-1])
-    return [*groups, *blocks, root]
+    for number, (*_, block) in enumerate(blocks):
+        after, ahead = (
+            blocks[number + 1 : number + 1 + layout.prefetch],
+            blocks[max(0, number - layout.prefetch) : number],
+        )
+        block.set_modules_to_forward_prefetch([group for of_block in after for group in of_block[::-1]])
+        block.set_modules_to_backward_prefetch([group for of_block in ahead[::-1] for group in of_block[::-1]])
+    return [*groups, *(group for of_block in blocks for group in of_block), root]
 
 
 def _give_up(module: nn.Module, *_: Any) -> None:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.transformer import Head, Linear, Multiply, Transformer
+from phalanx.model.layers import Linear, Multiply
+from phalanx.model.transformer import Head, Transformer
 
 Product = tuple[Multiply, Tensor, Tensor, Tensor]
 """What a weight's gradient is made of: (multiply, gradient of the output, input, weight)."""

@@ -1,4 +1,9 @@
-"""The mesh: every rank's place on the axes pp × dp_replicate × dp_shard × cp × tp, built in one place and printable."""
+"""The mesh: every rank's place on the axes pp × dp_replicate × dp_shard × cp × tp, built in one place and printable.
+
+Some axes are made of others, as in torchtitan's mesh. State is sharded over dp_shard × cp (the `shard` axis), since
+context-parallel ranks hold the same parameters. Experts are dealt out over `ep` neighbours of that axis and sharded
+over the rest of it (`edp`). Context-parallel ranks are a grid, ring × ulysses.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,22 @@ from phalanx.comm.ledger import Ledger
 from phalanx.errors import JobError
 from phalanx.job.layout import AXES, Layout
 
+DEVICE_AXES = ("pp", "dp_replicate", "shard", "tp")
+"""Outermost first; what torch's mesh has."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """How the ranks along an axis lie among all ranks."""
+
+    size: int
+    stride: int
+    """From one rank of the axis to the next."""
+
+    def place(self, rank: int) -> int:
+        """Of a rank along the axis."""
+        return rank // self.stride % self.size
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -26,13 +47,17 @@ class Mesh:
     coordinates: dict[str, int]
     """This rank's place along each axis."""
     devices: DeviceMesh | None
-    """torch's mesh over the axes with more than one rank; None for a single process."""
+    """torch's mesh over pp, dp_replicate, shard and tp, those with more than one rank; None for a single process."""
+    expert_devices: DeviceMesh | None = None
+    """The same with edp and ep in shard's place, all of them; None without expert parallelism."""
+    lines: dict[str, Line] = field(default_factory=dict)
+    """By name, the axes that ranks communicate along."""
     ledger: Ledger = field(default_factory=Ledger)
     """Counts what goes over every axis."""
     _axes: dict[str, Axis] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self._axes.update({name: self._axis(name) for name in self.sizes})
+        self._axes.update({name: self._axis(name) for name in self.lines})
         self._axes["world"] = Axis("world")
         if self.devices is not None:
             everyone = dist.distributed_c10d._get_default_group()
@@ -51,16 +76,18 @@ class Mesh:
     @property
     def speaks(self) -> bool:
         """Whether the losses that this rank computes count: of the tensor ranks, which all know them, the first's do.
-        Of the ranks of a pipeline each counts, since only those with the last stage compute any."""
-        return self.coordinates["tp"] == 0 and self.coordinates["cp"] == 0
+        Context-parallel ranks each compute that of their own tokens. Of the ranks of a pipeline each counts, since only
+        those with the last stage compute any."""
+        return self.coordinates["tp"] == 0
 
     @property
     def shards(self) -> bool:
         """Whether ranks hold different parts of the state, so that a norm takes all of them."""
-        return any(self.sizes[axis] > 1 for axis in ("pp", "dp_shard", "tp"))
+        return any(self.sizes[axis] > 1 for axis in ("pp", "dp_shard", "cp", "tp"))
 
     def axis(self, name: str) -> Axis:
-        """The collectives among the ranks that differ from this one along axis `name` alone; `world` is all ranks."""
+        """The collectives among the ranks that differ from this one along axis `name` alone: one of pp, dp_replicate,
+        shard (dp_shard × cp), tp, cp, ring, ulysses, ep and edp; `world` is all ranks."""
         return self._axes[name]
 
     def neighbours(self, name: str, size: int) -> Axis:
@@ -68,7 +95,7 @@ class Mesh:
         Every rank of the axis has to call it."""
         if size == 1:
             return Axis(name)
-        first = self.coordinates[name] // size * size
+        first = self.axis(name).rank // size * size
         return self.among(name, range(first, first + size))
 
     def among(self, name: str, places: Sequence[int]) -> Axis:
@@ -78,7 +105,7 @@ class Mesh:
             return Axis(name)
         group = dist.new_group(self._ranks(name, places), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is among them"
-        return Axis(name, len(places), places.index(self.coordinates[name]), group, self.ledger)
+        return Axis(name, len(places), places.index(self.axis(name).rank), group, self.ledger)
 
     def lanes(self, name: str) -> tuple[Axis, Axis]:
         """An axis twice, for messages to higher ranks and to lower ones, with process groups of their own: messages
@@ -107,22 +134,36 @@ class Mesh:
         return Axis(name, axis.size, axis.rank, group, self.ledger)
 
     def _ranks(self, name: str, places: Sequence[int]) -> list[int]:
-        """The ranks at some places of an axis that have this rank's coordinates along the others."""
-        stride = prod(self.sizes[axis] for axis in AXES[AXES.index(name) + 1 :])
-        return [dist.get_rank() + (place - self.coordinates[name]) * stride for place in places]
+        """The ranks at some places of an axis that lie with this rank along it."""
+        line, rank = self.lines[name], dist.get_rank()
+        return [rank + (place - line.place(rank)) * line.stride for place in places]
 
     def reduce_replica(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """`x` becomes the sum (or maximum) over the ranks of this replica: those that differ along any axis but
         dp_replicate."""
-        *inner, outermost = (self.axis(name) for name in reversed(AXES) if name != "dp_replicate")
-        for axis in inner:
-            axis.all_reduce(x, op).wait()
-        return outermost.all_reduce(x, op)
+        for name in ("tp", "shard"):
+            self.axis(name).all_reduce(x, op).wait()
+        return self.axis("pp").all_reduce(x, op)
 
     def _axis(self, name: str) -> Axis:
-        if self.devices is None or self.sizes[name] == 1:
-            return Axis(name)
-        return Axis(name, self.sizes[name], self.coordinates[name], self.devices.get_group(name), self.ledger)
+        """Along a line. What it sends is noted by the names of layouts: cp for both its parts, and dp_shard where the
+        shards are those of dp_shard alone."""
+        shown = {"shard": "dp_shard" if self.sizes["cp"] == 1 else "dp_shard_cp", "ring": "cp", "ulysses": "cp"}
+        line = self.lines[name]
+        if self.devices is None or line.size == 1:
+            return Axis(shown.get(name, name))
+        if name in (self.devices.mesh_dim_names or ()):
+            group = self.devices.get_group(name)
+        elif self.expert_devices is not None and name in ("ep", "edp"):
+            group = self.expert_devices.get_group(name)
+        else:
+            # All ranks make the group of their own line, as many as each other.
+            place = line.place(dist.get_rank())
+            ranks = [dist.get_rank() + (other - place) * line.stride for other in range(line.size)]
+            made = dist.new_group(ranks, use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup), "this rank is among them"
+            group = made
+        return Axis(shown.get(name, name), line.size, line.place(dist.get_rank()), group, self.ledger)
 
     def __str__(self) -> str:
         axes = " × ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
@@ -138,6 +179,24 @@ def place(layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     return sizes, {axis: coordinates[axis] for axis in AXES}
 
 
+def lines(layout: Layout) -> dict[str, Line]:
+    """The axes that ranks communicate along. Pure arithmetic, for any world size."""
+    tp, cp, shard = layout.tp, layout.cp, layout.shard_ranks
+    ulysses, ring = layout.cp_ulysses, layout.ring
+    ulysses_first = layout.cp_inner == "ulysses"
+    return {
+        "pp": Line(layout.pp, layout.dp_replicate * shard * tp),
+        "dp_replicate": Line(layout.dp_replicate, shard * tp),
+        "shard": Line(shard, tp),
+        "tp": Line(tp, 1),
+        "cp": Line(cp, tp),
+        "ring": Line(ring, tp * (ulysses if ulysses_first else 1)),
+        "ulysses": Line(ulysses, tp * (1 if ulysses_first else ring)),
+        "ep": Line(layout.ep, tp),
+        "edp": Line(shard // layout.ep, tp * layout.ep),
+    }
+
+
 def build(layout: Layout, device_type: str) -> Mesh:
     """The mesh of this process's rank. Raises JobError when the layout and the number of processes differ."""
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -148,8 +207,17 @@ def build(layout: Layout, device_type: str) -> Mesh:
         )
     if world == 1:
         sizes, coordinates = place(Layout(), 0)
-        return Mesh(sizes, coordinates, None)
+        return Mesh(sizes, coordinates, None, lines=lines(Layout()))
     sizes, coordinates = place(layout, dist.get_rank())
-    wide = {axis: size for axis, size in sizes.items() if size > 1}
-    devices = init_device_mesh(device_type, tuple(wide.values()), mesh_dim_names=tuple(wide))
-    return Mesh(sizes, coordinates, devices)
+    every = lines(layout)
+    devices = _devices(device_type, {name: every[name].size for name in DEVICE_AXES if every[name].size > 1})
+    experts = None
+    if layout.ep > 1:
+        # FSDP2 wants even an axis of one rank by its name.
+        names = ("pp", "dp_replicate", "edp", "ep", "tp")
+        experts = _devices(device_type, {name: every[name].size for name in names})
+    return Mesh(sizes, coordinates, devices, experts, every)
+
+
+def _devices(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.model.loss import cross_entropy_sum
-from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage
 
@@ -27,25 +27,19 @@ class Objective(nn.Module):
         self.loss = loss
 
     def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        noise: Noise | None = None,
-        stage: Stage | None = None,
-        x: Tensor | None = None,
-        earlier: Earlier | None = None,
+        self, micro: MicroTensors, stage: Stage | None = None, x: Tensor | None = None, earlier: Earlier | None = None
     ) -> Tensor:
-        """Loss summed over valid targets, in nats. tokens and targets: (micro_batch, seq_len).
+        """Loss summed over valid targets, in nats.
 
         Of a pipeline `stage` alone is computed: from `x`, what the stage before gave, and to what the next one reads,
         (micro_batch, seq, d_model) both, or to the loss. `earlier` are the slices of the sequences before these."""
         model = self.model
-        start = earlier.length if earlier is not None else 0
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        positions = micro.positions
         if x is None:
-            x = model.embed_tokens(tokens, positions, noise)
-        x = model.through(model.blocks if stage is None else stage.layers, x, positions, noise, earlier)
-        return self.of_hidden(model.normed(x), targets) if stage is None or stage.last else x
+            x = model.embed_tokens(micro.tokens, positions, micro.noise)
+        layers = model.blocks if stage is None else stage.layers
+        x = model.through(layers, x, positions, micro.noise, earlier, micro.documents)
+        return self.of_hidden(model.normed(x), micro.targets) if stage is None or stage.last else x
 
     def of_hidden(self, x: Tensor, targets: Tensor) -> Tensor:
         """The same from what the head reads: (micro_batch, seq_len, d_model)."""

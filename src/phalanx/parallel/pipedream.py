@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis, Pending
-from phalanx.parallel.data import MicroTensors, Replica
+from phalanx.parallel.data import Replica
 from phalanx.parallel.linear import WeightGradients
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipeline import Execution, Pipeline
 from phalanx.parallel.stages import Stages
 from phalanx.parallel.transfers import AHEAD

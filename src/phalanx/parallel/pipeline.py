@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis, Pending
-from phalanx.parallel.data import MicroTensors, Replica
+from phalanx.parallel.data import Replica
 from phalanx.parallel.linear import Product, WeightGradients
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage, Stages
 from phalanx.parallel.transfers import AHEAD, Post, Transfers
@@ -70,7 +71,7 @@ class Pipeline:
             if number and (source := ranks[number - 1]) != rank:
                 x = torch.empty(self.shape(micro), dtype=self.like.dtype, device=self.like.device)
                 (up if source < rank else down).start_receive(x, source).wait()
-            x = self.replica.objective(micro.tokens, micro.targets, None, stage, x)
+            x = self.replica.objective(micro, stage, x)
             if stage.last:
                 return x
             if (target := ranks[number + 1]) != rank:
@@ -136,8 +137,8 @@ class Execution:
         earlier = None
         if self.slices > 1:
             earlier = self.earlier.setdefault((action.stage, action.micro), Earlier())
-            earlier.begin(action.slice, micro.tokens.shape[1])
-        root = self.replica.objective(micro.tokens, micro.targets, micro.noise, stage, x, earlier)
+            earlier.begin(action.slice)
+        root = self.replica.objective(micro, stage, x, earlier)
         if earlier is not None:
             earlier.end()
         if stage.last:
@@ -155,8 +156,7 @@ class Execution:
         roots: list[Tensor] = [kept.root]
         gradients: list[Tensor | None] = [None if stage.last else self._read(action)]
         if self.slices > 1:
-            tokens = self.micros[action.micro].tokens.shape[1] // self.slices
-            seen, theirs = self.earlier[action.stage, action.micro].again(action.slice, tokens)
+            seen, theirs = self.earlier[action.stage, action.micro].again(action.slice)
             roots += seen
             gradients += theirs
             if action.slice == 0:

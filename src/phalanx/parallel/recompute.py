@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.model.transformer import Block, CoreAttention, Transformer
+from phalanx.model.attention import CoreAttention
+from phalanx.model.transformer import Block, Transformer
 
 
 def recompute(model: Transformer, what: str) -> int:

@@ -17,8 +17,6 @@ class Earlier:
     def __init__(self) -> None:
         self.now = 0
         """The slice that is computed, or computed again."""
-        self.length = 0
-        """Tokens of the slices before it."""
         self.made: list[dict[int, tuple[Tensor, Tensor]]] = []
         """By slice and layer, keys and values as they were computed."""
         self.seen: list[dict[int, tuple[Tensor, Tensor]]] = []
@@ -34,19 +32,19 @@ class Earlier:
         every_key, every_value = zip(*before, (keys, values), strict=True)
         return torch.cat(every_key, dim=2), torch.cat(every_value, dim=2)
 
-    def begin(self, number: int, tokens: int) -> None:
-        """The next slice, of `tokens` tokens, is going to be computed."""
-        self.now, self.length = number, number * tokens
+    def begin(self, number: int) -> None:
+        """The next slice is going to be computed."""
+        self.now = number
         self.made.append({})
 
     def end(self) -> None:
         """It has been."""
         self.seen.append({layer: (_leaf(k), _leaf(v)) for layer, (k, v) in self.made[self.now].items()})
 
-    def again(self, number: int, tokens: int) -> tuple[list[Tensor], list[Tensor]]:
+    def again(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
         """A slice's backward pass is going to be computed. Returns the keys and values that later slices have seen, and
         their gradients from there."""
-        self.now, self.length = number, number * tokens
+        self.now = number
         del self.made[number + 1 :]
         made, seen = self.made[number], self.seen.pop()
         roots, gradients = [], []

@@ -13,7 +13,7 @@ shares is one copy-free all-gather for any batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,8 +23,12 @@ from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
 from phalanx.job.pieces import Piece, piece
+from phalanx.model.attention import Attention
+from phalanx.model.latent import LatentAttention
+from phalanx.model.layers import MLP, Linear, Multiply
+from phalanx.model.moe import MoE
 from phalanx.model.noise import Noise, dropout
-from phalanx.model.transformer import MLP, Attention, Linear, Multiply, Transformer
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.linear import WeightGradients, gradient_of_input, gradient_of_weight
 
 
@@ -89,18 +93,46 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[Piece, ...]]
     return pieces
 
 
-def connect(model: Transformer, how: Tensors) -> None:
-    """Have the layers of `model`, whose parameters are cut, communicate."""
+WITHIN = (
+    *("attn.wq_a.weight", "attn.wq_a.bias", "attn.q_norm.weight", "attn.q_norm.bias"),
+    *("attn.wkv_a.weight", "attn.wkv_a.bias", "attn.kv_norm.weight", "attn.kv_norm.bias"),
+    *("moe.router.weight", "moe.experts.down.bias", "moe.shared.down.bias"),
+)
+"""Parameters that are whole on every rank but lie between cut ones: each rank finds its own part of their gradients."""
+
+
+def connect(model: Transformer, how: Tensors) -> set[nn.Module]:
+    """Have the layers of `model`, whose parameters are cut, communicate. Returns the linear layers whose products are
+    made here.
+
+    Latent attention and experts do so around the whole of it, where their input is read and where their output is
+    written: what lies between, routers as well, is computed by every rank."""
+    apart = {module.shared for module in model.modules() if isinstance(module, MoE)}
+    taken: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, Attention):
             module.qkv = partial(_columns, (module.wq, module.wk, module.wv), how)
-            module.wo.forward = partial(_rows, module.wo, how)
-        elif isinstance(module, MLP):
-            module.widen = partial(_columns, [w for w in (module.up, module.gate) if w is not None], how)
+            taken |= {module.wq, module.wk, module.wv}
+        elif isinstance(module, LatentAttention):
+            module.forward = partial(_entering, module.forward, how)
+        elif isinstance(module, MoE):
+            module.forward = partial(_around, module.forward, how)
+            module.experts.down.bias_factor = float(how.tp.rank == 0)
+            if module.shared is not None and module.shared.down.bias is not None:
+                module.shared.down.forward = partial(_biased_once, module.shared.down, how)
+        elif isinstance(module, MLP) and module not in apart:
+            layers = [w for w in (module.up, module.gate) if w is not None]
+            module.widen = partial(_columns, layers, how)
             module.down.forward = partial(_rows, module.down, how)
+            taken |= {*layers, module.down}
+        if isinstance(module, (Attention, LatentAttention)):
+            module.wo.forward = partial(_rows, module.wo, how)
+            taken.add(module.wo)
     model.embed.forward = partial(_embed, model.embed, how.tp)
     model.embed_tokens = partial(_embed_tokens, model, how)
     model.normed = partial(_normed, model, how)
+    model.routing.share = 1 / how.tp.size
+    return taken
 
 
 def _columns(layers: Sequence[Linear], how: Tensors, x: Tensor) -> tuple[Tensor, ...]:
@@ -114,6 +146,22 @@ def _rows(layer: Linear, how: Tensors, input: Tensor) -> Tensor:
     """The output of a layer that every rank has some inputs of. The bias is added once, after the sum."""
     y = _Rows.apply(input, how, layer.multiply, [layer.weight], how.constant(layer.weight))
     return y if layer.bias is None else y + layer.bias
+
+
+def _entering(forward: Callable[..., Tensor], how: Tensors, x: Tensor, *others: Any, **named: Any) -> Tensor:
+    """A module that reads the residual stream and writes by itself."""
+    return forward(_Enter.apply(x, how), *others, **named)
+
+
+def _around(forward: Callable[..., Tensor], how: Tensors, x: Tensor) -> Tensor:
+    """A module that reads the residual stream, and of which each rank has a summand of what is written."""
+    return _Leave.apply(forward(_Enter.apply(x, how)), how)  # pyright: ignore[reportReturnType]
+
+
+def _biased_once(layer: Linear, how: Tensors, input: Tensor) -> Tensor:
+    """A summand of a linear layer's output: the first rank's has the bias in it."""
+    assert layer.bias is not None, "asked before"
+    return layer.multiply(input, layer.weight) + layer.bias * float(how.tp.rank == 0)
 
 
 def _embed(embed: nn.Embedding, tp: Axis, input: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from phalanx.job import pieces as arithmetic
 from phalanx.job.pieces import Piece
-from phalanx.model.transformer import MLP, Linear, Transformer
+from phalanx.model.layers import MLP, Linear
+from phalanx.model.transformer import Transformer
 
 
 class Tile(Linear):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
+from phalanx.job.pieces import is_expert
 from phalanx.parallel.bucket import Bucket, Slot, fill
 from phalanx.parallel.data import Partial, Pieces, Replica
 from phalanx.parallel.fragments import Fragment
@@ -38,28 +39,31 @@ class BucketReplica(Replica):
         bucket_mb: float,
         gradient_dtype: torch.dtype | None = None,
         every_micro_batch: bool = False,
+        experts: tuple[Axis, Axis] | None = None,
         users: Callable[[str], Sequence[int]] = lambda name: (0,),
         holders: Callable[[str], Sequence[int]] = lambda name: (0,),
     ):
         """`zero` 1 keeps whole gradients until the optimizer is done, 2 only shares of them. `gradient_dtype` is that
         in which gradients are added up and sent, by default the parameters'. `every_micro_batch` reduces the gradients
-        of each micro-batch instead of once a step: less memory with ZeRO-2, more traffic. `users` tells which of a
-        pipeline's stages here compute with a parameter: a bucket's gradients come together. `holders` tells which of
-        its ranks hold it: a bucket is cut alike on all that have to sum its shares."""
-        self.shard, self.replicate = shard, replicate
+        of each micro-batch instead of once a step: less memory with ZeRO-2, more traffic. `experts` are ep, among
+        whose ranks experts are dealt out, and edp, which has the state of the same experts in `shard`'s place. `users`
+        tells which of a pipeline's stages here compute with a parameter: a bucket's gradients come together. `holders`
+        tells which of its ranks hold it: a bucket is cut alike on all that have to sum its shares."""
+        self.sharded, self.experts = shard.size > 1, experts
         self.every_micro_batch = every_micro_batch
         # The backward pass reaches the last layers first: their bucket is the first to travel.
         named = list(objective.model.named_parameters())[::-1]
-        together: dict[tuple[tuple[int, ...], ...], list[tuple[str, nn.Parameter]]] = {}
+        together: dict[tuple[tuple[int, ...], tuple[int, ...], Axis], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
-            together.setdefault((tuple(users(name)), tuple(holders(name))), []).append((name, parameter))
+            over = experts[1] if experts and is_expert(name) else shard
+            together.setdefault((tuple(users(name)), tuple(holders(name)), over), []).append((name, parameter))
         self.buckets: list[Bucket] = []
         self.of_stage: dict[int, list[Bucket]] = {}
         """By stage, the buckets that it alone fills; the others are reduced when all stages are done."""
-        for (stages, _), parameters in together.items():
+        for (stages, _, over), parameters in together.items():
             for group in fill(parameters, bucket_mb * 2**20):
                 dtype = gradient_dtype or group[0][1].dtype
-                self.buckets.append(Bucket(_slots(group), shard, replicate, zero == 2 and shard.size > 1, dtype))
+                self.buckets.append(Bucket(_slots(group), over, replicate, zero == 2 and over.size > 1, dtype))
                 if len(stages) == 1:
                     self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
         self.filling: list[Bucket] = []
@@ -71,7 +75,7 @@ class BucketReplica(Replica):
         }
         for parameter in self.slots:
             parameter.register_post_accumulate_grad_hook(self.arrived)
-        if shard.size > 1:
+        if self.sharded:
             self._wait_where_needed(objective)
         super().__init__(objective, pieces, tp, partials)
 
@@ -101,8 +105,8 @@ class BucketReplica(Replica):
     def publish(self) -> None:
         """All-gather the parameters that this rank's optimizer changed, in the order in which the next forward pass
         meets them. It waits for each where it needs it."""
-        if self.shard.size > 1:
-            for bucket in reversed(self.buckets):
+        for bucket in reversed(self.buckets):
+            if bucket.shard.size > 1:
                 bucket.gather()
 
     def clear(self) -> None:
@@ -132,13 +136,12 @@ class BucketReplica(Replica):
                 bucket.reduce()
         for bucket in self.buckets:
             bucket.settle()
-        if self.shard.size > 1 and self.replicate.size > 1:
-            works = [self.replicate.all_reduce(b.reduced) for b in self.buckets if b.reduced is not None]
-            for work in works:
-                work.wait()
+        shares = [(b.replicate, b.reduced) for b in self.buckets if b.shard.size > 1 and b.reduced is not None]
+        for work in [replicate.all_reduce(share) for replicate, share in shares if replicate.size > 1]:
+            work.wait()
         for fragment, (bucket, start, stop) in zip(self.fragments, self.places, strict=True):
             assert bucket.reduced is not None, "settled above"
-            begin = bucket.share.start if self.shard.size > 1 else 0
+            begin = bucket.share.start if bucket.shard.size > 1 else 0
             fragment.gradient = bucket.reduced[start - begin : stop - begin].view(fragment.value.shape)
 
     def _fragments(self, pieces: Pieces) -> list[Fragment]:
@@ -147,13 +150,20 @@ class BucketReplica(Replica):
         for bucket in self.buckets:
             for slot, start, stop in bucket.owned():
                 value: Tensor = slot.parameter
-                if self.shard.size > 1:
+                if bucket.shard.size > 1:
                     value = bucket.parameters[start:stop].detach().requires_grad_()
-                found[slot.name] = Fragment(slot.name, pieces[slot.name], self.tp.rank, start - slot.start, value)
+                first = start - slot.start + before(slot.name, slot.parameter.numel(), self.experts)
+                found[slot.name] = Fragment(slot.name, pieces[slot.name], self.tp.rank, first, value)
                 places[slot.name] = bucket, start, stop
         names = [name for name, _ in self._parameters()]
         self.places = [places[name] for name in names]
         return [found[name] for name in names]
+
+
+def before(name: str, elements: int, experts: tuple[Axis, Axis] | None) -> int:
+    """Elements of a parameter that ranks before this one along ep hold, where this one holds `elements`: those of their
+    experts."""
+    return experts[0].rank * elements if experts and is_expert(name) else 0
 
 
 def _arrive(buckets: Sequence[Bucket], *_: Any) -> None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from phalanx.model.loss import valid_tokens
-from phalanx.parallel.data import MicroTensors, Replica
+from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.micro import MicroTensors
 
 
 def validation_loss(replica: Replica, mesh: Mesh, batches: Iterable[MicroTensors], device: torch.device) -> float:

@@ -28,6 +28,7 @@ from phalanx.parallel.precision import DTYPES
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, metrics
 from phalanx.train.evaluate import validation_loss
+from phalanx.train.expert_load import ExpertLoads
 from phalanx.train.feed import Feed
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.state import State
@@ -76,8 +77,12 @@ class Trainer:
         self.mesh: Mesh = meshes.build(job.layout, device.type)
         shards = Path(on_rank_zero(self._find_data))
         index = open_shards(shards)
-        self.train_data = TokenData(shards, "train", job.model.seq_len)
-        self.val_data = TokenData(shards, "val", job.model.seq_len) if job.train.eval_samples else None
+
+        def data(split: str) -> TokenData:
+            return TokenData(shards, split, job.model.seq_len, document_mask=job.data.document_mask)
+
+        self.train_data = data("train")
+        self.val_data = data("val") if job.train.eval_samples else None
         on_rank_zero(self._keep_tokenizer)
         self._introduce(index.vocab_size)
         self.stepper = Stepper(job, self.mesh, device, index.vocab_size)
@@ -100,6 +105,7 @@ class Trainer:
         path = self.directory.metrics if self.ranks.rank == 0 else None
         self.mesh.ledger.clear()
         self.first_step = state.step
+        experts = ExpertLoads(job, self.mesh, self.stepper.routing, self.device, state.step)
         # With asp nothing is read here: shares of a batch go to whoever is ready.
         prefetch = 0 if self.asynchronous else job.data.prefetch
         place = self.mesh.data_rank, self.mesh.data_ranks
@@ -130,12 +136,14 @@ class Trainer:
                     state.step += 1
                 state.samples += (state.step - before) * self.batch.global_batch
                 last = state.step == job.train.steps
+                experts.after(state.step, rows, shown=self._shows(state.step), ends=last or stop)
                 if self._validates(state.step):
                     self._validate(rows, meter)
                 if stop or self._saves(state.step):
                     self._save(meter)
                 if last or stop:
                     self._report_traffic(rows)
+                    experts.draw(self.directory)
                     if arrivals:
                         self._report_staleness(rows, arrivals)
                 if stop and not last:
@@ -161,6 +169,9 @@ class Trainer:
         except NotFiniteError as error:
             raise self._not_finite(error) from None
 
+    def _shows(self, step: int) -> bool:
+        return step == 1 or _due(step, self.job.train.log_every)
+
     def _validates(self, step: int) -> bool:
         return step == self.job.train.steps or _due(step, self.job.train.eval_every)
 
@@ -171,7 +182,7 @@ class Trainer:
         """sync=asp: the steps until something is due. Returns the steps done, and whether to stop."""
         job, done = self.job, self.state.step
         due = [job.train.steps, *(done + e - done % e for e in (job.train.eval_every, job.checkpoint.every) if e)]
-        samples, ranks = self.batch.global_batch // job.layout.dp_replicate, self.mesh.axis("dp_shard")
+        samples, ranks = self.batch.global_batch // job.layout.dp_replicate, self.mesh.axis("shard")
 
         def read(chunk: int) -> list[MicroBatch]:
             first = self.state.samples + (chunk - done * job.layout.dp_replicate) * samples
@@ -252,7 +263,7 @@ class Trainer:
     def _show(self, meter: metrics.Meter, row: dict[str, float]) -> None:
         step = int(row["step"])
         self.terminal.step(step, row["loss"], row["tps"])
-        if step == 1 or _due(step, self.job.train.log_every):
+        if self._shows(step):
             shown = {**row, **meter.since_shown()}
             log.info("%s", metrics.line(shown, devices.peak_memory(self.device)))
 
@@ -267,7 +278,7 @@ class Trainer:
             rank=self.mesh.data_rank,
             ranks=self.mesh.data_ranks,
         )
-        tensors = (self.stepper.tensors(micro, self.state.step) for micro in batches)
+        tensors = (self.stepper.tensors(micro, self.state.step, validates=True) for micro in batches)
         with self.mesh.ledger.aside():
             loss = validation_loss(self.stepper.replica, self.mesh, tensors, self.device)
         self.state.val_loss = loss

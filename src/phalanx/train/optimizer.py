@@ -18,17 +18,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamW:
     """AdamW (Loshchilov & Hutter 2019) as torch fuses it, on the fragments or on fp32 copies of them."""
 
-    def __init__(self, fragments: Sequence[Fragment], config: Optimizer):
+    def __init__(self, fragments: Sequence[Fragment], config: Optimizer, bias_rate: float = 0.0):
+        """`bias_rate` is what a step moves the balancing biases of routers by."""
         self.fragments = fragments
-        self.config = config
+        self.config, self.bias_rate = config, bias_rate
         self.masters = {
             f.name: f.value.detach().float().requires_grad_() if needs_master_weights(f.value.dtype) else f.value
             for f in fragments
         }
         self.updates = 0
         # A fragment may be empty: another rank of dp_shard then updates all of that parameter.
-        matrices = [self.masters[f.name] for f in fragments if f.decays and f.value.numel()]
-        vectors = [self.masters[f.name] for f in fragments if not f.decays and f.value.numel()]
+        adams = [f for f in fragments if f.value.numel() and not f.balances]
+        self.biases = [self.masters[f.name] for f in fragments if f.value.numel() and f.balances]
+        matrices = [self.masters[f.name] for f in adams if f.decays]
+        vectors = [self.masters[f.name] for f in adams if not f.decays]
         groups = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -49,7 +52,7 @@ class AdamW:
         if loss_scale != 1:
             for gradient in self._gradients():
                 gradient.mul_(1 / loss_scale)
-        masters = (self.masters[f.name].grad for f in counted(self.fragments))
+        masters = (self.masters[f.name].grad for f in counted(self.fragments) if not f.balances)
         return get_total_norm([gradient for gradient in masters if gradient is not None]).double() ** 2
 
     def take(self) -> None:
@@ -64,6 +67,11 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor) -> None:
         """Clip to the configured norm, update, and clear the gradients. `norm` is the global norm."""
+        # Who has more than a share of the tokens becomes less likely to be chosen (DeepSeek-V3, section 2.1.2).
+        for bias in self.biases:
+            if bias.grad is not None:
+                bias.add_(bias.grad.sign(), alpha=-self.bias_rate)
+                bias.grad = None  # it is no part of what is clipped
         # Where nothing is clipped torch would multiply every gradient by one.
         if self.config.clip and norm + 1e-6 > self.config.clip:
             clip_grads_with_norm_(self.masters.values(), self.config.clip, norm)
@@ -103,7 +111,8 @@ class AdamW:
             for fragment in self.fragments:
                 state = self.adam.state[self.masters[fragment.name]]
                 for kind in MOMENTS:
-                    tensors[kind][fragment.name] = state.get(kind, self.masters[fragment.name].detach())
+                    # What has no elements here, or no moments at all, has those of its own shape.
+                    tensors[kind][fragment.name] = state.get(kind, torch.zeros_like(self.masters[fragment.name]))
         if any(self.masters[f.name] is not f.value for f in self.fragments):
             tensors["master"] = {name: master.detach() for name, master in self.masters.items()}
         return tensors

@@ -12,15 +12,17 @@ from torch import Tensor
 from phalanx.comm.axis import Pending
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
+from phalanx.job.context import places
 from phalanx.job.job import Job
 from phalanx.job.parameters import parameter_shapes
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
-from phalanx.parallel.data import MicroTensors
 from phalanx.parallel.fragments import Fragment
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.train.memory import Memory
 from phalanx.train.optimizer import AdamW
@@ -47,6 +49,7 @@ class Stepper:
         dtype = DTYPES[job.train.precision]
         with torch.device("meta"):
             model = Transformer(job.model, vocab_size).to(dtype)
+        self.routing = model.routing
         self.memory = Memory(job, device, vocab_size, mesh.coordinates["pp"])
         with self.memory.allocating("parameters"):
             self.replica = apply(model, job, mesh, device)
@@ -58,8 +61,11 @@ class Stepper:
         if isinstance(self.replica.runner, PipeDream):
             fragments = [_copy(fragment) for fragment in fragments]  # it computes with older versions
         with self.memory.allocating("optimizer"):
-            self.optimizer = AdamW(fragments, job.optimizer)
+            self.optimizer = AdamW(fragments, job.optimizer, job.model.moe.bias_rate)
         self.loss_scale = LossScale(dtype)
+        runner = self.replica.runner
+        self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)
+        self.places_of_whole = self._places(1)
         self.apart = job.layout.apart
         self.sync: LocalSGD | None = None
         if job.layout.sync in ("local_sgd", "diloco"):
@@ -72,7 +78,12 @@ class Stepper:
         Afterwards the fragments' gradients are those of the mean loss over `global_tokens`, times the loss scale."""
         tensors = [self.tensors(micro, step) for micro in micro_batches]
         with self.memory.allocating("activations", "logits", "gradients"):
-            return self.replica.gradients(tensors, self.loss_scale.value / global_tokens)
+            return self.replica.gradients(tensors, self.factor(global_tokens))
+
+    def factor(self, global_tokens: int) -> float:
+        """What the loss, summed over tokens, is multiplied by before a backward pass; routers multiply theirs, too."""
+        self.routing.factor = self.loss_scale.value / global_tokens
+        return self.routing.factor
 
     def step(
         self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, lr: float, stop: bool = False
@@ -134,17 +145,35 @@ class Stepper:
         if isinstance(self.replica.runner, PipeDream):
             self.replica.runner.restart([f.value for f in self.replica.fragments])
 
-    def tensors(self, micro: MicroBatch, step: int) -> MicroTensors:
-        """A micro-batch on the device, with what its dropout masks in optimizer step `step` derive from."""
+    def tensors(self, micro: MicroBatch, step: int, validates: bool = False) -> MicroTensors:
+        """What this rank computes of a micro-batch, on the device, with what its dropout masks in optimizer step `step`
+        derive from. When it `validates`, sequences do not travel in slices."""
+        places = self.places_of_whole if validates else self.places
         tokens = torch.from_numpy(micro.tokens).to(self.device, non_blocking=True)
         targets = torch.from_numpy(micro.targets).to(self.device, non_blocking=True)
+        documents = None
+        if micro.documents is not None:
+            documents = torch.from_numpy(micro.documents).to(self.device, non_blocking=True)
+        seq_len = tokens.shape[1]
+        if places is not None:
+            tokens, targets = tokens[:, places], targets[:, places]
         noise = None
         if self.job.model.dropout:
             tp = self.mesh.axis("tp")
             part = tp.rank, tp.size
             tokens_here = part if self.job.layout.sp else (0, 1)
-            noise = Noise(self.job.train.seed, step, micro.sample_ids.tolist(), heads=part, tokens=tokens_here)
-        return MicroTensors(tokens, targets, noise)
+            samples = micro.sample_ids.tolist()
+            noise = Noise(
+                self.job.train.seed, step, samples, heads=part, tokens=tokens_here, places=places, seq_len=seq_len
+            )
+        return MicroTensors(tokens, targets, noise, places, documents)
+
+    def _places(self, slices: int) -> Tensor | None:
+        """Positions of the tokens that this rank has of every sequence; None where it has all."""
+        if self.job.layout.cp == 1:
+            return None
+        runs = places(self.job.layout, self.job.model.seq_len, self.mesh.coordinates["cp"], slices)
+        return torch.tensor([position for run in runs for position in run], device=self.device)
 
     def name_first(self, found: int | None) -> str:
         """ ", first in NAME": the first of the fragments that any rank found, if there is one. A collective."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx.comm.axis import Pending
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
-from phalanx.parallel.data import MicroTensors
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.train.step import Step, Stepper
 
@@ -69,7 +69,7 @@ class Stream:
 
         loss = self.pipeline.leg(
             tensors(micro_batches, step),
-            stepper.loss_scale.value / global_tokens,
+            stepper.factor(global_tokens),
             (lambda: tensors(more(), step + 1)) if more else None,
             self._due,
         )

@@ -1,0 +1,111 @@
+"""Causal self-attention: projections around a core without parameters.
+
+Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more with a cache), d_model, head_size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.job.model import Model
+from phalanx.model.layers import Linear
+from phalanx.model.noise import Noise
+from phalanx.model.rotary import rotate
+
+
+class KeysAndValues(Protocol):
+    """Keys and values of tokens before these, which attention sees as well."""
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of all positions, from those of the new ones: (batch, kv_heads, seq, head_size) each."""
+        ...
+
+
+class Attention(nn.Module):
+    """Causal self-attention with as many key/value heads as query heads, or fewer (Ainslie et al. 2023)."""
+
+    def __init__(self, model: Model, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.head_size = model.head_size
+        queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
+        qkv_bias = model.bias or model.qkv_bias
+        self.wq = Linear(model.d_model, queries, bias=qkv_bias)
+        self.wk = Linear(model.d_model, keys, bias=qkv_bias)
+        self.wv = Linear(model.d_model, keys, bias=qkv_bias)
+        self.core = CoreAttention(model, layer)
+        self.wo = Linear(queries, model.d_model, bias=model.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: KeysAndValues | None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """(batch, seq, d_model) to the same."""
+        q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.qkv(x))
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        return self.wo(self.core(q, k, v, noise, documents).transpose(1, 2).flatten(2))
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model)."""
+        return self.wq(x), self.wk(x), self.wv(x)
+
+
+class CoreAttention(nn.Module):
+    """softmax(q kᵀ / √head_size) v. A module of its own, without parameters, because layouts treat it apart: it is what
+    selective recomputation repeats and what context parallelism replaces."""
+
+    def __init__(self, model: Model, layer: int):
+        super().__init__()
+        self.n_heads = model.n_heads
+        self.dropout = model.dropout
+        self.site = f"blocks.{layer}.attn.probabilities"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
+        """`q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` likewise to
+        (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys.
+
+        With `documents` (batch, at least keys), the number of each token's document, a query sees the keys of its own
+        document alone."""
+        grouped = q.shape[1] != k.shape[1]
+        if noise is not None and self.dropout > 0:
+            return self._with_dropout(q, k, v, noise, documents)
+        if documents is not None:
+            seen = visible(q.shape[2], k.shape[2], documents)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+        if q.shape[2] == k.shape[2]:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        # torch's is_causal would align the first query with the first key.
+        mask = None if q.shape[2] == 1 else visible(q.shape[2], k.shape[2], device=q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise, documents: Tensor | None) -> Tensor:
+        """The same step by step: torch's fused kernels draw dropout masks of their own."""
+        queries_per_key = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        scores = scores.masked_fill(~visible(q.shape[2], k.shape[2], documents, q.device), float("-inf"))
+        # In half precision the softmax adds in fp32 by itself; asked to return fp32 it would keep twice the memory.
+        return noise.dropout_heads(scores.softmax(dim=-1), self.dropout, self.site, self.n_heads) @ v
+
+
+def visible(seq: int, keys: int, documents: Tensor | None = None, device: torch.device | None = None) -> Tensor:
+    """Which keys the last `seq` of `keys` tokens see: their own and all before, of their own document where
+    `documents` (batch, at least keys) are given. Boolean, (seq, keys), or with documents (batch, 1, seq, keys)."""
+    causal = torch.ones(seq, keys, dtype=torch.bool, device=device if documents is None else documents.device)
+    causal = causal.tril(keys - seq)
+    if documents is None:
+        return causal
+    of_key, of_query = documents[:, :keys], documents[:, keys - seq : keys]
+    return ((of_query[:, :, None] == of_key[:, None, :]) & causal).unsqueeze(1)

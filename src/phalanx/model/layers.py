@@ -1,0 +1,64 @@
+"""The layers that blocks are made of: linear layers whose product a layout may exchange, norms, and the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.job.model import Model
+
+Multiply = Callable[..., Tensor]
+"""x weightᵀ + bias as F.linear computes it: (x, weight, bias=None)."""
+
+
+class Linear(nn.Linear):
+    """x weightᵀ + bias by a product, `multiply`, that a layout may exchange for one with other kernels."""
+
+    multiply: Multiply = staticmethod(F.linear)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., inputs) to (..., outputs)."""
+        return self.multiply(input, self.weight, self.bias)
+
+
+class Activation:
+    """What lies between the matrices of an MLP: GELU, exact or in its tanh form, or a SiLU gate (SwiGLU)."""
+
+    def __init__(self, model: Model):
+        self.gelu = "tanh" if model.activation == "gelu_tanh" else "none"
+
+    def __call__(self, wide: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Of the hidden activations, and of the gate's where there is one, to the same shape."""
+        return F.gelu(wide, approximate=self.gelu) if gate is None else F.silu(gate) * wide
+
+
+class MLP(nn.Module):
+    """Two matrices around a GELU, or three with a SiLU gate (SwiGLU, Shazeer 2020), of a hidden `width`: by default the
+    model's."""
+
+    def __init__(self, model: Model, width: int | None = None):
+        super().__init__()
+        width = width or model.ff_size
+        self.activate = Activation(model)
+        self.up = Linear(model.d_model, width, bias=model.bias)
+        swiglu = model.activation == "swiglu"
+        self.gate = Linear(model.d_model, width, bias=model.bias) if swiglu else None
+        self.down = Linear(width, model.d_model, bias=model.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) to the same."""
+        return self.down(self.activate(*self.widen(x)))
+
+    def widen(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The hidden activations, and the gate's where there is one, each (..., width)."""
+        return (self.up(x),) if self.gate is None else (self.up(x), self.gate(x))
+
+
+def make_norm(model: Model, width: int | None = None) -> nn.Module:
+    """The model's normalisation over `width` elements, by default d_model."""
+    width = width or model.d_model
+    if model.norm == "rmsnorm":
+        return nn.RMSNorm(width, eps=model.norm_eps)
+    return nn.LayerNorm(width, eps=model.norm_eps, bias=model.bias)

@@ -1,0 +1,185 @@
+"""Attention of some queries over one block of keys, with what it takes to put blocks together afterwards.
+
+Next to its output a block gives the log-sum-exp of every query's scores. From those of several blocks follows what
+attention over all their keys gives (Milakov and Gimelshein 2018; Liu et al. 2023, ring attention), and given the output
+and the log-sum-exp over all keys, a block's gradients follow from its own keys alone (Dao et al. 2022, section B.2).
+
+Three back ends: torch's fused kernel for the CPU, its flash attention on CUDA, and products and a softmax step by step
+for what these cannot do: dropout, masks on CUDA, wide numbers there.
+
+Shapes: batch, heads, queries, keys; kv_heads divides heads. Scores are multiplied by head_size ** -0.5 of q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_SCORES = 2**26
+"""Scores that the step by step form has at once: it goes through the queries in runs."""
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the queries of a block see of its keys: all, or less."""
+
+    causal: bool = False
+    """Query number i sees the keys up to number i; there are as many of both."""
+    mask: Tensor | None = None
+    """Boolean, (batch or 1, heads or 1, queries, keys), true where a query sees a key; not with `causal`."""
+    keep: Tensor | None = None
+    """Dropout: which probabilities meet the values, boolean, (batch, heads, queries, keys)."""
+    keep_scale: float = 1.0
+    """And what these are multiplied by."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    """Output (batch, heads, queries, size of v's heads), and log-sum-exp (batch, heads, queries) in at least fp32, of
+    `q` (batch, heads, queries, head_size) over `k` (batch, kv_heads, keys, head_size) and `v`. A query that sees
+    nothing gets zeros and -inf."""
+    if _fused(q, v, seen):
+        padded = _padded(q, k, v)
+        kernel = _cpu_forward if q.device.type == "cpu" else _cuda_forward
+        o, lse = kernel(*padded, seen, q.shape[-1] ** -0.5)
+        return o[..., : v.shape[-1]], lse
+    outputs, sums = [], []
+    for rows in _runs(q, k):
+        scores = _scores(q[:, :, rows], k, seen, rows)
+        lse = scores.logsumexp(dim=-1)
+        probabilities = _probabilities(scores, lse)
+        o = _fold(_dropped(probabilities, seen, rows).to(v.dtype), k.shape[1]) @ v
+        outputs.append(o.view(*lse.shape, v.shape[-1]))
+        sums.append(lse)
+    return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+
+
+def gradients(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a block adds to the gradients of `q`, `k` and `v`, where `o` and `lse` are those over all keys, also those
+    of other blocks, and `gradient` is that of `o`."""
+    if _fused(q, v, seen):
+        padded, width = _padded(q, k, v), v.shape[-1]
+        size = padded[0].shape[-1]
+        kernel = _cpu_backward if q.device.type == "cpu" else _cuda_backward
+        inputs = _widened(gradient, size), *padded, _widened(o, size)
+        of_q, of_k, of_v = kernel(*inputs, lse, seen, q.shape[-1] ** -0.5)
+        return of_q[..., : q.shape[-1]], of_k[..., : k.shape[-1]], of_v[..., :width]
+    wide, scale, kv_heads = lse.dtype, q.shape[-1] ** -0.5, k.shape[1]
+    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for rows in _runs(q, k):
+        query, given = q[:, :, rows], gradient[:, :, rows]
+        probabilities = _probabilities(_scores(query, k, seen, rows), lse[:, :, rows])
+        passed = (_fold(given, kv_heads) @ v.transpose(-2, -1)).view_as(probabilities).to(wide)
+        used, passed = _dropped(probabilities, seen, rows), _dropped(passed, seen, rows)
+        of_v += _fold(used.to(v.dtype), kv_heads).transpose(-2, -1) @ _fold(given, kv_heads)
+        # The sum over all keys of p dp, which makes the rows of the softmax's gradient sum to nothing.
+        delta = (given.to(wide) * o[:, :, rows].to(wide)).sum(dim=-1, keepdim=True)
+        of_scores = _fold((probabilities * (passed - delta) * scale).to(q.dtype), kv_heads)
+        of_q[:, :, rows] = (of_scores @ k).view_as(query)
+        of_k += of_scores.transpose(-2, -1) @ _fold(query, kv_heads)
+    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _fused(q: Tensor, v: Tensor, seen: Seen) -> bool:
+    """Whether one of torch's kernels computes it."""
+    if seen.keep is not None:
+        return False
+    if q.device.type == "cpu":
+        return True
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.device.type == "cuda" and half and seen.mask is None and max(q.shape[-1], v.shape[-1]) <= 256
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    bias = _bias(seen, q.dtype)
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, seen.causal, attn_mask=bias, scale=scale)
+    if seen.mask is not None:  # where a query sees nothing, the kernel says 0
+        lse = lse.masked_fill(~seen.mask.any(dim=-1), float("-inf"))
+    return o, lse
+
+
+def _cpu_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    bias = _bias(seen, q.dtype)
+    if bias is not None:  # of a query that sees nothing: exp(-inf - 0), not exp(-inf + inf)
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, k, v, o, lse, 0.0, seen.causal, attn_mask=bias, scale=scale
+    )
+
+
+def _bias(seen: Seen, dtype: torch.dtype) -> Tensor | None:
+    """The mask as the CPU's kernel wants it: added to the scores."""
+    if seen.mask is None:
+        return None
+    return torch.zeros(seen.mask.shape, dtype=dtype).masked_fill_(~seen.mask, float("-inf"))
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, seen.causal, scale=scale)
+    return found[0], found[1]
+
+
+def _cuda_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The kernel reads lengths only of packed sequences, and a random state only with dropout.
+    packed, random = None, torch.empty(2, dtype=torch.int64, device=q.device)
+    return _aten._scaled_dot_product_flash_attention_backward(
+        *(gradient, q, k, v, o, lse.contiguous(), packed, packed, q.shape[2], k.shape[2], 0.0, seen.causal),
+        *(random, random),
+        scale=scale,
+    )
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With heads of one size, as the kernels want them (CUDA's: a multiple of 8). Zeros change neither scores nor what
+    is read of the output."""
+    size = max(q.shape[-1], v.shape[-1])
+    if q.device.type == "cuda":
+        size = -(-size // 8) * 8
+    return _widened(q, size), _widened(k, size), _widened(v, size)
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+
+
+def _runs(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """The queries, in runs of which the scores fit."""
+    length = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    return (slice(start, start + length) for start in range(0, q.shape[2], length))
+
+
+def _scores(q: Tensor, k: Tensor, seen: Seen, rows: slice) -> Tensor:
+    """In at least fp32, (batch, heads, queries, keys), -inf where nothing is seen. `q` are the queries at `rows`."""
+    batch, heads, queries, size = q.shape
+    scores = _fold(q * size**-0.5, k.shape[1]) @ k.transpose(-2, -1)
+    scores = scores.view(batch, heads, queries, k.shape[2]).to(torch.promote_types(q.dtype, torch.float32))
+    mask = None if seen.mask is None else seen.mask[:, :, rows]
+    if seen.causal:
+        mask = torch.ones(queries, k.shape[2], dtype=torch.bool, device=q.device).tril(rows.start)
+    return scores if mask is None else scores.masked_fill_(~mask, float("-inf"))
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """In place. Where a query sees nothing at all, zeros."""
+    return scores.sub_(lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp_()
+
+
+def _dropped(x: Tensor, seen: Seen, rows: slice) -> Tensor:
+    return x if seen.keep is None else (x * seen.keep[:, :, rows]).mul_(seen.keep_scale)
+
+
+def _fold(x: Tensor, kv_heads: int) -> Tensor:
+    """The queries of the heads that read the same keys one below the other: (batch, kv_heads, many, width). A product
+    with the keys then needs no copies of these, and one over the queries sums over the heads."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)

@@ -1,0 +1,105 @@
+"""Context parallelism: the ranks along the cp axis each hold a part of every sequence, and meet in attention.
+
+Of a grid of ring × ulysses ranks (Fang and Zhao 2024, USP), those of one place of the ring exchange heads for tokens
+(ulysses.py), and between the places keys and values travel (ring.py). job/context.py says which positions a rank holds.
+Everything else in a model works on single tokens, except what a mixture of experts counts over whole sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.axis import Axis
+from phalanx.job.context import places
+from phalanx.job.layout import Layout
+from phalanx.model.attention import CoreAttention
+from phalanx.model.noise import Noise
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.ring import Dropping, ring_attention
+from phalanx.parallel.ulysses import to_heads, to_tokens
+
+
+@dataclass(frozen=True)
+class _Context:
+    """How the ranks that share sequences meet."""
+
+    layout: Layout
+    ring: Axis
+    ulysses: Axis
+
+
+def connect(model: Transformer, layout: Layout, mesh: Mesh) -> None:
+    """Have the attention of `model`, which gets a share of every sequence's tokens, see those of all cp ranks."""
+    how = _Context(layout, mesh.axis("ring"), mesh.axis("ulysses"))
+    for module in model.modules():
+        if isinstance(module, CoreAttention):
+            module.forward = partial(_attend, module, how, module.forward)
+
+
+def _attend(
+    core: CoreAttention,
+    how: _Context,
+    alone: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    noise: Noise | None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """What CoreAttention computes: `q` (batch, heads, tokens here, head_size), `k` and `v` of the tokens here, of all
+    slices of a sequence so far, and `documents` (batch, whole sequence). `alone` is the same of one device."""
+    ring, ulysses, slices = how.ring, how.ulysses, k.shape[2] // q.shape[2]
+    if ulysses.size > 1:
+        q, k, v = to_heads(q, ulysses), to_heads(k, ulysses, slices), to_heads(v, ulysses, slices)
+        if noise is not None:
+            part, parts = noise.heads
+            noise = replace(noise, heads=(part * ulysses.size + ulysses.rank, parts * ulysses.size))
+    if ring.size > 1:
+        dropping = None
+        if noise is not None and core.dropout > 0:
+            dropping = Dropping(noise, core.dropout, core.site, core.n_heads)
+        o = ring_attention(q, k, v, ring, how.layout, documents, dropping)
+    else:
+        if noise is not None:  # the queries that are now here are those of whole slices
+            last = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
+            noise = replace(noise, places=last, seq_len=noise.seq_len or k.shape[2])
+        o = alone(q, k, v, noise, documents)
+    return to_tokens(o, ulysses) if ulysses.size > 1 else o
+
+
+class SplitSequences:
+    """Sequences of which every cp rank holds its share, for those that need numbers of the whole: a mixture of experts'
+    routers. Nothing here has gradients."""
+
+    def __init__(self, layout: Layout, cp: Axis):
+        self.layout, self.cp = layout, cp
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the cp ranks."""
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        self.cp.all_reduce(total).wait()
+        return total
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Of all tokens, (batch, sequence, ...) in the order of position, from those here (batch, tokens, ...)."""
+        parts = x.new_empty(self.cp.size, *x.shape)
+        self.cp.all_gather(parts.view(-1), x.detach().contiguous().view(-1)).wait()
+        seq_len = self.cp.size * x.shape[1]
+        found = x.new_empty(x.shape[0], seq_len, *x.shape[2:])
+        for rank, part in enumerate(parts):
+            found[:, self._places(seq_len, rank, x.device)] = part
+        return found
+
+    def mine(self, x: Tensor) -> Tensor:
+        """Of the tokens here, (batch, tokens, ...), from `x` of all (batch, sequence, ...)."""
+        return x[:, self._places(x.shape[1], self.cp.rank, x.device)]
+
+    def _places(self, seq_len: int, rank: int, device: torch.device) -> Tensor:
+        runs = places(self.layout, seq_len, rank)
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])

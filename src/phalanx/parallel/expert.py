@@ -1,0 +1,153 @@
+"""Expert parallelism: every rank holds a part of the routed experts, and tokens travel to them and back.
+
+A token's row goes to the rank that holds its expert, is worked on there, and comes back (GShard, Lepikhin et al. 2021,
+section 3): an all-to-all on the way out and one on the way back, and the same two the other way in the backward pass.
+The shared experts, which need nothing from others, compute while rows are on their way out; in the backward pass their
+gradients are computed while those of the rows travel home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.axis import Axis, Pending
+from phalanx.job.pieces import experts_of
+from phalanx.model.experts import GroupedLinear, Sizes
+from phalanx.model.moe import MoE
+
+
+def cut_experts(model: nn.Module, ep: Axis) -> None:
+    """Replace the parameters of routed experts in `model` (on the meta device) by those of the experts held here.
+
+    The layout has been checked: the experts divide by the ranks."""
+    for module in model.modules():
+        if isinstance(module, GroupedLinear):
+            for name, stack in list(module.named_parameters(recurse=False)):
+                mine = experts_of(stack.shape[0], ep.size, ep.rank)
+                held = torch.empty(len(mine), *stack.shape[1:], dtype=stack.dtype, device="meta")
+                setattr(module, name, nn.Parameter(held))
+
+
+def connect(model: nn.Module, ep: Axis) -> None:
+    """Have the mixtures of experts in `model`, whose experts are dealt out, exchange rows with each other."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.compute = partial(_compute, module, ep)
+
+
+def _compute(moe: MoE, ep: Axis, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the experts, wherever they are, make of `rows` (rows, d_model), and the shared experts of `tokens`.
+
+    `rows` are sorted by expert, `sizes` of them for each; a list of sizes is the same on all ranks."""
+    table = _sizes_of_all(ep, sizes)
+    mine = experts_of(len(table[0]), ep.size, ep.rank)
+    by_rank = [line[mine.start : mine.stop] for line in table]
+    by_expert = [list(column) for column in zip(*by_rank, strict=True)]
+    given, taken = _parts(table[ep.rank], ep.size), [sum(line) for line in by_rank]
+    out, back = _Exchange(ep, given, taken), _Exchange(ep, taken, given)
+
+    received = out.start(rows)
+    shared = None if moe.shared is None else moe.shared(tokens)
+    # The same name twice: what arrived is gone before the experts run.
+    received = _turned(out.wait(received), by_rank)
+    computed = moe.experts(received, [sum(line) for line in by_expert])
+    return back.wait(back.start(_turned(computed, by_expert))), shared
+
+
+def _sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:
+    """How many rows each rank has for each expert."""
+    if not isinstance(sizes, Tensor):
+        return [list(sizes)] * ep.size
+    every = sizes.new_empty(ep.size, len(sizes))
+    ep.all_gather(every.view(-1), sizes).wait()
+    return every.tolist()
+
+
+def _parts(sizes: Sequence[int], ep: int) -> list[int]:
+    """Rows for each rank, from rows for each expert."""
+    return [sum(sizes[expert] for expert in experts_of(len(sizes), ep, rank)) for rank in range(ep)]
+
+
+def _turned(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
+    """Rows in another order: their blocks, of so many rows each, lie line after line, and then column after column.
+
+    Splitting and joining keep nothing for the backward pass, where an index would keep itself."""
+    columns = len(blocks[0])
+    if len(blocks) == 1 or columns == 1:
+        return rows
+    parts = rows.split([size for line in blocks for size in line])
+    return torch.cat([part for column in range(columns) for part in parts[column::columns]])
+
+
+@dataclass
+class _Exchange:
+    """One all-to-all of rows, started and waited for apart, and the one of their gradients in the backward pass.
+
+    Autograd runs the nodes that are ready in the opposite order of their making: what is computed between start and
+    wait has its backward pass between the wait and the start."""
+
+    ep: Axis
+    given: list[int]
+    """Rows to each rank."""
+    taken: list[int]
+    """Rows from each rank."""
+    under_way: tuple[Tensor, Pending] | None = field(default=None, init=False)
+    """Where rows, or gradients of rows, are arriving, and what to wait for."""
+
+    def start(self, rows: Tensor) -> Tensor:
+        """What will hold the rows from the others, (sum of `taken`, d_model), once `wait` has been called."""
+        return _Start.apply(rows, self)  # pyright: ignore[reportReturnType]
+
+    def wait(self, arriving: Tensor) -> Tensor:
+        """The rows from the others."""
+        return _Wait.apply(arriving, self)  # pyright: ignore[reportReturnType]
+
+    def begin(self, rows: Tensor, given: list[int], taken: list[int]) -> Tensor:
+        """Send rows on their way, and return where others' arrive."""
+        arriving = rows.new_empty(sum(taken), *rows.shape[1:])
+        self.under_way = arriving, self.ep.all_to_all(arriving, rows.contiguous(), taken, given)
+        return arriving
+
+    def finish(self) -> Tensor:
+        """The others' rows, once they are there."""
+        assert self.under_way is not None, "begun before"
+        arriving, pending = self.under_way
+        self.under_way = None
+        pending.wait()
+        return arriving
+
+
+class _Start(torch.autograd.Function):
+    """Rows leave; in the backward pass their gradients have come home."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(rows, exchange.given, exchange.taken)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        return ctx.exchange.finish(), None
+
+
+class _Wait(torch.autograd.Function):
+    """Rows have come; in the backward pass their gradients leave."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.finish()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        exchange: _Exchange = ctx.exchange
+        exchange.begin(grad_outputs[0], exchange.taken, exchange.given)
+        # Autograd takes gradients of the shape that arrived here; those that come home wait for `_Start` in `exchange`.
+        return grad_outputs[0], None

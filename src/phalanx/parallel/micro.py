@@ -1,0 +1,48 @@
+"""One micro-batch on the device, and what parts of it are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from phalanx.model.noise import Noise
+
+
+@dataclass(frozen=True)
+class MicroTensors:
+    """What one forward pass of one rank reads."""
+
+    tokens: Tensor
+    """(micro_batch, seq), int64: seq_len tokens, or a context-parallel rank's share of them."""
+    targets: Tensor
+    """(micro_batch, seq), int64, IGNORE where a position does not count."""
+    noise: Noise | None = None
+    """What dropout masks derive from; None without dropout."""
+    places: Tensor | None = None
+    """Positions, within their sequences, of the tokens that are here, (seq,); None where they are all."""
+    documents: Tensor | None = None
+    """(micro_batch, seq_len), int64: which document each token of the whole sequences belongs to, where attention does
+    not cross from one to another."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Of the tokens within their sequences, (seq,)."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) if self.places is None else self.places
+
+    def part(self, chosen: slice) -> MicroTensors:
+        """Some of its samples."""
+        noise = self.noise and replace(self.noise, sample_ids=self.noise.sample_ids[chosen])
+        documents = None if self.documents is None else self.documents[chosen]
+        return replace(self, tokens=self.tokens[chosen], targets=self.targets[chosen], noise=noise, documents=documents)
+
+    def slice(self, number: int, slices: int) -> MicroTensors:
+        """One of several equal parts of its sequences."""
+        if slices == 1:
+            return self
+        tokens = self.tokens.shape[1] // slices
+        chosen = slice(number * tokens, (number + 1) * tokens)
+        places = self.positions[chosen]
+        noise = self.noise and replace(self.noise, places=places, seq_len=self.noise.seq_len or self.tokens.shape[1])
+        return replace(self, tokens=self.tokens[:, chosen], targets=self.targets[:, chosen], noise=noise, places=places)

@@ -1,0 +1,262 @@
+"""Ring attention: every rank keeps its queries, and the keys and values travel round (Liu et al. 2023).
+
+While a rank computes with the keys that are there, the next ones come in. In the backward pass keys and values travel
+again, and their gradients travel after them: those of a block begin at the first rank after its owner, gather what
+every rank adds, and reach the owner, who has kept its own part, with the last hop. Only q, k, v, the output and its
+log-sum-exp are kept in between, so that memory is that of this rank's share.
+
+Places of the ring have zig-zag shares (job/context.py), so that with a causal mask all compute the same at every hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.axis import Axis, Pending
+from phalanx.job.context import group_places
+from phalanx.job.layout import Layout
+from phalanx.model.noise import Noise, scale
+from phalanx.parallel.attention_blocks import Seen, attend, gradients
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """Dropout of attention probabilities."""
+
+    noise: Noise
+    p: float
+    site: str
+    n_heads: int
+
+    def keep(self, queries: Tensor, keys: int) -> Tensor:
+        """Which probabilities stay of queries at some positions and the first keys: (batch, heads, queries, keys)."""
+        whole = self.noise.seq_len or keys
+        places = queries, torch.arange(keys, device=queries.device)
+        return self.noise.keep_heads(self.p, self.site, self.n_heads, (whole, whole), queries.device, places)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some of this rank's queries, and some of the keys of one place of the ring, that meet in one call."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    masked: bool = False
+    """Documents end within the block."""
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Axis,
+    layout: Layout,
+    documents: Tensor | None = None,
+    dropping: Dropping | None = None,
+) -> Tensor:
+    """Causal attention of this rank's queries `q` (batch, heads, tokens, head_size) over all ranks' `k`
+    (batch, kv_heads, keys, head_size) and `v`: (batch, heads, tokens, size of v's heads).
+
+    Where sequences travel a pipeline in slices, the keys are those of all slices so far, one after the other, and the
+    queries those of the last. `documents` (batch, at least all ranks' keys) are by position."""
+    sight = _Sight(ring, layout, q.shape[2], k.shape[2] // q.shape[2], documents, dropping)
+    return _Ring.apply(q, k, v, sight)  # pyright: ignore[reportReturnType]
+
+
+def zigzag(place: int, source: int, tokens: int, earlier: int) -> list[Block]:
+    """How the queries of a place of the ring, `tokens` many, meet the keys of place `source`: as many, after `earlier`
+    keys of earlier slices of the sequence, which all queries see.
+
+    Of two places that share a sequence in zig-zag, all of the later one's queries see the first half of the other's
+    keys, and the second half of the earlier one's queries see all keys: in both cases half of all pairs."""
+    everything, half, last = slice(tokens), tokens // 2, earlier + tokens
+    if source == place:
+        found = [Block(everything, slice(earlier, last), causal=True)]
+        return [*found, Block(everything, slice(earlier))] if earlier else found
+    if source < place:
+        return [Block(everything, slice(earlier + half))]
+    found = [Block(slice(half, tokens), slice(last))]
+    return [*found, Block(slice(half), slice(earlier))] if earlier else found
+
+
+class _Sight:
+    """What one rank's queries see of every place's keys."""
+
+    def __init__(
+        self,
+        ring: Axis,
+        layout: Layout,
+        tokens: int,
+        slices: int,
+        documents: Tensor | None,
+        dropping: Dropping | None,
+    ):
+        self.ring, self.layout, self.dropping = ring, layout, dropping
+        self.tokens, self.slices, self.documents = tokens, slices, documents
+        earlier = (slices - 1) * tokens
+        self.blocks = [zigzag(ring.rank, source, tokens, earlier) for source in range(ring.size)]
+        """By the place where the keys come from."""
+        if documents is not None:
+            self.blocks = self._within_documents()
+
+    def keep(self, device: torch.device) -> Tensor | None:
+        """With dropout: the probabilities that stay, (batch, heads, queries, all places' keys by position)."""
+        if self.dropping is None:
+            return None
+        queries = self._places(self.ring.rank, device)[-self.tokens :]
+        return self.dropping.keep(queries, self.slices * self.tokens * self.ring.size)
+
+    def seen(self, source: int, block: Block, keep: Tensor | None, device: torch.device) -> Seen:
+        """Of one block."""
+        mask = None
+        if block.masked:
+            mask = self._same(source, block)
+            if block.causal:
+                mask = mask.tril()
+        causal = block.causal and mask is None
+        if keep is None or self.dropping is None:
+            return Seen(causal, mask)
+        keep = keep[:, :, block.queries][..., self._places(source, device)[block.keys]]
+        return Seen(causal, mask, keep, scale(self.dropping.p))
+
+    def _within_documents(self) -> list[list[Block]]:
+        """The blocks in which queries and keys share documents, marked where those are not the same for all."""
+        halved = [_halved(blocks, self.tokens // 2) for blocks in self.blocks]
+        masks = (self._same(source, block) for source, blocks in enumerate(halved) for block in blocks)
+        # One wait for the device, not one a block.
+        verdicts = iter(torch.stack([torch.stack([same.any(), same.all()]) for same in masks]).tolist())
+        judged = [[(block, *next(verdicts)) for block in blocks] for blocks in halved]
+        return [[replace(block, masked=not every) for block, some, every in blocks if some] for blocks in judged]
+
+    def _same(self, source: int, block: Block) -> Tensor:
+        """Where queries and keys of a block are of one document: (batch, 1, queries, keys)."""
+        assert self.documents is not None
+        device = self.documents.device
+        queries = self._places(self.ring.rank, device)[-self.tokens :][block.queries]
+        keys = self._places(source, device)[block.keys]
+        return (self.documents[:, queries, None] == self.documents[:, None, keys]).unsqueeze(1)
+
+    def _places(self, place: int, device: torch.device) -> Tensor:
+        """Positions of the keys of a place of the ring; its queries are the last `tokens` of them."""
+        whole = self.tokens * self.ring.size
+        runs = group_places(self.layout, whole, place)
+        starts = range(0, self.slices * whole, whole)
+        return torch.cat(
+            [torch.arange(start + run.start, start + run.stop, device=device) for start in starts for run in runs]
+        )
+
+
+def _halved(blocks: list[Block], half: int) -> list[Block]:
+    """The same blocks in pieces of one chunk of queries and one of keys. What is on the diagonal comes first: a query
+    sees itself, so that all later pieces meet a log-sum-exp that is finite."""
+    found = []
+    for block in blocks:
+        for i, queries in enumerate(_steps(block.queries, half)):
+            for j, keys in enumerate(_steps(block.keys, half)):
+                if not block.causal or j <= i:
+                    found.append(Block(queries, keys, causal=block.causal and i == j))
+    return sorted(found, key=lambda piece: not piece.causal)
+
+
+def _steps(run: slice, length: int) -> Iterator[slice]:
+    return (slice(start, start + length) for start in range(run.start or 0, run.stop, length))
+
+
+class _Ring(torch.autograd.Function):
+    """Queries, keys and values of this rank's tokens to the output of these."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: _Sight) -> Tensor:
+        ring, wide = sight.ring, torch.promote_types(q.dtype, torch.float32)
+        batch, heads, tokens, _ = q.shape
+        # In memory as the projection after it reads it: token by token.
+        o = torch.zeros(batch, tokens, heads, v.shape[-1], dtype=wide, device=q.device).transpose(1, 2)
+        lse = torch.full((batch, heads, tokens), float("-inf"), dtype=wide, device=q.device)
+        keep = sight.keep(q.device)
+        for source, keys, values in _travelling(ring, k, v):
+            for block in sight.blocks[source]:
+                rows, columns = block.queries, block.keys
+                seen = sight.seen(source, block, keep, q.device)
+                found = attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], seen)
+                _merge(o[:, :, rows], lse[:, :, rows], *found)
+        o = o.to(q.dtype)
+        ctx.sight = sight
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        sight: _Sight = ctx.sight
+        ring, gradient = sight.ring, grad_outputs[0]
+        if gradient.stride(-1) != 1:
+            gradient = gradient.contiguous()
+        of_q = torch.zeros_like(q, dtype=lse.dtype)
+        home: tuple[Tensor, Tensor, Tensor] | None = None
+        arriving: tuple[Pending, Tensor] | None = None
+        keep = sight.keep(q.device)
+        for source, keys, values in _travelling(ring, k, v):
+            gathered, of_k, of_v = _pair(k, v, lse.dtype)
+            gathered.zero_()
+            for block in sight.blocks[source]:
+                rows, columns = block.queries, block.keys
+                inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns], o[:, :, rows], lse[:, :, rows]
+                seen = sight.seen(source, block, keep, q.device)
+                found = gradients(gradient[:, :, rows], *inputs, seen)
+                for whole, part, part_of in zip((of_q, of_k, of_v), found, (rows, columns, columns), strict=True):
+                    whole[:, :, part_of].add_(part)
+            if source == ring.rank:
+                home = gathered, of_k, of_v
+                continue
+            if arriving is not None:
+                _take_in(gathered, *arriving)
+            received = torch.empty_like(gathered)
+            arriving = ring.rotate(received, gathered), received
+        assert home is not None, "a ring's first keys are its own"
+        gathered, of_k, of_v = home
+        if arriving is not None:
+            _take_in(gathered, *arriving)
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
+
+
+def _travelling(ring: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Every place's keys and values, this rank's own first, and where they come from. The next ones are on their way
+    while the caller works with these."""
+    source = ring.rank
+    here, keys, values = _pair(k, v, k.dtype)
+    keys.copy_(k)
+    values.copy_(v)
+    for _ in range(ring.size - 1):
+        there, next_keys, next_values = _pair(k, v, k.dtype)
+        moving = ring.rotate(there, here)
+        yield source, keys, values
+        moving.wait()
+        source = (source - 1) % ring.size
+        here, keys, values = there, next_keys, next_values
+    yield source, keys, values
+
+
+def _take_in(gathered: Tensor, arriving: Pending, received: Tensor) -> None:
+    """Add to the gradients of a block what the ranks before this one have found."""
+    arriving.wait()
+    gathered += received
+
+
+def _pair(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for something of the shapes of keys and values in one message, and the two as parts of it."""
+    both = torch.empty(k.numel() + v.numel(), dtype=dtype, device=k.device)
+    return both, both[: k.numel()].view(k.shape), both[k.numel() :].view(v.shape)
+
+
+def _merge(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
+    """Take what a further block gives into the output and the log-sum-exp so far, in place. One of the two has seen
+    something of every query."""
+    both = torch.logaddexp(lse, lse_block)
+    o.mul_((lse - both).exp().unsqueeze(-1)).add_(o_block * (lse_block - both).exp().unsqueeze(-1))
+    lse.copy_(both)

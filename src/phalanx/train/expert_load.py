@@ -1,0 +1,99 @@
+"""How evenly a run's experts are loaded: what the routers note, added up over all ranks, as a row of metrics.jsonl.
+
+A row stands for all steps since the one before:
+
+{"event": "experts", "step": 20, "steps": 10, "loads": {"layer": [tokens of each expert]}, "max_violation": 0.42,
+"worst_layer": 3, "idle": 0, "aux_loss": 0.0213, "z_loss": ...}
+
+A load is how many tokens chose the expert; with model.moe.capacity, some of them may then have gone without it. With m
+the mean of a layer's loads, `max_violation` is (the largest - m) / m of the layer where that is largest (MaxVio, Wang
+et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", section 4), `idle` the experts of all
+layers that no token chose. The penalties, where the job has them, are added up over layers, their coefficients
+included: means per token, which the `loss` of a step, a cross entropy, does not contain.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from phalanx.job.job import Job
+from phalanx.model.moe import Routing
+from phalanx.parallel.mesh import Mesh
+from phalanx.train.expert_load_picture import svg
+from phalanx.train.metrics import MetricsFile
+from phalanx.train.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+class ExpertLoads:
+    """One rank's part in adding up the loads. Of a dense model there are none, and nothing is done."""
+
+    def __init__(self, job: Job, mesh: Mesh, routing: Routing, device: torch.device, step: int):
+        self.job, self.mesh, self.routing, self.device = job, mesh, routing, device
+        self.step = step
+        """Up to which loads have been added up."""
+        self.layers = [layer for layer in range(job.model.n_layers) if job.model.is_moe_layer(layer)]
+        self.penalties = [name for name in ("aux_loss", "z_loss") if getattr(job.model.moe, name)]
+
+    def after(self, step: int, rows: MetricsFile, *, shown: bool, ends: bool) -> None:
+        """Write a row after a step that is shown, and after the one with which the run ends. All ranks call this after
+        every step.
+
+        Replicas that are apart are not made to wait for each other: theirs comes when they meet anyway, with local_sgd
+        and diloco if the step is shown as well, with asp at a validation or checkpoint, before which nobody calls."""
+        layout = self.job.layout
+        meet = layout.sync in ("bsp", "asp") or step % layout.sync_every == 0
+        if self.layers and (ends or layout.sync == "asp" or (shown and meet)):
+            row = self.collect(step)
+            rows.write("experts", **row)
+            log.info("%s", line(row))
+
+    def collect(self, step: int) -> dict[str, Any]:
+        """What all ranks' routers noted up to `step` and since the last time, as a row. A collective."""
+        n, top_k, routing = self.job.model.moe.n_experts, self.job.model.moe.top_k, self.routing
+        noted = torch.zeros(len(self.layers) * n + len(self.penalties), dtype=torch.float64, device=self.device)
+        of_layers, of_penalties = noted[: len(self.layers) * n].view(-1, n), noted[len(self.layers) * n :]
+        # Of the tensor ranks each notes the same tokens. A layer that another rank of a pipeline holds is zero here.
+        if self.mesh.speaks:
+            for place, layer in enumerate(self.layers):
+                of_layers[place] += routing.loads.get(layer, 0)
+            for place, name in enumerate(self.penalties):
+                of_penalties[place] += routing.penalties.get(name, 0.0)
+        routing.clear()
+        with self.mesh.ledger.aside():
+            self.mesh.axis("world").all_reduce(noted).wait()
+        loads = {layer: [int(load) for load in row] for layer, row in zip(self.layers, of_layers.tolist(), strict=True)}
+        tokens = sum(loads[self.layers[0]]) / top_k
+        violations = {layer: max(row) * n / sum(row) - 1 for layer, row in loads.items()}
+        worst = max(violations, key=lambda layer: violations[layer])
+        steps, self.step = step - self.step, step
+        return {
+            "step": step,
+            "steps": steps,
+            "loads": loads,
+            "max_violation": violations[worst],
+            "worst_layer": worst,
+            "idle": sum(row.count(0) for row in loads.values()),
+            **{name: sum_ / tokens for name, sum_ in zip(self.penalties, of_penalties.tolist(), strict=True)},
+        }
+
+    def draw(self, directory: RunDirectory) -> None:
+        """Rank 0 writes the picture of the run so far into its directory."""
+        if self.layers and self.mesh.axis("world").rank == 0:
+            path = directory.path / "experts.svg"
+            path.write_text(svg(directory), encoding="utf-8")
+            log.info("experts: %s", path)
+
+
+def line(row: dict[str, Any]) -> str:
+    """The log line of a row:
+
+    experts: max_violation 0.42 (layer 3)  idle: 0  aux_loss: 0.0213
+    """
+    parts = [f"max_violation {row['max_violation']:.2f} (layer {row['worst_layer']})", f"idle: {row['idle']}"]
+    parts += [f"{name}: {row[name]:.4f}" for name in ("aux_loss", "z_loss") if name in row]
+    return f"experts: {'  '.join(parts)}"

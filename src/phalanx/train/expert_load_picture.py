@@ -1,0 +1,204 @@
+"""A picture of how evenly a run's experts are loaded: each expert of each layer at the end, and the worst over time.
+
+    python -m phalanx.train.expert_load_picture runs/NAME > experts.svg
+
+Drawn from the rows that train/expert_load.py writes to metrics.jsonl. Without a background, for a light or dark page.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from phalanx import pictures
+from phalanx.errors import DataError, JobError, PhalanxError
+from phalanx.pictures import FONT, NEUTRAL, Panel
+from phalanx.train.run_directory import RunDirectory
+
+# White digits are legible on them, and they are on white and on black.
+_LESS, _EVEN, _MORE = (0x2B, 0x6F, 0xD6), (0x6C, 0x72, 0x7A), (0xC9, 0x48, 0x2B)
+_TONES = 20
+"""Steps of colour from an even share to the least, and as many to the largest."""
+_HEADER, _LEFT, _TOP = 40, 56, 72  # above both halves, pixels; left of the map; above it, as above the plot
+_MAP_WIDTH, _MAP_HEIGHT, _WIDEST, _NARROWEST, _LOWEST = 480, 260, 56, 3, 6  # the map, and a cell of it
+_SCALE_WIDTH = 8 * (2 * _TONES + 1)
+
+
+class _Cells(NamedTuple):
+    """The size of a map's cells, pixels."""
+
+    width: int
+    height: int
+
+
+def svg(run: RunDirectory) -> str:
+    """The picture of a run as an SVG document. Raises CheckpointError where there is no run, DataError where it has no
+    rows about experts."""
+    rows = list(_rows(run.metrics)) if run.metrics.is_file() else []
+    if not rows:
+        run.require()
+        raise DataError(
+            f"{run.metrics} has no row about experts, so there is nothing to draw: they are written for models with "
+            "model.moe.n_experts, every train.log_every steps"
+        )
+    last = rows[-1]
+    shares = {layer: [load * len(row) / sum(row) for load in row] for layer, row in last["loads"].items()}
+    title = (
+        f"Experts of {run.path.name}: max_violation {last['max_violation']:.2f} in layer {last['worst_layer']}, "
+        f"{last['idle']} idle, at step {last['step']}"
+    )
+    over_time = Panel(
+        "max_violation", "step", "(largest load - mean) / mean", {"worst layer": [_point(row) for row in rows]}
+    )
+    cells = _cells(shares)
+    map_width = _LEFT + max(len(next(iter(shares.values()))) * cells.width, _SCALE_WIDTH) + 40
+    height = _HEADER + max(_TOP + len(shares) * cells.height + 100, 384)
+    width = map_width + 488
+    return "\n".join(
+        [
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
+            f"height='{height}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
+            f"<title>{escape(title)}</title>",
+            _text(16, 26, title, "font-size='15' font-weight='600'"),
+            f"<g class='map' transform='translate(0 {_HEADER})'>",
+            *_map(shares, last, cells),
+            "</g>",
+            f"<g transform='translate({map_width} {_HEADER})'>",
+            pictures.svg("Over the run", [over_time]) + "</g>",
+            "</svg>\n",
+        ]
+    )
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows about experts in the order of steps; of steps that a run took again after it was resumed, the last."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if '"event": "experts"' not in line:
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a trainer that was killed left half a line
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    yield from rows
+
+
+def _point(row: Mapping[str, Any]) -> tuple[float, float]:
+    return row["step"], row["max_violation"]
+
+
+def _cells(shares: Mapping[str, Sequence[float]]) -> _Cells:
+    """Cells that fill the map's space as far as it goes, and are never too small to see."""
+    experts = len(next(iter(shares.values())))
+    width = max(_NARROWEST, min(_WIDEST, _MAP_WIDTH // experts))
+    return _Cells(width, max(_LOWEST, min(_WIDEST, _MAP_HEIGHT // len(shares))))
+
+
+def _map(shares: Mapping[str, Sequence[float]], row: Mapping[str, Any], cells: _Cells) -> Iterator[str]:
+    """The heat map with its axes and the scale of its colours."""
+    first, experts = row["step"] - row["steps"] + 1, len(next(iter(shares.values())))
+    yield _text(16, 22, f"Steps {first} to {row['step']}", "font-size='15' font-weight='600'")
+    yield _text(16, 42, "tokens of each expert, relative to an even share")
+    width, height = experts * cells.width, len(shares) * cells.height
+    spread = _spread([share for layer in shares.values() for share in layer])
+    yield f"<g transform='translate({_LEFT} {_TOP})'>"
+    yield from _coloured(shares, spread, cells)
+    if cells.width >= 30 and cells.height >= 16:
+        for y, layer in enumerate(shares.values()):
+            for x, share in enumerate(layer):
+                at = (x + 0.5) * cells.width, (y + 0.5) * cells.height + 4
+                yield _text(*at, _number(share), "text-anchor='middle' font-size='11' fill='#fff'")
+    every = _every(30, cells.width)
+    for x in range(0, experts, every):
+        yield _text((x + 0.5) * cells.width, height + 16, str(x), "text-anchor='middle'")
+    yield _text(width / 2, height + 34, "expert", "text-anchor='middle'")
+    for y, layer in list(enumerate(shares))[:: _every(14, cells.height)]:
+        yield _text(-8, (y + 0.5) * cells.height + 4, layer, "text-anchor='end'")
+    yield f"<text transform='translate({16 - _LEFT + 8} {height / 2:g}) rotate(-90)' text-anchor='middle'>layer</text>"
+    yield f"<g transform='translate(0 {height + 52})'>"
+    yield from _scale(spread)
+    yield "</g></g>"
+
+
+def _coloured(shares: Mapping[str, Sequence[float]], spread: float, cells: _Cells) -> Iterator[str]:
+    """All cells, those of one colour as one path."""
+    paths: dict[str, list[str]] = {}
+    gap = 1 if cells.width >= 12 and cells.height >= 12 else 0
+    width, height = cells.width - gap, cells.height - gap
+    for y, layer in enumerate(shares.values()):
+        for x, share in enumerate(layer):
+            box = f"M{x * cells.width} {y * cells.height}h{width}v{height}h-{width}z"
+            paths.setdefault(_colour(_tone(share, spread)), []).append(box)
+    for colour, boxes in paths.items():
+        yield f"<path fill='{colour}' shape-rendering='crispEdges' d='{''.join(boxes)}'/>"
+
+
+def _scale(spread: float) -> Iterator[str]:
+    """Which colour is which share: below an even one and above it, half of the width each."""
+    for place in range(2 * _TONES + 1):
+        colour = _colour(place - _TONES)
+        yield f"<rect x='{8 * place}' width='8' height='12' fill='{colour}' shape-rendering='crispEdges'/>"
+    for part in (-1, -0.5, 0, 0.5, 1):
+        at = (_SCALE_WIDTH - 8) * (part + 1) / 2 + 4
+        share = 1 + part * (spread if part > 0 else min(spread, 1))
+        yield _text(at, 28, f"{share:.3g}", "text-anchor='middle'")
+
+
+def _spread(shares: Sequence[float]) -> float:
+    """How far the scale reaches above 1: the first of 0.1, 0.2, 0.5, 1, 2, 5, ... that is as far as any share is."""
+    farthest = max(abs(share - 1) for share in shares)
+    spread, steps = 0.1, 0
+    while spread < farthest:
+        steps += 1
+        spread = (1, 2, 5)[steps % 3] * 10.0 ** (steps // 3 - 1)
+    return spread
+
+
+def _tone(share: float, spread: float) -> int:
+    """Of the scale's colours, the one of a share: from -_TONES to _TONES, 0 being an even one."""
+    return round((share - 1) / (spread if share > 1 else min(spread, 1)) * _TONES)
+
+
+def _colour(tone: int) -> str:
+    end, part = _MORE if tone > 0 else _LESS, abs(tone) / _TONES
+    mixed = (round(a + (b - a) * part) for a, b in zip(_EVEN, end, strict=True))
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def _number(share: float) -> str:
+    return f"{share:.2f}" if share < 10 else f"{share:.1f}"
+
+
+def _every(pixels: int, cell: int) -> int:
+    """Of which cells to show a label, so that labels are at least `pixels` apart: every 1, 2, 4, 8, ..."""
+    every = 1
+    while every * cell < pixels:
+        every *= 2
+    return every
+
+
+def _text(x: float, y: float, text: str, style: str = "") -> str:
+    return f"<text x='{x:g}' y='{y:g}' {style}>{escape(text)}</text>"
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the picture of the run in the directory that is named. Returns the exit code."""
+    try:
+        if len(words) != 1:
+            raise JobError(f"name one run's directory, such as runs/NAME; got {len(words)} words")
+        print(svg(RunDirectory(Path(words[0]))), end="")
+    except PhalanxError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+from torch.utils.checkpoint import checkpoint
+
+from model.kinds import MOE_AND_MLA, build, tokens
+from phalanx.job.model import Model, MoE
+from phalanx.model import moe as under_test
+from phalanx.model.init import initialise
+from phalanx.model.moe import Routing
+
+_LLAMA = replace(MOE_AND_MLA["mixtral"], d_model=8)
+_SIGMOID = MoE(
+    n_experts=8, top_k=3, d_ff=8, n_shared=2, router="sigmoid", route_scale=2.5, n_groups=4, top_groups=2, aux_loss=0.3
+)
+LAYERS: dict[str, Model] = {
+    "softmax": replace(_LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=8, aux_loss=0.2, z_loss=0.1)),
+    "not renormalised": replace(_LLAMA, moe=MoE(n_experts=4, top_k=1, d_ff=8, renormalise=False, route_scale=1.5)),
+    "with a bias": replace(_LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=8, bias_balanced=True, z_loss=0.1)),
+    "sigmoid, groups, shared": replace(_LLAMA, moe=replace(_SIGMOID, bias_balanced=True)),
+    "one expert a group": replace(_LLAMA, moe=replace(_SIGMOID, n_groups=8, top_groups=5)),
+    "gelu and biases": replace(
+        MOE_AND_MLA["gpt2 with experts"], d_model=8, moe=MoE(n_experts=3, d_ff=6, n_shared=1, aux_loss=0.1)
+    ),
+    "capacity": replace(_LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=8, capacity=1.0, aux_loss=0.2)),
+    "little capacity": replace(_LLAMA, moe=replace(_SIGMOID, capacity=0.4, bias_balanced=True, z_loss=0.1)),
+    "more capacity than tokens": replace(_LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=8, capacity=9.0)),
+}
+layers = pytest.mark.parametrize("model", LAYERS.values(), ids=LAYERS.keys())
+
+
+def layer(model: Model, routing: Routing | None = None, dtype: torch.dtype = torch.float64) -> under_test.MoE:
+    """With weights large enough for a mistake to show."""
+    made = under_test.MoE(model, 1, routing or Routing())
+    initialise(made, model, 1)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.4)
+    return made.to(dtype)
+
+
+def inputs(batch: int = 3, seq: int = 10) -> Tensor:
+    return torch.randn(batch, seq, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def gradients(made: under_test.MoE, x: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    named = dict(made.named_parameters())
+    found = torch.autograd.grad(loss, [x, *named.values()], allow_unused=True)
+    return {
+        name: torch.zeros_like(of) if gradient is None else gradient
+        for (name, of), gradient in zip([("x", x), *named.items()], found, strict=True)
+    }
+
+
+@layers
+@pytest.mark.parametrize("factor", [0.0, 0.37])
+def test_outputs_and_gradients_equal_a_reference_written_in_loops(model: Model, factor: float):
+    made, x = layer(model), inputs().requires_grad_()
+    weights = torch.randn_like(x)
+    expected, penalty, counts = reference(made, x)
+    made.routing.factor = factor
+    out = made(x)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    found = gradients(made, x, (out * weights).sum())
+    wanted = gradients(made, x, (expected * weights).sum() + factor * sum(penalty.values()))
+    bias = found.pop("router.bias", None)
+    wanted.pop("router.bias", None)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+    assert made.routing.loads[1].tolist() == counts
+    assert sum(counts) == x.shape[0] * x.shape[1] * model.moe.top_k
+    assert made.routing.penalties.keys() == penalty.keys()
+    for name, value in penalty.items():
+        torch.testing.assert_close(made.routing.penalties[name], value.detach(), rtol=1e-9, atol=1e-9)
+    if bias is not None:
+        mean = sum(counts) / len(counts)
+        assert torch.equal(bias.sign(), torch.tensor([(c > mean) - (c < mean) for c in counts]) * bool(factor))
+
+
+def reference(made: under_test.MoE, x: Tensor) -> tuple[Tensor, dict[str, Tensor], list[int]]:
+    """What the layer makes of `x`, its penalties by name, and how many tokens chose each expert: token by token."""
+    model, moe = made.model, made.model.moe
+    per_group = moe.n_experts // moe.n_groups
+    seq = x.shape[1]
+    capacity = math.ceil(moe.capacity * seq * moe.top_k / moe.n_experts - 1e-9) if moe.capacity else seq
+    aux, z, counts, out = x.new_zeros(()), x.new_zeros(()), [0] * moe.n_experts, []
+    for sequence in x:
+        queue, shares = [0] * moe.n_experts, []
+        for token in sequence:
+            logits = made.router.weight @ token
+            scores = logits.sigmoid() if moe.router == "sigmoid" else logits.exp() / logits.exp().sum()
+            z = z + moe.z_loss * logits.exp().sum().log() ** 2
+            shares.append(scores / scores.sum())
+            ranked = (scores if made.router.bias is None else scores + made.router.bias).tolist()
+            of_group = [
+                sum(sorted(ranked[group * per_group : (group + 1) * per_group])[-2:]) for group in range(moe.n_groups)
+            ]
+            kept = sorted(range(moe.n_groups), key=of_group.__getitem__)[-moe.top_groups :]
+            legal = [expert for expert in range(moe.n_experts) if expert // per_group in kept]
+            chosen = sorted(legal, key=ranked.__getitem__)[-moe.top_k :]
+            total = sum(scores[expert] for expert in chosen) if moe.renormalise else 1
+            y = torch.zeros_like(token)
+            for expert in chosen:
+                if queue[expert] < capacity:
+                    gate = scores[expert] / total * moe.route_scale
+                    y = y + gate * mlp(model, made.experts, token, expert)
+                queue[expert] += 1
+            out.append(y if made.shared is None else y + mlp(model, made.shared, token, None))
+        mean = torch.stack(shares).mean(0)
+        for expert, count in enumerate(queue):
+            counts[expert] += count
+            aux = aux + seq * moe.aux_loss * moe.n_experts / (moe.top_k * seq) * count * mean[expert]
+    penalties = {name: value for name, value in (("aux_loss", aux), ("z_loss", z)) if getattr(moe, name)}
+    return torch.stack(out).view_as(x), penalties, counts
+
+
+def mlp(model: Model, part: torch.nn.Module, token: Tensor, expert: int | None) -> Tensor:
+    def linear(name: str, x: Tensor) -> Tensor:
+        each = getattr(part, name)
+        weight, bias = (p if p is None or expert is None else p[expert] for p in (each.weight, each.bias))
+        return weight @ x if bias is None else weight @ x + bias
+
+    wide = linear("up", token)
+    if model.activation == "swiglu":
+        return linear("down", silu(linear("gate", token)) * wide)
+    return linear("down", gelu(wide, approximate="tanh"))
+
+
+@layers
+def test_lower_precision_stays_near(model: Model):
+    """Through torch's grouped product."""
+    exact, x = layer(model)(inputs()), inputs().float()
+    found = layer(model, dtype=torch.float32)(x)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@layers
+def test_nothing_depends_on_how_the_batch_is_split(model: Model):
+    whole, parts = layer(model), layer(model)
+    for made in (whole, parts):
+        made.routing.factor = 1 / 40
+    x = inputs(4)
+    whole(x).square().sum().backward()
+    for part in x.split([1, 3]):
+        parts(part).square().sum().backward()
+    assert torch.equal(whole.routing.loads[1], parts.routing.loads[1])
+    for name, penalty in whole.routing.penalties.items():
+        torch.testing.assert_close(parts.routing.penalties[name], penalty, rtol=1e-12, atol=1e-12)
+    for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-9, msg=name)
+    if whole.router.bias is not None:
+        assert torch.equal(whole.router.bias.grad, parts.router.bias.grad)
+
+
+class _Half:
+    """One of two ranks that hold halves of sequences, told what the other holds."""
+
+    def __init__(self, which: int, chosen: Tensor, n_experts: int):
+        self.chosen, self.which = chosen, which
+        self.counts = torch.stack([row.flatten().bincount(minlength=n_experts) for row in chosen])
+
+    def sum(self, x: Tensor) -> Tensor:
+        assert x.shape == self.counts.shape
+        return self.counts
+
+    def whole(self, x: Tensor) -> Tensor:
+        assert torch.equal(x, self.mine(self.chosen))
+        return self.chosen
+
+    def mine(self, x: Tensor) -> Tensor:
+        return x.chunk(2, 1)[self.which]
+
+
+@layers
+def test_nothing_depends_on_how_sequences_are_split(model: Model):
+    whole, x = layer(model, Routing(factor=1 / 40)), inputs()
+    out = whole(x)
+    out.square().sum().backward()
+    chosen = whole.route(x).chosen
+    routing = Routing(factor=1 / 40)
+    part, outs = layer(model, routing), []
+    for which, here in enumerate(x.chunk(2, 1)):
+        routing.sequences = _Half(which, chosen, model.moe.n_experts)
+        outs.append(part(here))
+        outs[-1].square().sum().backward()
+    torch.testing.assert_close(torch.cat(outs, 1), out, rtol=1e-9, atol=1e-9)
+    for (name, one), other in zip(whole.named_parameters(), part.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other[1].grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_a_share_of_the_penalties_gradients():
+    x = inputs()
+    found = []
+    for share in (1.0, 0.25, 0.0):
+        made = layer(LAYERS["softmax"], Routing(factor=2.0, share=share))
+        made(x).sum().backward()
+        found.append(made.router.weight.grad)
+    torch.testing.assert_close(found[1] - found[2], (found[0] - found[2]) / 4, rtol=1e-9, atol=1e-9)
+    assert (found[0] - found[2]).abs().max() > 1e-3
+
+
+def test_the_bias_decides_who_is_chosen_but_not_with_what_gate():
+    made, x = layer(LAYERS["with a bias"]), inputs()
+    with torch.no_grad():
+        made.router.bias.copy_(torch.tensor([0.0, 100.0, 100.0, 0.0]))
+        routes = made.route(x)
+        logits = made.router(x)
+    assert routes.chosen.sort(-1).values.unique(dim=0).view(-1, 2).unique(dim=0).tolist() == [[1, 2]]
+    scores = logits.softmax(-1).gather(-1, routes.chosen)
+    torch.testing.assert_close(routes.gates, scores / scores.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("factor", [1 / 30, 1 / 4096, 65536 / 30, 0.75])
+def test_the_bias_gradient_is_the_excess_load_times_a_power_of_two(factor: float):
+    made = layer(LAYERS["with a bias"], Routing(factor=factor))
+    made(inputs()).sum().backward()
+    load = made.routing.loads[1]
+    excess = 4 * load - 2 * 30
+    unit = {(gradient / count).item() for gradient, count in zip(made.router.bias.grad, excess, strict=True) if count}
+    (power,) = unit
+    assert math.frexp(power)[0] == 0.5
+    assert factor / 4 <= power * 4 <= 2 * factor
+
+
+def test_equal_loads_leave_the_bias_alone():
+    made = layer(LAYERS["with a bias"], Routing(factor=0.1))
+    with torch.no_grad():
+        made.router.weight.zero_()
+        made.router.weight[:, :4] = torch.eye(4)
+        made.router.bias.zero_()
+    x = torch.zeros(1, 4, 8, dtype=torch.float64)
+    x[0, :, :4] = torch.tensor([[2, 1, 0, 0], [0, 2, 1, 0], [0, 0, 2, 1], [1, 0, 0, 2]])
+    made(x).sum().backward()
+    assert made.routing.loads[1].tolist() == [2, 2, 2, 2]
+    assert not made.router.bias.grad.any()
+
+
+def test_scores_that_round_to_zero_make_no_nan():
+    made = layer(LAYERS["sigmoid, groups, shared"], Routing(factor=1.0), torch.float32)
+    with torch.no_grad():
+        made.router.weight.fill_(-100.0)
+    out = made(torch.ones(1, 3, 8))
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in made.parameters())
+
+
+def test_recomputation_notes_once():
+    model = MOE_AND_MLA["deepseek"]
+    plain, recomputed, batch = build(model), build(model), tokens(model, 2, 10)
+    for block in recomputed.blocks.values():
+        forward = block.forward
+        block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
+    for transformer in (plain, recomputed):
+        transformer.routing.factor = 0.05
+        transformer(batch).square().sum().backward()
+    assert plain.routing.loads.keys() == recomputed.routing.loads.keys() == {1}  # layer 0 is dense
+    assert torch.equal(plain.routing.loads[1], recomputed.routing.loads[1])
+    assert plain.routing.penalties == recomputed.routing.penalties
+    for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_nothing_is_noted_without_a_backward_pass():
+    made = layer(LAYERS["softmax"])
+    with torch.no_grad():
+        made(inputs())
+    made(inputs())
+    assert made.routing.loads == {}
+    assert made.routing.penalties == {}
+    made(inputs()).sum().backward()
+    assert made.routing.loads
+    assert made.routing.penalties
+    made.routing.clear()
+    assert made.routing.loads == {}
+    assert made.routing.penalties == {}
+
+
+def test_several_threads_may_note_at_once():
+    routing = Routing()
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(400):
+            pool.submit(routing.note, 3, torch.tensor([1, 2]), {"z_loss": torch.tensor(0.5)})
+    assert routing.loads[3].tolist() == [400, 800]
+    assert routing.penalties["z_loss"].item() == 200
+
+
+def test_what_is_over_capacity_keeps_its_other_experts():
+    """Four tokens that all choose experts 0 and 1, which take ceil(0.5 × 4 × 2 / 4) = 1 token each."""
+    model = replace(_LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=8, capacity=0.5, n_shared=1))
+    made = layer(model)
+    x = inputs(1, 1).expand(2, 4, 8)
+    slots = made.slots(made.route(x).chosen)
+    assert slots.sizes == [2, 2, 2, 2]  # a row for each sequence, filled or not
+    assert sorted(slots.choices.tolist()) == [0, 1, 8, 9, 16, 16, 16, 16]  # of 16 choices the first tokens'
+    out = made(x)
+    torch.testing.assert_close(out[:, 1:], made.shared(x[:, 1:]), rtol=1e-12, atol=1e-12)
+    assert (out[:, 0] - made.shared(x[:, 0])).abs().max() > 1e-3
+
+
+@layers
+def test_a_future_token_changes_no_past_output(model: Model):
+    made, x = layer(model), inputs()
+    changed = x.clone()
+    changed[:, 6:] += 1
+    torch.testing.assert_close(made(x)[:, :6], made(changed)[:, :6], rtol=0, atol=1e-13)

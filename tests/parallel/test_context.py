@@ -1,0 +1,329 @@
+"""Context-parallel attention computes what one process does, with equal work on all ranks and no byte too many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from phalanx.job.context import grid, group_places, places
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.model.attention import CoreAttention
+from phalanx.model.init import initialise
+from phalanx.model.noise import Noise
+from phalanx.model.transformer import Transformer
+from phalanx.parallel import ring
+from phalanx.parallel.context import SplitSequences, connect
+from phalanx.parallel.mesh import build
+from phalanx.parallel.recompute import recompute
+from phalanx.parallel.ring import Block, zigzag
+
+HEADS, SIZE, SEQ, BATCH = 8, 4, 48, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed: the last of `slices` parts of sequences."""
+
+    kv_heads: int = 8
+    width: int = SIZE
+    documents: bool = False
+    dropout: float = 0.0
+    slices: int = 1
+    later: bool = False
+    """Slices of which a further one is to come."""
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-9
+    """Of the largest value."""
+
+
+CASES = [
+    Case(),
+    Case(kv_heads=2, width=6),
+    Case(kv_heads=1, documents=True),
+    Case(kv_heads=4, dropout=0.3),
+    Case(documents=True, dropout=0.3, width=2),
+    Case(kv_heads=2, slices=3, width=6),
+    Case(slices=1, later=True, dropout=0.3),
+    Case(kv_heads=4, slices=2, later=True, dropout=0.3, documents=True),
+    Case(slices=2, documents=True),
+    Case(dtype=torch.float32, tolerance=2e-5),
+    Case(kv_heads=2, dtype=torch.bfloat16, tolerance=1e-2),
+    Case(kv_heads=2, documents=True, dropout=0.3, dtype=torch.bfloat16, tolerance=3e-2),
+]
+LAYOUTS = [
+    Layout(cp=2),
+    Layout(cp=2, cp_ulysses=2),
+    Layout(cp=4),
+    Layout(cp=4, cp_ulysses=4),
+    Layout(cp=4, cp_ulysses=2),
+    Layout(cp=4, cp_ulysses=2, cp_inner="ring"),
+]
+
+
+def core_of(case: Case) -> CoreAttention:
+    return CoreAttention(Model(n_heads=HEADS, d_model=HEADS * SIZE, dropout=case.dropout), 3)
+
+
+def inputs_of(case: Case) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Queries of the last slice, keys, values and the output's gradient of one process; documents."""
+    torch.manual_seed(2)
+    slice_len, keys = SEQ, SEQ * case.slices
+    shapes = [(HEADS, slice_len, SIZE), (case.kv_heads, keys, SIZE), (case.kv_heads, keys, case.width)]
+    *inputs, gradient = (
+        torch.randn(BATCH, *s, dtype=torch.float64).to(case.dtype) for s in (*shapes, (HEADS, slice_len, case.width))
+    )
+    whole = keys + SEQ * case.later
+    # One sequence of few documents, one of many: some blocks see all, some nothing.
+    ends = torch.tensor([[0.02, 0.6], [0.3, 0.3]]).repeat_interleave(whole // 2, dim=1)
+    documents = (torch.rand(BATCH, whole) < ends).cumsum(dim=1) if case.documents else None
+    return inputs, gradient, documents
+
+
+def noise_of(case: Case, positions: Tensor | None) -> Noise | None:
+    if case.dropout == 0:
+        return None
+    noise = Noise(seed=4, step=5, sample_ids=(6, 9))
+    if positions is None:
+        return noise
+    return replace(noise, places=positions, seq_len=SEQ * (case.slices + case.later))
+
+
+def attention(core: CoreAttention, inputs: list[Tensor], gradient: Tensor, *rest: Any) -> list[Tensor]:
+    """Output and gradients."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    o = core(*leaves, *rest)
+    return [o.detach(), *torch.autograd.grad(o, leaves, gradient)]
+
+
+def here(layout: Layout, rank: int, slices: int) -> Tensor:
+    """Positions that a rank holds of the sequences so far."""
+    return torch.cat([torch.arange(run.start, run.stop) for run in places(layout, SEQ * slices, rank, slices)])
+
+
+def all_cases(ranks: Any, layout: Layout) -> list[str]:
+    mesh = build(layout, "cpu")
+    wrong = []
+    for case in CASES:
+        inputs, gradient, documents = inputs_of(case)
+        first = SEQ * (case.slices - 1)
+        whole = torch.arange(first, first + SEQ) if case.slices > 1 or case.later else None
+        exact = [x.double() for x in inputs]
+        expected = attention(core_of(case), exact, gradient.double(), noise_of(case, whole), documents)
+
+        keys = here(layout, ranks.rank, case.slices)
+        queries = keys[-SEQ // layout.cp :]
+        core = core_of(case)
+        connect(nn.ModuleList([core]), layout, mesh)  # pyright: ignore[reportArgumentType]
+        mine = [inputs[0][:, :, queries - first], inputs[1][:, :, keys], inputs[2][:, :, keys]]
+        of_queries, of_keys = queries - first, keys
+        found = attention(core, mine, gradient[:, :, of_queries], noise_of(case, queries), documents)
+        for name, x, y, part in zip(
+            ("o", "dq", "dk", "dv"), found, expected, (of_queries, of_queries, of_keys, of_keys), strict=True
+        ):
+            error = float((x - y[:, :, part]).abs().max() / y.abs().max())
+            if not error <= case.tolerance or x.dtype != case.dtype:
+                wrong.append(f"{name} of {case}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.line)
+def test_attention_and_its_gradients_are_those_of_one_process(ranks, layout):
+    for wrong in ranks(all_cases, layout.world, layout):
+        assert not wrong, "\n".join(wrong)
+
+
+MODEL = Model(n_layers=2, d_model=HEADS * SIZE, n_heads=HEADS, n_kv_heads=2, seq_len=SEQ, positions="rope", dropout=0.2)
+
+
+def transformer() -> Transformer:
+    model = Transformer(MODEL, 13).double()
+    initialise(model, MODEL, 1)
+    return model
+
+
+def a_whole_model(ranks: Any, layout: Layout, recomputed: bool) -> None:
+    mesh = build(layout, "cpu")
+    tokens = torch.arange(BATCH * SEQ).mul(7).remainder(13).view(BATCH, SEQ)
+    documents = torch.arange(SEQ).div(20, rounding_mode="floor").expand(BATCH, -1)
+    noise = Noise(3, 4, (5, 6))
+    model, alone = transformer(), transformer()
+    connect(model, layout, mesh)
+    if recomputed:
+        recompute(model, "selective")
+    mine = here(layout, ranks.rank, 1)
+    part = replace(noise, places=mine, seq_len=SEQ)
+    expected = alone(tokens, noise=noise, documents=documents)
+    found = model(tokens[:, mine], noise=part, positions=mine, documents=documents)
+    torch.testing.assert_close(found, expected[:, mine], rtol=1e-9, atol=1e-9)
+    (expected**2).sum().backward()
+    (found**2).sum().backward()
+    of_one = dict(alone.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        total = parameter.grad.clone()
+        mesh.axis("cp").all_reduce(total).wait()
+        torch.testing.assert_close(total, of_one[name].grad, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        found, expected = model(tokens[:, mine], positions=mine), alone(tokens)
+        torch.testing.assert_close(found, expected[:, mine], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recomputed"),
+    [(Layout(cp=2), True), (Layout(cp=2, cp_ulysses=2), True), (Layout(cp=4, cp_ulysses=2), False)],
+    ids=lambda x: x.line() if isinstance(x, Layout) else str(x),
+)
+def test_a_whole_model_computes_what_one_process_does(ranks, layout, recomputed):
+    ranks(a_whole_model, layout.world, layout, recomputed)
+
+
+def with_tensor_parts(ranks: Any, layout: Layout) -> None:
+    """The heads of one tensor rank: dropout meets the masks of these."""
+    case = Case(dropout=0.3)
+    mesh = build(layout, "cpu")
+    inputs, gradient, _ = inputs_of(case)
+    expected = attention(core_of(case), inputs, gradient, noise_of(case, None), None)
+    mine, half = here(layout, ranks.rank, 1), slice(HEADS // 2, HEADS)
+    core = core_of(case)
+    connect(nn.ModuleList([core]), layout, mesh)  # pyright: ignore[reportArgumentType]
+    noise = noise_of(case, mine)
+    assert noise is not None
+    found = attention(
+        core, [x[:, half, mine] for x in inputs], gradient[:, half, mine], replace(noise, heads=(1, 2)), None
+    )
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y[:, half, mine], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=Layout.line)
+def test_a_part_of_the_heads_meets_its_own_dropout_masks(ranks, layout):
+    ranks(with_tensor_parts, layout.world, layout)
+
+
+def sent_by_a_layer(ranks: Any, layout: Layout, kv_heads: int) -> tuple[dict[str, tuple[int, float]], ...]:
+    mesh = build(layout, "cpu")
+    tokens = SEQ // layout.cp
+    shapes = [(HEADS, SIZE), (kv_heads, SIZE), (kv_heads, 6)]
+    q, k, v = (torch.randn(BATCH, heads, tokens, size, requires_grad=True) for heads, size in shapes)
+    core = core_of(Case())
+    connect(nn.ModuleList([core]), layout, mesh)  # pyright: ignore[reportArgumentType]
+    o = core(q, k, v, None)
+    forward = {name: (e.calls, e.sent) for (_, name), e in mesh.ledger.entries.items()}
+    mesh.ledger.clear()
+    o.sum().backward()
+    return forward, {name: (e.calls, e.sent) for (_, name), e in mesh.ledger.entries.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.line)
+def test_a_layer_sends_what_it_should(ranks, layout):
+    kv_heads, (ulysses, places_of_ring) = 2, (layout.cp_ulysses, layout.ring)
+    per_head = BATCH * SEQ // layout.cp * 4
+    repeated = max(kv_heads, ulysses)
+    forward, backward = {}, {}
+    if ulysses > 1:  # q, k, v and o: all but this rank's part of each
+        sizes = HEADS * SIZE + repeated * SIZE + repeated * 6 + HEADS * 6
+        forward["all_to_all"] = backward["all_to_all"] = (4, per_head * sizes * (ulysses - 1) / ulysses)
+    if places_of_ring > 1:  # keys and values of this place of the ring, of the heads that are here
+        keys_and_values = per_head * ulysses * (repeated // ulysses) * (SIZE + 6)
+        hops = places_of_ring - 1
+        forward["send"] = hops, hops * keys_and_values
+        backward["send"] = 2 * hops, 2 * hops * keys_and_values
+    for found in ranks(sent_by_a_layer, layout.world, layout, kv_heads):
+        assert found == (forward, backward)
+
+
+def pairs_of(ranks: Any, layout: Layout, slices: int) -> tuple[int, int]:
+    """Pairs of queries and keys that attention looks at, forward and backward."""
+    found = {"forward": 0, "backward": 0}
+    attend, gradients = ring.attend, ring.gradients
+
+    def counted(name: str, of: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            q, k = inputs[:2] if name == "forward" else inputs[1:3]
+            queries, keys = q.shape[2], k.shape[2]
+            found[name] += queries * (queries + 1) // 2 if inputs[-1].causal else queries * keys
+            return of(*inputs)
+
+        return run
+
+    ring.attend, ring.gradients = counted("forward", attend), counted("backward", gradients)
+    try:
+        case = Case(slices=slices)
+        core, inputs = core_of(case), inputs_of(case)[0]
+        connect(nn.ModuleList([core]), layout, build(layout, "cpu"))  # pyright: ignore[reportArgumentType]
+        keys = here(layout, ranks.rank, slices)
+        queries = torch.arange(SEQ // layout.cp)
+        parts = [x[:, :, of].requires_grad_() for x, of in zip(inputs, (queries, keys, keys), strict=True)]
+        core(*parts, None).sum().backward()
+    finally:
+        ring.attend, ring.gradients = attend, gradients
+    return found["forward"], found["backward"]
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_all_ranks_look_at_as_many_pairs(ranks, slices):
+    layout = Layout(cp=4)
+    counts = ranks(pairs_of, 4, layout, slices)
+    assert len(set(counts)) == 1
+    every = SEQ * (SEQ + 1) // 2 + SEQ * SEQ * (slices - 1)
+    assert sum(forward for forward, _ in counts) == every
+    assert counts[0][0] == counts[0][1]
+    # Shares in a row would not be equal: the last rank's queries see almost all keys, the first one's few.
+    share = SEQ // layout.cp
+    in_a_row = [sum(1 + position for position in range(rank * share, (rank + 1) * share)) for rank in range(4)]
+    assert in_a_row[-1] > 6 * in_a_row[0]
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_blocks_cover_every_visible_pair_once(places_of_ring, chunk, slices, data):
+    """Every key that a query sees, and no other, by the positions of both."""
+    layout = Layout(cp=places_of_ring)
+    tokens, whole = 2 * chunk, 2 * chunk * places_of_ring
+    place = data.draw(st.integers(0, places_of_ring - 1))
+    queries = _positions(layout, place, whole, slices)[-tokens:]
+    found = []
+    for source in range(places_of_ring):
+        keys = _positions(layout, source, whole, slices)
+        for block in zigzag(place, source, tokens, (slices - 1) * tokens):
+            found += _pairs(block, queries, keys)
+    expected = [(query, key) for query in queries for key in range(query + 1)]
+    assert sorted(found) == sorted(expected)
+
+
+def _positions(layout: Layout, place: int, whole: int, slices: int) -> list[int]:
+    runs = group_places(layout, whole, place) if layout.ring > 1 else [range(whole)]
+    return [start * whole + position for start in range(slices) for run in runs for position in run]
+
+
+def _pairs(block: Block, queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
+    rows, columns = queries[block.queries], keys[block.keys]
+    return [(q, k) for i, q in enumerate(rows) for j, k in enumerate(columns) if j <= i or not block.causal]
+
+
+def whole_and_mine(ranks: Any, layout: Layout) -> None:
+    mesh = build(layout, "cpu")
+    sequences = SplitSequences(layout, mesh.axis("cp"))
+    mine = here(layout, ranks.rank, 1)
+    for whole in (torch.arange(BATCH * SEQ * 3).view(BATCH, SEQ, 3), torch.arange(BATCH * SEQ).sin().view(BATCH, SEQ)):
+        torch.testing.assert_close(sequences.whole(whole[:, mine]), whole)
+        torch.testing.assert_close(sequences.mine(whole), whole[:, mine])
+    # No matter how it lies in memory, and without a change to what is given.
+    counts = torch.arange(6.0).view(2, 3).t() * (1 + ranks.rank)
+    before = counts.clone()
+    torch.testing.assert_close(sequences.sum(counts), torch.arange(6.0).view(2, 3).t() * 10)
+    torch.testing.assert_close(counts, before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[2:], ids=Layout.line)
+def test_sequences_are_put_together_and_taken_apart_by_position(ranks, layout):
+    ranks(whole_and_mine, 4, layout)
+    assert sorted(grid(layout, rank) for rank in range(4)) == [
+        (i, j) for i in range(layout.ring) for j in range(layout.cp_ulysses)
+    ]
