@@ -23,7 +23,17 @@ def micro_batches(job: Job, step: int, data_rank: int, vocab: int) -> tuple[list
     size = equation.micro_batch
     first = data_rank * size * equation.accumulation
     starts = range(first, first + size * equation.accumulation, size)
-    batches = [MicroBatch(tokens[a : a + size, :-1], targets[a : a + size], np.arange(a, a + size)) for a in starts]
+    # Documents of uneven length, where attention is not to cross from one to another.
+    documents = (tokens[:, :-1] < vocab // 3).cumsum(1) if job.data.document_mask else None
+    batches = [
+        MicroBatch(
+            tokens[a : a + size, :-1],
+            targets[a : a + size],
+            np.arange(a, a + size),
+            None if documents is None else documents[a : a + size],
+        )
+        for a in starts
+    ]
     return batches, int((targets != IGNORE).sum())
 
 

@@ -10,7 +10,7 @@ from parallel.steps import micro_batches
 from phalanx.job import batch
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
-from phalanx.job.model import Model
+from phalanx.job.model import Model, MoE
 from phalanx.job.parameters import block_shapes, count
 from phalanx.job.train import Train
 from phalanx.parallel import mesh as meshes
@@ -138,6 +138,53 @@ def test_fewer_key_value_heads_than_ranks_add_one_sum_of_their_gradients(ranks):
     grouped = sent(ranks, Layout(tp=4), shape)
     heads = shape.n_layers * 2 * WIDTH * shape.head_size * shape.d_model  # a key and a value head on each pair of ranks
     assert grouped["tp"]["all_reduce"] - plain["tp"]["all_reduce"] == pytest.approx(2 * heads * part(2))
+
+
+LONG = dataclasses.replace(SHAPE, seq_len=24, n_kv_heads=2, bias=False, positions="rope")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_ring_sends_keys_and_values_forward_and_those_and_their_gradients_back(ranks, size):
+    found = sent(ranks, Layout(cp=size, zero=1), LONG)
+    keys = WIDTH * BATCH * LONG.seq_len * LONG.kv_heads * LONG.head_size  # of a layer and whole sequences
+    forward = 2 * part(size) * keys
+    assert found["cp"] == {"send": pytest.approx(LONG.n_layers * 3 * forward)}
+    # The state is sharded over these ranks, as over those of dp_shard.
+    parameters = WIDTH * count(LONG)
+    assert found["dp_shard_cp"] == {
+        "reduce_scatter": pytest.approx(parameters * part(size)),
+        "all_gather": pytest.approx(parameters * part(size)),
+    }
+
+
+def test_ulysses_sends_queries_keys_values_and_outputs_each_way(ranks):
+    found = sent(ranks, Layout(cp=2, cp_ulysses=2, zero=1), LONG)
+    tokens = WIDTH * BATCH * LONG.seq_len / 2  # of a rank
+    once = tokens * LONG.head_size * (2 * LONG.n_heads + 2 * LONG.kv_heads) / 2
+    assert found["cp"] == {"all_to_all": pytest.approx(LONG.n_layers * 2 * once)}
+
+
+def test_both_send_less_each(ranks):
+    found = sent(ranks, Layout(cp=4, cp_ulysses=2, zero=1), LONG)["cp"]
+    tokens = WIDTH * BATCH * LONG.seq_len / 4
+    exchanged = tokens * LONG.head_size * (2 * LONG.n_heads + 2 * LONG.kv_heads) / 2
+    rotated = 2 * tokens * 2 * LONG.head_size * LONG.kv_heads / 2
+    assert found["all_to_all"] == pytest.approx(LONG.n_layers * 2 * exchanged)
+    assert found["send"] == pytest.approx(LONG.n_layers * 3 * rotated)
+
+
+@pytest.mark.parametrize(("size", "ep"), [(2, 2), (4, 2), (4, 4)])
+def test_experts_get_rows_twice_and_their_gradients_twice(ranks, size, ep):
+    """In the capacity form, whose rows are known beforehand: as many for each expert as it may take."""
+    moe = MoE(n_experts=4, top_k=2, d_ff=24, capacity=1.0)
+    shape = dataclasses.replace(SHAPE, bias=False, moe=moe, n_layers=2)
+    found = sent(ranks, Layout(dp_shard=size, ep=ep, zero=1), shape)
+    rows = moe.n_experts * BATCH // size * SHAPE.seq_len * moe.top_k // moe.n_experts
+    assert found["ep"] == {"all_to_all": pytest.approx(4 * 2 * WIDTH * rows * SHAPE.d_model * part(ep))}
+    experts = 2 * WIDTH * 4 * 2 * 24 * SHAPE.d_model
+    dense = WIDTH * count(shape) - experts
+    assert found["dp_shard"]["reduce_scatter"] == pytest.approx(dense * part(size))
+    assert found.get("edp", {}).get("reduce_scatter", 0) == pytest.approx(experts / ep * part(size // ep))
 
 
 def crossings(layout: Layout, micro_batches: int) -> list[int]:

@@ -1,0 +1,104 @@
+"""Context and expert parallelism composed with everything else equal one process in float64 to 1e-9."""
+
+import dataclasses
+
+import pytest
+
+from parallel.steps import steps
+from parallel.test_composition import GPT, LLAMA, VOCAB, compare
+from phalanx.job import layout_line
+from phalanx.job.check import problems_of
+from phalanx.job.data import Data
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import MLA, Model, MoE
+from phalanx.job.optimizer import Optimizer
+from phalanx.job.train import Train
+
+BATCH = 8
+DENSE = dataclasses.replace(LLAMA, n_layers=2, seq_len=16)
+MIXTRAL = dataclasses.replace(
+    LLAMA, n_layers=2, seq_len=16, moe=MoE(n_experts=4, top_k=2, d_ff=16, aux_loss=0.02, z_loss=0.01)
+)
+CAPACITY = dataclasses.replace(
+    GPT,
+    seq_len=16,
+    dropout=0.1,
+    moe=MoE(n_experts=4, top_k=2, d_ff=16, n_shared=1, capacity=1.0, aux_loss=0.1, n_dense_layers=1),
+)
+DEEPSEEK = dataclasses.replace(
+    LLAMA,
+    n_layers=2,
+    n_kv_heads=0,
+    seq_len=16,
+    moe=MoE(
+        n_experts=8,
+        top_k=3,
+        d_ff=16,
+        n_shared=1,
+        n_dense_layers=1,
+        router="sigmoid",
+        bias_balanced=True,
+        route_scale=2.5,
+        n_groups=4,
+        top_groups=2,
+        aux_loss=0.01,
+    ),
+    mla=MLA(q_rank=16, kv_rank=8, rope_head_dim=4, nope_head_dim=8, v_head_dim=6),
+)
+MODELS = {"dense": DENSE, "mixtral": MIXTRAL, "capacity": CAPACITY, "deepseek": DEEPSEEK}
+CASES = [
+    ("dense", "cp=2,zero=1,accumulation=2"),
+    ("dense", "cp=4,zero=2,recompute=selective"),
+    ("dense", "cp=2,cp_ulysses=2,accumulate=sharded,accumulation=2"),
+    ("dense", "cp=4,cp_ulysses=2,recompute=full"),
+    ("dense", "cp=4,cp_ulysses=2,cp_inner=ring,loss_chunk=7"),
+    ("dense", "dp_replicate=2,dp_shard=2,cp=2"),
+    ("dense", "cp=2,tp=2,pp=2,sp=true,sp_regather=true,accumulation=4"),
+    ("dense", "cp=4,cp_ulysses=2,pp=2,schedule=zb_h1,accumulation=4,zero=2"),
+    ("dense", "cp=2,pp=2,schedule=terapipe,pp_slices=2,accumulation=2"),
+    ("mixtral", "dp_replicate=2,accumulation=2"),
+    ("mixtral", "dp_shard=4,ep=2"),
+    ("mixtral", "dp_shard=2,ep=2,tp=2,sp=true,zero=1,accumulation=2"),
+    ("mixtral", "cp=2,dp_shard=2,ep=4,zero=2"),
+    ("mixtral", "pp=2,dp_shard=2,ep=2,schedule=zb_h1,accumulation=4"),
+    ("capacity", "cp=2,cp_ulysses=2,ep=2"),
+    ("capacity", "dp_shard=2,tp=2,ep=2,recompute=full"),
+    ("capacity", "cp=4,ep=2,zero=1"),
+    ("deepseek", "tp=4,sp=true"),
+    ("deepseek", "cp=2,dp_replicate=2,ep=2,recompute=selective"),
+    ("deepseek", "dp_shard=2,cp=2,tp=2,ep=2,zero=2"),
+    ("deepseek", "dp_shard=2,pp=2,tp=2,ep=2,sp=true,schedule=dualpipe,accumulation=4"),
+]
+
+
+def job_of(model: Model, layout: Layout, documents: bool) -> Job:
+    return Job(
+        model=model,
+        layout=layout,
+        data=Data(document_mask=documents),
+        train=Train(global_batch=BATCH, precision="fp64"),
+        optimizer=Optimizer(clip=0.5),
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(ranks):
+    """One process, by kind of model; the dense one has documents."""
+    return {kind: ranks(steps, 1, job_of(model, Layout(), kind == "dense"), VOCAB)[0] for kind, model in MODELS.items()}
+
+
+@pytest.mark.parametrize(("kind", "line"), CASES)
+def test_equals_one_process(ranks, reference, kind, line):
+    job = job_of(MODELS[kind], layout_line.parse(line), kind == "dense")
+    assert problems_of(job) == []
+    compare(ranks(steps, job.layout.world, job, VOCAB), reference[kind])
+
+
+@pytest.mark.parametrize(("kind", "line"), [CASES[3], CASES[12]])
+def test_lower_precisions_stay_close(ranks, reference, kind, line):
+    job = job_of(MODELS[kind], layout_line.parse(line), kind == "dense")
+    job = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="bf16"))
+    shown, _, _ = ranks(steps, job.layout.world, job, VOCAB)[0]
+    for found, wanted in zip(shown, reference[kind][0], strict=True):
+        assert found == pytest.approx(wanted, rel=3e-2)
