@@ -22,6 +22,7 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
     """
     from phalanx.launch.pool import Pool
 
-    preload = ["pytest", "hypothesis", "torch.distributed.tensor", "torch.distributed.fsdp"]
+    # The last of them is what torch imports when a rank makes its first optimizer.
+    preload = ["pytest", "hypothesis", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
     with Pool(8, preload) as pool:
         yield pool.run

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -120,9 +121,10 @@ def test_a_dense_model_has_no_rows_no_picture_and_no_collective(job, caplog):
         def __getattr__(self, name):
             raise AssertionError(f"a dense model asks for {name}")
 
-    loads = ExpertLoads(job, Nobody(), Routing(), torch.device("cpu"), 0)
-    loads.after(1, Nobody(), shown=True, ends=True)
-    loads.draw(Nobody())
+    nobody: Any = Nobody()
+    loads = ExpertLoads(job, nobody, Routing(), torch.device("cpu"), 0)
+    loads.after(1, nobody, shown=True, ends=True)
+    loads.draw(nobody)
 
 
 def test_a_row_is_what_the_routers_noted_and_is_then_forgotten(moe_job):
@@ -172,6 +174,7 @@ def test_the_picture_shows_every_expert_and_every_row(tmp_path):
     assert {"Steps 11 to 20", "0.50", "1.00", "1.50", "4.00", "0.00", "Over the run"} <= set(texts)
     (curve,) = root.iter(f"{SVG}polyline")
     assert len((curve.get("points") or "").split()) == 2
+    assert "polyline" not in svg(write(tmp_path / "short", {0: [1, 1]}))
     assert "href" not in svg(run)
     assert "url(" not in svg(run)
 

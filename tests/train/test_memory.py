@@ -12,7 +12,7 @@ from phalanx.cost.memory import StateBytes, activation_bytes, state_bytes
 from phalanx.errors import RunError
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
-from phalanx.job.model import Model
+from phalanx.job.model import Model, MoE
 from phalanx.job.parameters import count
 from phalanx.job.train import Train
 from phalanx.parallel import mesh as meshes
@@ -22,6 +22,7 @@ from phalanx.train.step import Stepper
 VOCAB = 64
 GPT = Model(n_layers=2, d_model=64, n_heads=4, seq_len=16)
 PARAMETERS = count(GPT, VOCAB)
+EXPERTS = replace(GPT, moe=MoE(n_experts=4, top_k=2, d_ff=32, n_shared=1, n_dense_layers=1), vocab_size=VOCAB)
 ONE = Model(n_layers=1, d_model=128, n_heads=8, seq_len=64, dropout=0.1)
 
 
@@ -79,6 +80,8 @@ def test_bf16_state_is_the_table_of_zero(ranks, layout, per_parameter, n):
         (Layout(dp_shard=2, dp_replicate=2, tiles=2), {"precision": "bf16", "gradients": "fp32"}),
         (Layout(dp_shard=3, zero=3), {"global_batch": 3}),
         (Layout(dp_replicate=2, data_parallel="threads"), {"precision": "fp64"}),
+        (Layout(cp=2, dp_shard=2, zero=2), {"precision": "bf16"}),
+        (Layout(cp=2), {}),
     ],
     ids=lambda value: value.line() if isinstance(value, Layout) else " ".join(map(str, value.values())),
 )
@@ -86,6 +89,24 @@ def test_state_is_what_the_formula_says(ranks, layout, train):
     job = Job(model=GPT, layout=layout, train=Train(**{"global_batch": 4, **train}))
     found = max((before for before, _ in ranks(held, layout.processes, job)), key=lambda state: state.total)
     assert found == state_bytes(GPT, layout, job.train.precision, job.train.gradients, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(dp_shard=4, ep=2, zero=1, bucket_mb=0.1),
+        Layout(dp_shard=4, ep=2),
+        Layout(dp_shard=2, tp=2, ep=2, zero=2),
+        Layout(cp=2, dp_replicate=2, ep=2),
+    ],
+    ids=Layout.line,
+)
+def test_state_of_experts_is_what_the_formula_says(ranks, layout):
+    """Experts are dealt out over ep, and sharded over what is left of dp_shard × cp."""
+    job = Job(model=EXPERTS, layout=layout, train=Train(global_batch=4, precision="fp64"))
+    found = max((before for before, _ in ranks(held, layout.processes, job)), key=lambda state: state.total)
+    assert found == state_bytes(EXPERTS, layout, "fp64", vocab=VOCAB)
 
 
 def kept(ranks, layout: Layout, model: Model = ONE) -> int:
@@ -97,11 +118,22 @@ def kept(ranks, layout: Layout, model: Model = ONE) -> int:
     (block,) = transformer.blocks.values()
     batches, _ = micro_batches(job, 0, mesh.data_rank, VOCAB)
     micro = stepper.tensors(batches[0], 0)
-    positions = torch.arange(model.seq_len)
+    positions = micro.positions
     x = transformer.embed_tokens(micro.tokens, positions, micro.noise).detach().clone().requires_grad_()
     found, y = activation_memory(block, x, transformer.rotary(positions, x.dtype), micro.noise, None)
     y.sum().backward()
     return found
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(cp=2), Layout(cp=4), Layout(cp=2, cp_ulysses=2), Layout(cp=4, cp_ulysses=2)], ids=Layout.line
+)
+def test_a_context_parallel_rank_keeps_its_share(ranks, layout):
+    model = replace(ONE, dropout=0.0)
+    (whole,), found = ranks(kept, 1, Layout(), model), ranks(kept, layout.cp, layout, model)
+    # And the sums of exponentials, in fp32, of all heads' rows, which one process keeps as well.
+    assert found == pytest.approx([whole / layout.cp] * layout.cp, rel=0.02)
+    assert whole == pytest.approx(activation_bytes(model, Layout(), 2), rel=0.05)
 
 
 S, B, H, A = ONE.seq_len, 2, ONE.d_model, ONE.n_heads

@@ -1,5 +1,7 @@
 """The layouts that are compared by default."""
 
+import itertools
+
 import pytest
 
 from phalanx.job.job import Job
@@ -36,13 +38,15 @@ def test_every_line_is_another_layout_of_at_most_8_ranks():
         {"recompute": "full"},
         {"loss_chunk": 24},
         {"data_parallel": "threads"},
-        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
         {"pp": 2, "schedule": "1f1b"},
         {"pp": 4},
-        {"pp": 2, "dp_replicate": 2},
-        *({"pp": 2, "dp_shard": 2, "zero": zero} for zero in (1, 2, 3)),
         {"pp": 2, "accumulate": "sharded"},
-        {"pp": 2, "tp": 2, "sp": True},
+        *({"cp": cp, "cp_ulysses": 1} for cp in (2, 4)),
+        {"cp": 2, "cp_ulysses": 2},
+        *({"cp": 4, "cp_ulysses": 2, "cp_inner": inner} for inner in ("ulysses", "ring")),
+        {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
+        *({"dp_shard": shard, "ep": ep} for shard, ep in ((2, 2), (4, 2), (4, 4))),
+        {"cp": 2, "ep": 2, "dp_shard": 1},
         {"schedule": "terapipe"},
         {"schedule": "zb_v", "recompute": "full"},
         {"schedule": "dualpipe"},
@@ -57,9 +61,12 @@ def test_every_technique_is_there(technique):
 def test_full_is_every_product_in_every_form():
     layouts = list(matrix.full(4))
     assert len(set(layouts)) == len(layouts)
-    assert {(x.dp_replicate, x.dp_shard, x.tp) for x in layouts} == {
-        (r, s, t) for r in range(1, 5) for s in range(1, 5) for t in range(1, 5) if 2 <= r * s * t <= 4
+    assert {(x.dp_replicate, x.dp_shard, x.cp, x.tp) for x in layouts} == {
+        (r, s, c, t)
+        for r, s, c, t in itertools.product(range(1, 5), range(1, 5), (1, 2), range(1, 5))
+        if 2 <= r * s * c * t <= 4
     }
+    assert Layout(cp=2, zero=1, recompute="full") in layouts
     assert Layout(dp_shard=2, tp=2, sp=True, zero=1, recompute="selective") in layouts
     assert not any(layout.sp and layout.tp == 1 for layout in layouts)
 
@@ -89,6 +96,14 @@ def test_schedules_are_every_one_on_pipelines_of_three_sizes():
         ("pp=2,schedule=terapipe,pp_slices=8", 1, "dp_replicate=1"),
         ("pp=4,dp_replicate=8,schedule=mine.csv", 8, "pp=4,dp_replicate=2,schedule=mine.csv"),
         ("pp=16,tp=2,schedule=mine.csv", 8, "pp=16,schedule=mine.csv"),
+        ("dp_shard=8,cp=8,cp_ulysses=2,tp=8", 8, "dp_shard=2,cp=2,cp_ulysses=2,tp=2"),
+        ("dp_shard=4,cp=16,cp_ulysses=4", 8, "dp_shard=2,cp=4,cp_ulysses=4"),
+        ("dp_shard=2,cp=6,cp_ulysses=3,cp_inner=ring", 8, "dp_shard=2,cp=3,cp_ulysses=3,cp_inner=ring"),
+        ("dp_shard=2,cp=4,cp_ulysses=2,cp_inner=ring", 2, "cp=2,cp_ulysses=2,cp_inner=ring"),
+        ("cp=4,cp_ulysses=2,cp_inner=ring", 1, "dp_replicate=1"),
+        ("dp_shard=64,ep=16,tp=2", 8, "dp_shard=4,ep=4,tp=2"),
+        ("dp_shard=9,cp=2,ep=6", 8, "dp_shard=3,cp=2,ep=6"),
+        ("dp_shard=6,ep=3", 4, "dp_shard=3,ep=3"),
     ],
 )
 def test_a_large_layout_keeps_its_techniques(line, max_ranks, expected):
@@ -96,7 +111,9 @@ def test_a_large_layout_keeps_its_techniques(line, max_ranks, expected):
 
 
 def test_without_puts_fields_back():
-    assert matrix.without(Layout(cp=4, tp=2), {"layout.cp", "model.moe.n_experts"}) == Layout(tp=2)
+    assert matrix.without(Layout(tp=2, offload="all"), {"layout.offload", "model.moe.n_experts"}) == Layout(tp=2)
+    context = Layout(cp=4, cp_ulysses=2, cp_inner="ring", ep=4, tp=2)
+    assert matrix.without(context, {"layout.cp"}) == Layout(tp=2)
     pipeline = Layout(pp=4, tp=2, schedule="zb_v", pp_chunks=2, pp_slices=2, pp_cut="1+1")
     assert matrix.without(pipeline, {"layout.pp"}) == Layout(tp=2)
     assert matrix.without(pipeline, {"layout.tp"}) == Layout(

@@ -1,6 +1,8 @@
 """The measurement itself: every kind of difference is found, and named where it first appears."""
 
+import itertools
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -8,13 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.errors import RunError
+from phalanx.job.data import Data
 from phalanx.job.job import Job
 from phalanx.job.layout_line import parse
 from phalanx.job.model import Model
 from phalanx.job.parameters import parameter_shapes
+from phalanx.model import moe
 from phalanx.model.noise import Noise
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import build
+from phalanx.train.step import Stepper
 from phalanx.verify import measure
 from phalanx.verify import run as verify
 from phalanx.verify.measure import TOLERANCE, Differences, compare, difference, micro_batches, record
@@ -24,8 +29,11 @@ from phalanx.verify.run import First, first_difference
 JOB = Job(model=Model(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
 
 
-def plan_of(*lines: str) -> Plan:
-    return make(JOB, lines=lines)
+MASKED = replace(JOB, data=Data(document_mask=True))
+
+
+def plan_of(*lines: str, job: Job = JOB) -> Plan:
+    return make(job, lines=lines)
 
 
 def recorded(ranks, plan: Plan, path) -> None:
@@ -38,25 +46,22 @@ def compared(ranks, plan: Plan, path, fn=compare) -> First | None:
     return first_difference(found, TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("key", "factor", "expected"),
-    [
-        ("gradient/1/blocks.1.mlp.up.weight", 1 + 1e-6, First("gradient", "blocks.1.mlp.up.weight", 2, 1e-6)),
-        ("gradient/0/blocks.0.attn_norm.bias", 2.0, First("gradient", "blocks.0.attn_norm.bias", 1, 0.5)),
-        ("parameter/final_norm.weight", 1 + 1e-7, First("parameter", "final_norm.weight", 2, 1e-7)),
-    ],
-)
-def test_a_tampered_record_is_found_and_named(ranks, tmp_path, key, factor, expected):
+def test_a_tampered_record_is_found_and_named(ranks, tmp_path):
     plan, path = plan_of("dp_shard=2,tp=2,sp=true"), tmp_path / "record"
     recorded(ranks, plan, path)
     assert compared(ranks, plan, path) is None
-    tensors = load_file(path)
-    tensors[key] = tensors[key] * factor
-    save_file(tensors, path, {"losses": "[1.0, 1.0]", "largest": "[1.0, 1.0]"})
-    found = compared(ranks, plan, path)
-    assert found is not None
-    assert (found.what, found.name, found.step) == (expected.what, expected.name, expected.step)
-    assert math.isclose(found.rel, expected.rel, rel_tol=1e-3)
+    original = load_file(path)
+    for key, factor, expected in (
+        ("gradient/1/blocks.1.mlp.up.weight", 1 + 1e-6, First("gradient", "blocks.1.mlp.up.weight", 2, 1e-6)),
+        ("gradient/0/blocks.0.attn_norm.bias", 2.0, First("gradient", "blocks.0.attn_norm.bias", 1, 0.5)),
+        ("parameter/final_norm.weight", 1 + 1e-7, First("parameter", "final_norm.weight", 2, 1e-7)),
+    ):
+        tampered = original | {key: original[key] * factor}
+        save_file(tampered, path, {"losses": "[1.0, 1.0]", "largest": "[1.0, 1.0]"})
+        found = compared(ranks, plan, path)
+        assert found is not None
+        assert (found.what, found.name, found.step) == (expected.what, expected.name, expected.step)
+        assert math.isclose(found.rel, expected.rel, rel_tol=1e-3)
 
 
 def without_summing_partials(ranks, *args):
@@ -74,15 +79,29 @@ def every_micro_batch_the_same_masks(ranks, *args):
         return compare(ranks, *args)
 
 
+def without_documents(ranks, *args):
+    real = Stepper.tensors
+    with mock.patch.object(Stepper, "tensors", lambda *args: replace(real(*args), documents=None)):
+        return compare(ranks, *args)
+
+
+def without_loads(ranks, *args):
+    """As if no expert had more to do than another."""
+    with mock.patch.object(moe, "_excess", lambda load, factor: torch.zeros(len(load))):
+        return compare(ranks, *args)
+
+
 @pytest.mark.parametrize(
-    ("line", "sabotage", "name"),
+    ("job", "line", "sabotage", "name"),
     [
-        ("tp=2,sp=true", without_summing_partials, "positions.weight"),
-        ("dp_replicate=2", every_micro_batch_the_same_masks, "embed.weight"),
+        (JOB, "tp=2,sp=true", without_summing_partials, "positions.weight"),
+        (JOB, "dp_replicate=2", every_micro_batch_the_same_masks, "embed.weight"),
+        (MASKED, "cp=2", without_documents, "embed.weight"),
+        (JOB, "dp_shard=2,ep=2", without_loads, "blocks.0.moe.router.bias"),
     ],
 )
-def test_a_broken_technique_is_named_by_the_first_parameter(ranks, tmp_path, line, sabotage, name):
-    plan, path = plan_of(line), tmp_path / "record"
+def test_a_broken_technique_is_named_by_the_first_parameter(ranks, tmp_path, job, line, sabotage, name):
+    plan, path = plan_of(line, job=job), tmp_path / "record"
     recorded(ranks, plan, path)
     found = compared(ranks, plan, path, sabotage)
     assert found is not None
@@ -159,3 +178,15 @@ def test_ranks_share_the_batch_out_and_have_different_numbers_of_valid_tokens(ra
     counts = [sum(int((micro.targets >= 0).sum()) for micro in batches) for batches, _ in shares]
     assert sum(counts) == valid
     assert len(set(counts)) == len(counts)
+
+
+def test_with_a_document_mask_every_sample_is_cut_into_documents_at_other_places(ranks):
+    plan = plan_of("dp_replicate=2,accumulation=2", job=MASKED)
+    (alone, _), (none, _) = ranks(my_batches, 1, plan.alone(plan.layouts[0]), 11)[0], ranks(my_batches, 1, JOB, 11)[0]
+    shares = ranks(my_batches, 2, plan.case(plan.layouts[0]), 11)
+    documents = [row for batches, _ in shares for micro in batches for row in micro.documents.tolist()]
+    assert documents == alone[0].documents.tolist()
+    assert len(set(map(tuple, documents))) > 1
+    assert {row[0] for row in documents} == {0}
+    assert {later - sooner for row in documents for sooner, later in itertools.pairwise(row)} == {0, 1}
+    assert none[0].documents is None

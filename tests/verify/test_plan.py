@@ -6,13 +6,15 @@ import pytest
 
 from phalanx.errors import JobError
 from phalanx.job.check import problems_of
+from phalanx.job.data import Data
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.layout_line import parse
 from phalanx.job.model import Model, MoE
+from phalanx.job.presets import PRESETS
 from phalanx.job.train import Train
 from phalanx.schedule import catalogue, file
-from phalanx.verify import matrix
+from phalanx.verify import covering, matrix
 from phalanx.verify.plan import make
 
 JOB = Job(model=Model(n_layers=2, d_model=32, n_heads=4, seq_len=16))
@@ -24,12 +26,20 @@ def lines(plan):
 
 def test_the_matrix_by_default():
     plan = make(JOB)
-    assert lines(plan) == [parse(line).line() for line in matrix.MATRIX]
+    assert lines(plan) == [layout.line() for layout in (*map(parse, matrix.MATRIX), *covering.pairs(8))]
     assert plan.skipped == []
-    stale, deepened = plan.notes
+    stale, deepened, experts = plan.notes
     assert "one update late" in stale
-    assert deepened == "model.n_layers: 2 in the job, a layer a stage in 7 layouts with more stages than that"
-    assert make(replace(JOB, model=replace(JOB.model, n_layers=4))).notes == [stale]
+    cases = [plan.case(layout) for layout in plan.layouts]
+    deep = sum(case.model.n_layers > 2 for case in cases)
+    assert deepened == f"model.n_layers: 2 in the job, a layer a stage in {deep} layouts with more stages than that"
+    mixed = [case.model.moe for case in cases if case.layout.ep > 1]
+    assert experts == (
+        f"model.moe: no experts in the job, 8 of width 16 in {len(mixed)} layouts with ep above 1, "
+        f"without aux_loss in {sum(not moe.aux_loss for moe in mixed)} with slices of sequences"
+    )
+    assert make(replace(JOB, model=replace(JOB.model, n_layers=4))).notes == [stale, experts]
+    assert all(layout.world <= 4 for layout in make(JOB, max_ranks=4).layouts)
 
 
 def test_the_job_s_own_layout_comes_first():
@@ -67,9 +77,9 @@ def test_illegal_layouts_of_the_matrix_are_skipped_with_the_reason():
 
 
 def test_full_adds_every_product():
-    assert set(make(JOB).layouts) < set(make(JOB, full=True).layouts)
-    skipped = make(JOB, full=True).skipped
-    assert {parse(s.layout).tp for s in skipped} == {3, 5, 6, 7, 8}
+    plan = make(JOB, full=True)
+    assert set(make(JOB).layouts) < set(plan.layouts)
+    assert {parse(skipped.layout).tp for skipped in plan.skipped} == {3, 5, 6, 7, 8}
 
 
 def test_named_layouts_are_all_that_is_compared():
@@ -149,6 +159,63 @@ def test_stale_gradients_are_compared_with_such_as_are_stale_on_purpose():
     assert make(JOB, lines=["tp=2"]).notes == []
 
 
-def test_a_model_that_is_not_trained():
-    with pytest.raises(JobError, match=r"mixture of experts \(4\) is not trainable"):
-        make(replace(JOB, model=replace(JOB.model, moe=MoE(n_experts=4))))
+KINDS = {
+    "gpt": JOB.model,
+    "fewer key/value heads than Ulysses ranks": replace(JOB.model, n_kv_heads=1, positions="rope", norm="rmsnorm"),
+    "mixtral-8x7b": PRESETS["mixtral-8x7b"],
+    "deepseek-v3": PRESETS["deepseek-v3"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_features_meet_whatever_the_kind_of_model(kind):
+    plan = make(Job(model=KINDS[kind]))
+    own = KINDS[kind].moe
+    assert {skipped.layout for skipped in plan.skipped} == (
+        {"pp=2,schedule=terapipe,pp_slices=4,accumulation=2"} if own.aux_loss else set()
+    )
+    for layout in plan.layouts:
+        case, alone = plan.case(layout), plan.alone(layout)
+        assert problems_of(case) == []
+        assert (alone.model, alone.layout.world, alone.layout.ep) == (case.model, 1, 1)
+        assert bool(case.model.moe.n_experts) == bool(own.n_experts or layout.ep > 1)
+
+
+def test_a_model_without_experts_gets_some_for_layouts_that_deal_them_out():
+    plan = make(JOB, lines=["tp=2", "dp_shard=2,ep=2", "cp=2,ep=2,pp=2,schedule=terapipe"])
+    dense, whole, sliced = (plan.case(layout).model.moe for layout in plan.layouts)
+    assert dense == MoE()
+    assert (whole.n_experts, whole.n_shared, whole.bias_balanced) == (8, 1, True)
+    assert min(whole.aux_loss, whole.z_loss) > 0
+    assert sliced == replace(whole, aux_loss=0.0)
+    assert plan.notes == [
+        "model.moe: no experts in the job, 8 of width 16 in 2 layouts with ep above 1, without aux_loss in 1 with "
+        "slices of sequences"
+    ]
+    own = MoE(n_experts=4, top_k=1, renormalise=False)
+    plan = make(replace(JOB, model=replace(JOB.model, moe=own)), lines=["dp_shard=2,ep=2"])
+    assert plan.case(plan.layouts[0]).model.moe == own
+    assert plan.notes == []
+
+
+def test_a_model_as_it_is_gets_no_experts():
+    plan = make(JOB, as_is=True)
+    assert not any(plan.case(layout).model.moe.n_experts for layout in plan.layouts)
+    reasons = {skipped.layout: skipped.reason for skipped in plan.skipped}
+    assert "ep 2 deals out experts, the model has none" in reasons["dp_shard=2,ep=2"]
+    with pytest.raises(JobError, match="ep 2 deals out experts, the model has none"):
+        make(JOB, lines=["dp_shard=2,ep=2"], as_is=True)
+
+
+def test_the_job_s_own_experts_and_context_in_small():
+    job = Job(model=PRESETS["deepseek-v3"], layout=parse("dp_shard=64,cp=4,cp_ulysses=2,ep=64,micro_batch=1"))
+    plan = make(job)
+    assert lines(plan)[0] == "dp_shard=2,cp=4,cp_ulysses=2,ep=8"
+    assert "cp_ulysses=2,ep=64,micro_batch=1 (256 ranks), is compared as dp_shard=2,cp=4" in plan.notes[0]
+
+
+def test_document_masks_are_told():
+    job = replace(JOB, data=Data(document_mask=True))
+    assert make(job, lines=["tp=2"]).notes == [
+        "data.document_mask: the random sequences are cut into documents at random places"
+    ]

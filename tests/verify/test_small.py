@@ -3,19 +3,18 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phalanx.job.check import problems_of
+from phalanx.job.check_model import model_problems
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
-from phalanx.job.model import Model
+from phalanx.job.model import Model, MoE
 from phalanx.job.optimizer import Optimizer
 from phalanx.job.parameters import count
 from phalanx.job.presets import PRESETS
 from phalanx.verify.small import CHEAP_PARAMETERS, like, proof_of
-
-DENSE = {name: model for name, model in PRESETS.items() if not model.moe.n_experts}
 
 
 def test_a_cheap_model_stays_as_it_is():
@@ -39,7 +38,7 @@ def test_as_it_is():
 
 
 def test_what_was_changed_is_told():
-    job = Job(model=DENSE["llama3-8b"], optimizer=Optimizer(eps=1e-12))
+    job = Job(model=PRESETS["llama3-8b"], optimizer=Optimizer(eps=1e-12))
     changes = proof_of(job, False, 8).changes
     assert changes["model.n_layers"] == (32, 2)
     assert changes["model.seq_len"] == (8192, 32)
@@ -52,18 +51,53 @@ def legal(job: Job, layout: Layout) -> bool:
     return not problems_of(replace(job, layout=layout, train=replace(job.train, global_batch=layout.data_ranks)))
 
 
-@pytest.mark.parametrize("preset", DENSE)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_small_model_is_cheap_and_legal_under_the_same_layouts(preset):
-    job = Job(model=DENSE[preset])
+    job = Job(model=PRESETS[preset])
     proof = proof_of(job, False, 8)
     small = proof.job.model
     assert count(small, proof.vocab_size) <= 2 * CHEAP_PARAMETERS
     assert small.seq_len <= 128
     assert (small.n_heads, small.kv_heads) == (job.model.n_heads, job.model.kv_heads)
-    for tp in range(1, 9):
-        for sp in (False, True):
-            layout = Layout(tp=tp, sp=sp)
+    for n in range(1, 9):
+        layouts = Layout(tp=n), Layout(tp=n, sp=True), Layout(cp=n, cp_ulysses=n), Layout(dp_shard=n, ep=n)
+        for layout in layouts:
             assert legal(proof.job, layout) == legal(job, layout), layout
+
+
+def test_experts_and_latent_attention_in_small_are_still_both_at_work():
+    small = proof_of(Job(model=PRESETS["deepseek-v3"]), False, 8).job.model
+    assert [small.is_moe_layer(layer) for layer in range(small.n_layers)] == [False, True]
+    moe, mla = small.moe, small.mla
+    assert (moe.n_experts, moe.n_groups, moe.top_groups, moe.top_k, moe.n_shared) == (8, 4, 2, 2, 1)
+    assert (mla.q_rank, mla.kv_rank, small.head_size, small.v_head_size) == (16, 8, 8, 4)
+    mixtral = proof_of(Job(model=PRESETS["mixtral-8x7b"]), False, 8).job.model
+    assert mixtral.moe == replace(PRESETS["mixtral-8x7b"].moe, d_ff=mixtral.moe.d_ff)
+
+
+@given(
+    n_experts=st.integers(2, 400),
+    top_k=st.integers(1, 8),
+    groups=st.sampled_from([(1, 1), (2, 1), (4, 2), (8, 1), (8, 8)]),
+    n_dense_layers=st.integers(0, 20),
+)
+def test_any_experts_are_legal_in_small(n_experts, top_k, groups, n_dense_layers):
+    moe = MoE(
+        n_experts=n_experts,
+        top_k=top_k,
+        renormalise=top_k > 1,
+        n_groups=groups[0],
+        top_groups=groups[1],
+        n_dense_layers=n_dense_layers,
+    )
+    model = replace(PRESETS["llama3-8b"], moe=moe)
+    assume(not list(model_problems(model)))
+    small = proof_of(Job(model=model), False, 8).job.model
+    assert list(model_problems(small)) == []
+    assert small.is_moe_layer(small.n_layers - 1)
+    assert (small.moe.top_k == 1) == (top_k == 1)
+    for ep in range(2, 9):
+        assert (small.moe.n_experts % ep == 0) == (n_experts % ep == 0)
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))

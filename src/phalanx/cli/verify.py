@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 VERB = JobVerb(
     "verify",
     "Prove that a job's model computes the same under every layout as on one process: a few steps in float64 on "
-    "processes of this machine, comparing the loss, every gradient and every parameter. A large model is compared as a "
-    "small one of the same kind.",
+    "processes of this machine, comparing the loss, every gradient and every parameter. By default the job's own "
+    "layout, each technique alone, and a small set of layouts in which every two features meet (data, tensor, "
+    "sequence, context, expert and pipeline parallelism, recomputation). A large model is compared as a small one of "
+    "the same kind; one without experts gets some where a layout has ep above 1.",
     {
-        "full": "Compare every product of dp_replicate, dp_shard and tp too, with every sp, zero and recompute, and "
-        "every pipeline schedule.",
+        "full": "Compare every product of dp_replicate, dp_shard, cp (1, 2) and tp too, with every sp, zero and "
+        "recompute, and every pipeline schedule.",
         "schedules": "Compare the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
         "micro-batches, and nothing else.",
         "as_is": "Compare the model as it is, however large.",
@@ -32,8 +34,8 @@ VERB = JobVerb(
         "layouts": Option(
             str,
             (),
-            "Layouts to compare instead of the job's own and the matrix, each in one word such "
-            "as tp=2,sp=true; they end at the next --option or job file.",
+            "Layouts to compare instead of these, each in one word such as tp=2,sp=true or cp=4,cp_ulysses=2 or "
+            "dp_shard=2,ep=2; they end at the next --option or job file.",
             many=True,
         ),
         "steps": Option(int, 2, "Optimizer steps to compare.", at_least=1),

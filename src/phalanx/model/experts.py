@@ -5,7 +5,9 @@ Shapes: rows (tokens sent to experts, sorted by expert), sizes (how many of them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +49,10 @@ class GroupedLinear(nn.Module):
     """Multiplies the bias. Where ranks hold parts of the inputs and their outputs are added, one of them has 1 and the
     others 0."""
 
+    take: Callable[[Tensor, GroupedProduct, Tensor, Tensor], None] | None = None
+    """Takes what the weight's gradient is made of (weight, product, gradient of the output, rows), where it does not go
+    the way of autograd."""
+
     def __init__(self, n: int, inputs: int, outputs: int, *, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n, outputs, inputs))
@@ -54,56 +60,82 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor, sizes: Sizes) -> Tensor:
         """(rows, inputs), sorted by expert, to (rows, outputs)."""
-        if not isinstance(sizes, Tensor) and len(set(sizes)) == 1:
-            return self._equal(x, sizes[0])
-        y: Tensor = _GroupedProduct.apply(x, self.weight, sizes)
+        product = GroupedProduct(sizes)
+        if self.take is None:
+            y: Tensor = _Product.apply(x, self.weight, product)
+        else:
+            # To autograd the weight is a constant: it would look for a gradient here.
+            y = _Product.apply(x, self.weight.detach(), product, partial(self.take, self.weight))
         if self.bias is None:
             return y
         repeats = torch.as_tensor(sizes, device=x.device)
         # Told the number of rows, torch need not wait for the device to count them.
         return y + (self.bias * self.bias_factor).repeat_interleave(repeats, dim=0, output_size=len(x))
 
-    def _equal(self, x: Tensor, size: int) -> Tensor:
-        """The same with as many rows, `size`, for every expert: a batched product."""
-        y = x.unflatten(0, (len(self.weight), size)) @ self.weight.transpose(1, 2)
-        if self.bias is not None:
-            y = y + (self.bias * self.bias_factor).unsqueeze(1)
-        return y.flatten(0, 1)
 
+@dataclass(frozen=True)
+class GroupedProduct:
+    """The product of each expert's rows and its weight, and what its backward pass is made of: as a batched product
+    where every expert has as many rows, in one kernel where torch has one, else one after the other."""
 
-class _GroupedProduct(torch.autograd.Function):
-    """Each expert's rows times its weight, transposed. Experts without rows get a gradient of zeros."""
+    sizes: Sizes
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.sizes = sizes
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(rows, outputs) from rows (rows, inputs) and weights (experts, outputs, inputs)."""
+        if equal := self._equal():
+            y = x.new_empty(len(x), weight.shape[1])
+            torch.bmm(x.unflatten(0, (-1, equal)), weight.transpose(1, 2), out=y.unflatten(0, (-1, equal)))
+            return y
         if _one_kernel(x, weight):
-            return F.grouped_mm(x, weight.transpose(1, 2), offs=_ends(sizes, x.device))
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=_ends(self.sizes, x.device))
         y = x.new_empty(len(x), weight.shape[1])
-        for expert, rows in _rows(sizes):
+        for expert, rows in _rows(self.sizes):
             torch.mm(x[rows], weight[expert].t(), out=y[rows])
         return y
+
+    def of_input(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of the rows, from that of the output (rows, outputs)."""
+        return self(gradient, weight.transpose(1, 2))
+
+    def of_weight(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """The gradient of the weights: zeros for experts without rows."""
+        if equal := self._equal():
+            return torch.bmm(gradient.unflatten(0, (-1, equal)).transpose(1, 2), x.unflatten(0, (-1, equal)))
+        found = x.new_zeros(len(self.sizes), gradient.shape[1], x.shape[1])
+        if _one_kernel(x, found):
+            return F.grouped_mm(gradient.t(), x, offs=_ends(self.sizes, x.device))
+        for expert, rows in _rows(self.sizes):
+            torch.mm(gradient[rows].t(), x[rows], out=found[expert])
+        return found
+
+    def _equal(self) -> int:
+        """Rows of every expert, where that is known to be the same number."""
+        return self.sizes[0] if not isinstance(self.sizes, Tensor) and len(set(self.sizes)) == 1 else 0
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        product: GroupedProduct,
+        take: Callable[[GroupedProduct, Tensor, Tensor], None] | None = None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.product, ctx.take = product, take
+        return product(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient = grad_outputs[0].contiguous()
-        need_x, need_weight, _ = ctx.needs_input_grad
-        of_x = of_weight = None
-        if _one_kernel(x, weight):
-            ends = _ends(ctx.sizes, x.device)
-            of_x = F.grouped_mm(gradient, weight, offs=ends) if need_x else None
-            of_weight = F.grouped_mm(gradient.t(), x, offs=ends) if need_weight else None
-            return of_x, of_weight, None
-        of_x = torch.empty_like(x) if need_x else None
-        of_weight = torch.zeros_like(weight) if need_weight else None
-        for expert, rows in _rows(ctx.sizes):
-            if of_x is not None:
-                torch.mm(gradient[rows], weight[expert], out=of_x[rows])
-            if of_weight is not None:
-                torch.mm(gradient[rows].t(), x[rows], out=of_weight[expert])
-        return of_x, of_weight, None
+        product: GroupedProduct = ctx.product
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        if ctx.take is not None:
+            ctx.take(product, gradient, x)
+        of_weight = product.of_weight(gradient, x) if need_weight else None
+        return product.of_input(gradient, weight) if need_x else None, of_weight, None, None
 
 
 _ALIGNMENT = 16
@@ -116,7 +148,8 @@ def _one_kernel(x: Tensor, weight: Tensor) -> bool:
         return False
     if any(size * x.element_size() % _ALIGNMENT for size in weight.shape[1:]):
         return False
-    return weight.is_contiguous() and not any(t.storage_offset() * t.element_size() % _ALIGNMENT for t in (x, weight))
+    lies_whole = weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
+    return lies_whole and not any(t.storage_offset() * t.element_size() % _ALIGNMENT for t in (x, weight))
 
 
 def _ends(sizes: Sizes, device: torch.device) -> Tensor:

@@ -175,5 +175,6 @@ def _place(parts: Tensor, pieces: Sequence[Piece], whole: Tensor | None) -> Tens
 
 
 def counted(fragments: Iterable[Fragment]) -> Iterator[Fragment]:
-    """The fragments that this rank counts in sums over the whole model: copies on other ranks do not."""
-    return (f for f in fragments if f.piece.first and not f.copy and f.value.numel())
+    """The fragments that this rank counts in norms of the whole model: copies on other ranks do not, and what balances
+    routers has no gradient of the loss."""
+    return (f for f in fragments if f.piece.first and not f.copy and not f.balances and f.value.numel())

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.experts import GroupedLinear, GroupedProduct
 from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Head, Transformer
 
-Product = tuple[Multiply, Tensor, Tensor, Tensor]
+Product = tuple[Multiply | GroupedProduct, Tensor, Tensor, Tensor]
 """What a weight's gradient is made of: (multiply, gradient of the output, input, weight)."""
 
 
@@ -47,8 +48,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def collect(modules: Iterable[nn.Module], later: WeightGradients) -> None:
-    """Have linear layers and heads leave the gradients of their weights to `later`."""
+    """Have linear layers, those of experts, and heads leave the gradients of their weights to `later`."""
     for module in modules:
+        if isinstance(module, GroupedLinear):
+            module.take = later.take
         if isinstance(module, (Linear, Head)):
             module.multiply = partial(_collected, module.multiply, later)
 
@@ -66,7 +69,7 @@ class WeightGradients:
         self.products: list[Product] | None = None
         """Where products that are put off are put; None: they are computed at once."""
 
-    def take(self, weight: Tensor, multiply: Multiply, gradient: Tensor, x: Tensor) -> None:
+    def take(self, weight: Tensor, multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> None:
         """From the gradient (..., outputs) of what a layer wrote and what it read, (..., inputs)."""
         product = multiply, gradient, x, weight
         if self.products is None:
@@ -129,8 +132,11 @@ def gradient_of_input(multiply: Multiply, gradient: Tensor, weight: Tensor) -> T
     return multiply(gradient, weight.t())
 
 
-def gradient_of_weight(multiply: Multiply, gradient: Tensor, x: Tensor) -> Tensor:
-    """Of a linear layer's weight (outputs, inputs), from its output's `gradient` (..., outputs) and its input `x`."""
+def gradient_of_weight(multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> Tensor:
+    """Of a linear layer's weight (outputs, inputs), from its output's `gradient` (..., outputs) and its input `x`. Of
+    experts, likewise with one dimension more."""
+    if isinstance(multiply, GroupedProduct):
+        return multiply.of_weight(gradient, x)
     return multiply(gradient.flatten(0, -2).t(), x.flatten(0, -2).t())
 
 

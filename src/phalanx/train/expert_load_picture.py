@@ -20,7 +20,7 @@ from phalanx.pictures import FONT, NEUTRAL, Panel
 from phalanx.train.run_directory import RunDirectory
 
 # White digits are legible on them, and they are on white and on black.
-_LESS, _EVEN, _MORE = (0x2B, 0x6F, 0xD6), (0x6C, 0x72, 0x7A), (0xC9, 0x48, 0x2B)
+_LESS, _EVEN, _MORE = (0x2E, 0x76, 0xE6), (0x5C, 0x62, 0x6A), (0xD2, 0x4B, 0x2A)
 _TONES = 20
 """Steps of colour from an even share to the least, and as many to the largest."""
 _HEADER, _LEFT, _TOP = 40, 56, 72  # above both halves, pixels; left of the map; above it, as above the plot
@@ -38,7 +38,7 @@ class _Cells(NamedTuple):
 def svg(run: RunDirectory) -> str:
     """The picture of a run as an SVG document. Raises CheckpointError where there is no run, DataError where it has no
     rows about experts."""
-    rows = list(_rows(run.metrics)) if run.metrics.is_file() else []
+    rows = _rows(run.metrics) if run.metrics.is_file() else []
     if not rows:
         run.require()
         raise DataError(
@@ -51,13 +51,11 @@ def svg(run: RunDirectory) -> str:
         f"Experts of {run.path.name}: max_violation {last['max_violation']:.2f} in layer {last['worst_layer']}, "
         f"{last['idle']} idle, at step {last['step']}"
     )
-    over_time = Panel(
-        "max_violation", "step", "(largest load - mean) / mean", {"worst layer": [_point(row) for row in rows]}
-    )
     cells = _cells(shares)
     map_width = _LEFT + max(len(next(iter(shares.values()))) * cells.width, _SCALE_WIDTH) + 40
     height = _HEADER + max(_TOP + len(shares) * cells.height + 100, 384)
-    width = map_width + 488
+    curve = _curve(rows) if len(rows) > 1 else ""  # of one row there is no more to see than the map
+    width = max(map_width + (488 if curve else 0), 32 + 10 * len(title))
     return "\n".join(
         [
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
@@ -68,13 +66,13 @@ def svg(run: RunDirectory) -> str:
             *_map(shares, last, cells),
             "</g>",
             f"<g transform='translate({map_width} {_HEADER})'>",
-            pictures.svg("Over the run", [over_time]) + "</g>",
+            curve + "</g>",
             "</svg>\n",
         ]
     )
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows about experts in the order of steps; of steps that a run took again after it was resumed, the last."""
     rows: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -87,11 +85,14 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
         rows.append(row)
-    yield from rows
+    return rows
 
 
-def _point(row: Mapping[str, Any]) -> tuple[float, float]:
-    return row["step"], row["max_violation"]
+def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
+    """max_violation over the steps, a picture of its own, as one may stand inside another."""
+    points = [(row["step"], row["max_violation"]) for row in rows]
+    panel = Panel("max_violation", "step", "(largest load - mean) / mean", {"worst layer": points})
+    return pictures.svg("Over the run", [panel])
 
 
 def _cells(shares: Mapping[str, Sequence[float]]) -> _Cells:

@@ -138,10 +138,10 @@ class Memory:
             micro_batch = batch.solve(self.job.train.global_batch, layout).micro_batch
             return f"layout.micro_batch={micro_batch // 2}" if micro_batch > 1 else self._more_devices()
         stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[part]
-        if layout.dp_shard > 1 and layout.zero < stage:
+        if layout.shard_ranks > 1 and layout.zero < stage:
             return f"layout.zero={stage}"
         if layout.dp_replicate > 1:
-            stage = max(stage, layout.zero if layout.dp_shard > 1 else stage)
+            stage = max(stage, layout.zero if layout.shard_ranks > 1 else stage)
             return f"layout.dp_replicate=1 layout.dp_shard={layout.data_ranks} layout.zero={stage}"
         return self._more_devices()
 

@@ -52,7 +52,7 @@ class AdamW:
         if loss_scale != 1:
             for gradient in self._gradients():
                 gradient.mul_(1 / loss_scale)
-        masters = (self.masters[f.name].grad for f in counted(self.fragments) if not f.balances)
+        masters = (self.masters[f.name].grad for f in counted(self.fragments))
         return get_total_norm([gradient for gradient in masters if gradient is not None]).double() ** 2
 
     def take(self) -> None:

@@ -8,9 +8,10 @@ few dozen.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from phalanx.job import layout_line
 from phalanx.job.layout import Layout
@@ -29,42 +30,50 @@ FEATURES = (
     ("loss_chunk=24",),
 )
 """Of each row a layout has one entry or none."""
-
-Choice = tuple[int, int]
-"""A row of FEATURES, and the entry in it."""
+ENTRIES = tuple(itertools.chain(*FEATURES))
 
 
 @dataclass(frozen=True)
 class _Combination:
     layout: Layout
-    pairs: frozenset[tuple[Choice, Choice]]
+    pairs: int
+    """The pairs of entries that meet in it: a set as bits, of which each pair has one."""
 
 
-@cache
-def pairs(max_ranks: int) -> tuple[Layout, ...]:
-    """Layouts of at most `max_ranks` ranks in which every two entries of different rows meet that can."""
-    combinations = _combinations(max_ranks)
-    missing = frozenset[tuple[Choice, Choice]]().union(*(combination.pairs for combination in combinations))
-    found = []
-    while missing:
+def pairs(max_ranks: int, legal: Callable[[Layout], bool] = lambda _: True) -> tuple[Layout, ...]:
+    """Layouts of at most `max_ranks` ranks in which every two entries of different rows meet that do so in any layout
+    that is `legal`."""
+    allowed, missing, found = cache(legal), -1, list[Layout]()
+    left = _combinations(max_ranks)
+    while left:
         # Of several that bring as many together the one with fewer ranks is quicker.
-        best = max(combinations, key=lambda each: (len(each.pairs & missing), -each.layout.world))
+        ordered = sorted(left, key=lambda each: (-(each.pairs & missing).bit_count(), each.layout.world))
+        best = next((each for each in ordered if allowed(each.layout)), None)
+        if best is None:
+            break
         found.append(best.layout)
-        missing -= best.pairs
-        combinations = [each for each in combinations if each.pairs & missing]
+        missing &= ~best.pairs
+        left = [each for each in left if each.pairs & missing]
     return tuple(found)
 
 
+@cache
 def _combinations(max_ranks: int) -> list[_Combination]:
     found = []
-    for entries in itertools.product(*(range(-1, len(row)) for row in FEATURES)):
-        chosen = [(row, entry) for row, entry in enumerate(entries) if entry >= 0]
-        layout = _layout(chosen)
+    for entries in itertools.product(*(("", *row) for row in FEATURES)):
+        chosen = [entry for entry in entries if entry]
+        layout = Layout(**{name: value for entry in chosen for name, value in _settings(entry).items()})
         if layout.world <= max_ranks and layout.shard_ranks % layout.ep == 0:
-            found.append(_Combination(layout, frozenset(itertools.combinations(chosen, 2))))
+            found.append(_Combination(layout, sum(_bit(*pair) for pair in itertools.combinations(chosen, 2))))
     return found
 
 
-def _layout(chosen: Sequence[Choice]) -> Layout:
-    line = ",".join(FEATURES[row][entry] for row, entry in chosen)
-    return layout_line.parse(line) if line else Layout()
+@cache
+def _settings(entry: str) -> dict[str, Any]:
+    """What an entry changes of the default."""
+    return {name: value for name, value in vars(layout_line.parse(entry)).items() if value != getattr(Layout(), name)}
+
+
+@cache
+def _bit(first: str, second: str) -> int:
+    return 1 << (ENTRIES.index(first) * len(ENTRIES) + ENTRIES.index(second))

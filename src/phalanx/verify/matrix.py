@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 
 from phalanx.job.fields import leaves
 from phalanx.job.layout import AXES, Layout
@@ -45,38 +46,46 @@ MATRIX = (
     "pp=2,schedule=dualpipe,accumulation=4",
     "pp=2,schedule=terapipe,pp_slices=4,accumulation=2",
     "pp=3,schedule=pipedream,accumulation=4",
-    # compositions
-    "dp_replicate=2,pp=2,accumulation=4",
-    "dp_shard=2,pp=2,zero=1,schedule=zb_h1,accumulation=4",
+    # parts of sequences: a ring, heads exchanged for tokens, both
+    "cp=2",
+    "cp=4",
+    "cp=2,cp_ulysses=2",
+    "cp=4,cp_ulysses=2",
+    "cp=4,cp_ulysses=2,cp_inner=ring",
+    "cp=2,recompute=selective,zero=1",
+    "dp_replicate=2,dp_shard=2,cp=2",
+    # experts dealt out, over ranks of dp_shard and of cp
+    "dp_shard=2,ep=2",
+    "dp_shard=4,ep=2,zero=1",
+    "dp_shard=4,ep=2",
+    "dp_shard=4,ep=4,zero=2",
+    "cp=2,ep=2",
+    # forms that covering.py has not, in company
     "dp_shard=2,pp=2,zero=2,schedule=interleaved_1f1b,accumulation=4,accumulate=sharded",
-    "dp_shard=2,pp=2,zero=3,schedule=zb_v,accumulation=4",
-    "tp=2,pp=2,sp=true,schedule=zb_h1,accumulation=4",
-    "dp_replicate=2,tp=2,pp=2,sp=true,accumulation=4,loss_chunk=24",
-    "dp_replicate=2,tp=2,sp=true,accumulation=2",
-    "dp_shard=2,tp=2,zero=1,sp=true",
-    "dp_shard=2,tp=2,zero=2,accumulation=2,recompute=selective",
     "dp_shard=2,tp=2,zero=3,sp=true,sp_regather=true,reshard=false",
-    "dp_replicate=2,dp_shard=2,tp=2,zero=3,sp=true,recompute=full,loss_chunk=24",
 )
-"""Each technique alone and in company, in lines of at most 8 ranks."""
+"""Each technique alone, in all its forms, in lines of at most 8 ranks; covering.py brings them together."""
 
 CHOICES = {"sp": (False, True), "zero": (1, 2, 3), "recompute": ("none", "selective", "full")}
 """What `full` combines with every product of the axes, where it means anything."""
+
+CONTEXTS = (1, 2)
+"""Context-parallel ranks in `full`."""
 
 PIPELINES = (2, 3, 4)
 """Ranks of the pipelines that every schedule is compared with."""
 
 
 def full(max_ranks: int) -> Iterator[Layout]:
-    """Every product dp_replicate × dp_shard × tp of 2 to `max_ranks` ranks, in every form of CHOICES."""
+    """Every product dp_replicate × dp_shard × cp × tp of 2 to `max_ranks` ranks, in every form of CHOICES."""
     degrees = range(1, max_ranks + 1)
-    for replicate, shard, tp in itertools.product(degrees, repeat=3):
-        if not 2 <= replicate * shard * tp <= max_ranks:
+    for replicate, shard, cp, tp in itertools.product(degrees, degrees, CONTEXTS, degrees):
+        if not 2 <= replicate * shard * cp * tp <= max_ranks:
             continue
         for sp, zero, recompute in itertools.product(*CHOICES.values()):
-            if (sp and tp == 1) or (zero < 3 and shard == 1):
+            if (sp and tp == 1) or (zero < 3 and shard * cp == 1):
                 continue  # the same as without
-            yield Layout(dp_replicate=replicate, dp_shard=shard, tp=tp, sp=sp, zero=zero, recompute=recompute)
+            yield Layout(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, sp=sp, zero=zero, recompute=recompute)
 
 
 def schedules(max_ranks: int) -> Iterator[Layout]:
@@ -92,7 +101,7 @@ def reduced(layout: Layout, max_ranks: int) -> Layout:
 
     Every axis keeps at least 2 ranks while that is possible. Of equal degrees the one that comes first in the mesh goes
     first. A pipeline whose schedule is a file keeps its ranks; another one that gets fewer loses what was written for
-    its stages.
+    its stages. What is taken from other axes (cp_ulysses, ep) shrinks with them.
     """
     fixed = {"pp"} if layout.pp > 1 and is_file(layout.schedule) else set[str]()
     while layout.processes > max_ranks:
@@ -116,9 +125,8 @@ def without(layout: Layout, paths: set[str]) -> Layout:
 
 
 def _tidy(layout: Layout) -> Layout:
-    """Without a pipeline its settings mean nothing."""
-    if layout.pp > 1:
-        return layout
-    default = Layout()
-    names = ("schedule", "pp_chunks", "pp_slices", "pp_cut")
-    return replace(layout, **{name: getattr(default, name) for name in names})
+    """With what is taken from other axes so that it divides them, and without the settings of what is not there."""
+    layout = replace(layout, cp_ulysses=gcd(layout.cp_ulysses, layout.cp), ep=gcd(layout.ep, layout.shard_ranks))
+    without = ["cp_inner"] if layout.cp == 1 else []
+    without += ["schedule", "pp_chunks", "pp_slices", "pp_cut"] if layout.pp == 1 else []
+    return replace(layout, **{name: getattr(Layout(), name) for name in without})

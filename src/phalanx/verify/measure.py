@@ -38,6 +38,8 @@ TOLERANCE = 1e-9
 ROUNDING = 1e-7
 """A gradient's scale is at least this share of the largest gradient of all. Times TOLERANCE that is 1e-16 of it, the
 rounding of float64: some gradients (of a key's bias) are zero but for rounding, which differs with the layout."""
+DOCUMENT_ENDS = 0.15
+"""The share of tokens that are the last of their document."""
 
 See = Callable[[str, Tensor], None]
 """Called on rank 0 with a key (`gradient/STEP/NAME` or `parameter/NAME`) and a whole tensor."""
@@ -69,7 +71,7 @@ def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stal
 
     losses = _run(ranks, job, vocab_size, steps, see, stale)
     largest = [
-        max(float(tensor.abs().max()) for key, tensor in tensors.items() if key.startswith(f"gradient/{step}/"))
+        max(float(tensor.abs().max()) for key, tensor in tensors.items() if _is_of_the_loss(key, step))
         for step in range(steps)
     ]
     save_file(tensors, path, {"losses": json.dumps(losses), "largest": json.dumps(largest)})
@@ -109,6 +111,12 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
     return found
 
 
+def _is_of_the_loss(key: str, step: int) -> bool:
+    """Whether what has this key is a gradient of the loss at `step`. That of a balancing bias is a count of tokens, and
+    has no rounding."""
+    return key.startswith(f"gradient/{step}/") and not key.endswith(".router.bias")
+
+
 def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
     """max|a - b|, relative to the largest element of `expected`, but at least to `least_scale`. Raises ValueError for
     tensors of different shapes."""
@@ -120,7 +128,7 @@ def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
 
 def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[list[MicroBatch], int]:
     """This rank's random micro-batches of a step, and the valid tokens of the whole batch, of which every row has
-    another number."""
+    another number. With `data.document_mask` every row is cut into documents at other places."""
     equation = batch.solve(job.train.global_batch, job.layout)
     rows, seq_len = equation.global_batch, job.model.seq_len
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
@@ -129,10 +137,14 @@ def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[lis
     targets[np.arange(seq_len) >= generator.integers(1, seq_len + 1, size=(rows, 1))] = IGNORE
     share = rows // mesh.data_ranks
     first, size = mesh.data_rank * share, equation.micro_batch
-    batches = [
-        MicroBatch(tokens[a : a + size, :-1].copy(), targets[a : a + size].copy(), step * rows + np.arange(a, a + size))
-        for a in range(first, first + share, size)
-    ]
+    ends = generator.random((rows, seq_len)) < DOCUMENT_ENDS
+    documents = (ends.cumsum(axis=1) - ends).astype(np.int64) if job.data.document_mask else None
+    batches = []
+    for a in range(first, first + share, size):
+        part = slice(a, a + size)
+        mask = None if documents is None else documents[part].copy()
+        ids = step * rows + np.arange(a, a + size)
+        batches.append(MicroBatch(tokens[part, :-1].copy(), targets[part].copy(), ids, mask))
     return batches, int((targets != IGNORE).sum())
 
 

@@ -7,20 +7,21 @@ from dataclasses import dataclass, field, replace
 
 from phalanx.errors import JobError
 from phalanx.job import batch, layout_line
-from phalanx.job.check import problems_of, untrainable, untrainable_shape
+from phalanx.job.check import problems_of, untrainable
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
-from phalanx.job.pipeline import flushes, is_file, schedule_of
-from phalanx.job.stages import parse_cut
-from phalanx.schedule.schedule import Schedule
+from phalanx.job.pipeline import flushes, is_file
 from phalanx.units import counted
-from phalanx.verify import matrix
+from phalanx.verify import covering, matrix
+from phalanx.verify.fit import deep_enough, with_experts
 from phalanx.verify.small import Proof, proof_of
 
 GLOBAL_BATCHES = (8, 24)
 """Sequences a step: the first that divides by a layout's data ranks × accumulation, else that product."""
 PIPELINE_BATCHES = (8,)
 """The same where there is a pipeline, whose micro-batches may be a sequence each: 5 of them take 5."""
+PAIR_RANKS = 8
+"""Most ranks of a layout in which features meet: with more of them layouts would be larger, not other."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Plan:
 
     def case(self, layout: Layout) -> Job:
         """The job of one case: the same model and optimizer, with the layout and a global batch that it divides. The
-        model has a layer for each stage at least."""
-        return _with(deep_enough(self.proof.job, layout), layout)
+        model has a layer for each stage at least, and experts where the layout deals them out."""
+        return _with(deep_enough(with_experts(self.proof.job, layout), layout), layout)
 
     def alone(self, layout: Layout) -> Job:
         """The job of one process that the layout's case is compared with."""
@@ -65,76 +66,75 @@ def make(
     max_ranks: int = 8,
     as_is: bool = False,
 ) -> Plan:
-    """Choose what to compare: the layouts of `lines`, or the job's own with the matrix, with all there is (`full`), or
-    with every pipeline schedule alone (`schedules`).
+    """Choose what to compare: the layouts of `lines`, or the job's own with the matrix and the covering set, with all
+    there is (`full`), or with every pipeline schedule alone (`schedules`).
 
     A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. A model with fewer
-    layers than stages gets some, unless `as_is`. Raises JobError with every problem of the model and of the layouts
-    that were named.
+    layers than stages gets some there, and one without experts gets some for layouts that deal them out, unless
+    `as_is`. Raises JobError with every problem of the layouts that were named.
     """
-    problems = [f"{path}: {message}" for path, message in untrainable_shape(job.model)]
-    plan = Plan(proof_of(job, as_is, max_ranks)) if not problems else None
-    named: list[Layout] = []
+    plan, problems = Plan(proof_of(job, as_is, max_ranks)), list[str]()
     for line in lines:
         try:
             layout = layout_line.parse(line)
         except JobError as error:
             problems += error.problems
             continue
-        named.append(layout)
-        problems += [f"layout {line!r}: {reason}" for reason in _reasons(job, plan, layout, max_ranks)]
-    if problems or plan is None:
-        raise JobError(problems)
-    for layout in named:
+        fit = job if as_is else with_experts(job, layout)
+        problems += [f"layout {line!r}: {reason}" for reason in _reasons(fit, plan, layout, max_ranks)]
         _add(plan, layout)
+    if problems:
+        raise JobError(problems)
     if not lines:
         _own(plan, job, max_ranks)
-        for layout in _candidates(full, schedules, max_ranks):
-            deep = job if as_is else deep_enough(job, layout)
-            if reasons := _reasons(deep, plan, layout, max_ranks):
-                plan.skipped.append(Skipped(layout.line(), "; ".join(reasons)))
-            else:
-                _add(plan, layout)
-    if any(map(plan.stale, plan.layouts)):
-        plan.notes.append(
-            "pipelines without a flush are compared with one process whose gradients are one update late, as theirs are"
-        )
-    deepened = sum(plan.case(layout).model.n_layers > job.model.n_layers for layout in plan.layouts)
-    if deepened:
-        plan.notes.append(
-            f"model.n_layers: {job.model.n_layers} in the job, a layer a stage in {counted(deepened, 'layout')} with "
-            "more stages than that"
-        )
+        _rest(plan, job, full, schedules, max_ranks, as_is)
+    plan.notes += _notes(plan, job)
     return plan
 
 
-def deep_enough(job: Job, layout: Layout) -> Job:
-    """The job with a model for a layout's stages: as many layers as `pp_cut` has, else at least one for each stage.
-
-    Where the layout is not legal it is the job itself."""
-    if layout.pp == 1:
-        return job
-    try:
-        layers = sum(parse_cut(layout.pp_cut)) if layout.pp_cut else max(job.model.n_layers, _schedule(layout).stages)
-    except JobError:
-        return job
-    return replace(job, model=replace(job.model, n_layers=layers))
-
-
-def _schedule(layout: Layout) -> Schedule:
-    """A pipeline's schedule, whose stages do not depend on how many micro-batches it is for. Raises JobError where it
-    is none."""
-    return schedule_of(layout, max(layout.pp, layout.accumulation))
-
-
-def _candidates(full: bool, schedules: bool, max_ranks: int) -> Iterator[Layout]:
+def _rest(plan: Plan, job: Job, full: bool, schedules: bool, max_ranks: int, as_is: bool) -> None:
     """The layouts that are compared besides the job's own, where nobody names any."""
+
+    def reasons(layout: Layout) -> list[str]:
+        fit = job if as_is else deep_enough(with_experts(job, layout), layout)
+        return _reasons(fit, plan, layout, max_ranks)
+
+    candidates = list[Layout]()
     if full or not schedules:
-        yield from map(layout_line.parse, matrix.MATRIX)
+        candidates += map(layout_line.parse, matrix.MATRIX)
+        candidates += covering.pairs(min(max_ranks, PAIR_RANKS), lambda layout: not reasons(layout))
     if full:
-        yield from matrix.full(max_ranks)
+        candidates += matrix.full(max_ranks)
     if full or schedules:
-        yield from matrix.schedules(max_ranks)
+        candidates += matrix.schedules(max_ranks)
+    for layout in candidates:
+        if why := reasons(layout):
+            plan.skipped.append(Skipped(layout.line(), "; ".join(why)))
+        else:
+            _add(plan, layout)
+
+
+def _notes(plan: Plan, job: Job) -> Iterator[str]:
+    """What some layouts are compared with, or in, that the job does not say."""
+    if any(map(plan.stale, plan.layouts)):
+        yield (
+            "pipelines without a flush are compared with one process whose gradients are one update late, as theirs are"
+        )
+    models = [plan.case(layout).model for layout in plan.layouts]
+    if deepened := sum(model.n_layers > job.model.n_layers for model in models):
+        yield (
+            f"model.n_layers: {job.model.n_layers} in the job, a layer a stage in {counted(deepened, 'layout')} with "
+            "more stages than that"
+        )
+    if not job.model.moe.n_experts and (mixed := [model.moe for model in models if model.moe.n_experts]):
+        cut = sum(not moe.aux_loss for moe in mixed)
+        without = f", without aux_loss in {cut} with slices of sequences" if cut else ""
+        yield (
+            f"model.moe: no experts in the job, {mixed[0].n_experts} of width {mixed[0].d_ff} in "
+            f"{counted(len(mixed), 'layout')} with ep above 1{without}"
+        )
+    if job.data.document_mask:
+        yield "data.document_mask: the random sequences are cut into documents at random places"
 
 
 def _own(plan: Plan, job: Job, max_ranks: int) -> None:
@@ -182,13 +182,13 @@ def _add(plan: Plan, layout: Layout) -> None:
         plan.layouts.append(layout)
 
 
-def _reasons(job: Job, plan: Plan | None, layout: Layout, max_ranks: int) -> list[str]:
+def _reasons(job: Job, plan: Plan, layout: Layout, max_ranks: int) -> list[str]:
     """Why a layout cannot be compared: it is illegal for the job's model, not trained, or too large."""
     checked = replace(job, cluster=replace(job.cluster, nodes=1, devices_per_node=0))
     problems = problems_of(_with(checked, layout))
     if not problems:
         problems = [problem for problem in untrainable(_with(checked, layout)) if problem[0].startswith("layout.")]
-    if not problems and plan is not None:  # where the small model divides by less than the job's own
+    if not problems:  # where the small model divides by less than the job's own
         problems = problems_of(plan.case(layout))
     reasons = [f"{path}: {message}" for path, message in problems]
     if not reasons and layout.processes > max_ranks:

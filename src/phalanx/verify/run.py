@@ -15,13 +15,14 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
+from phalanx.job.model import Model
 from phalanx.job.parameters import count as parameters
 from phalanx.launch.pool import Pool
 from phalanx.verify.measure import TOLERANCE, Differences, compare, nothing, record
 from phalanx.verify.plan import Plan
 from phalanx.verify.stale import LEAST_STEPS
 
-PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "phalanx.verify.measure")
+PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "phalanx.verify.measure")
 START_S = 300.0
 """Longest that processes may take to start."""
 
@@ -47,6 +48,7 @@ class Case:
     layout: str
     world: int
     n_layers: int
+    n_experts: int
     global_batch: int
     loss_max_rel: float | None
     grad_max_rel: float | None
@@ -102,13 +104,13 @@ def run(plan: Plan, steps: int, on_case: Callable[[Case], None], on_start: Calla
     processes = max((layout.processes for layout in plan.layouts), default=1)
     with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, Pool(processes, PRELOAD) as pool:
         _start(pool, processes)
-        records: dict[tuple[int, int, bool], Path] = {}
+        records: dict[tuple[Model, int, bool], Path] = {}
         for layout in plan.layouts:
             on_start(layout)
             job = plan.case(layout)
             stale = plan.stale(layout)
             count = max(steps, LEAST_STEPS) if stale else steps
-            of = job.model.n_layers, job.train.global_batch, stale
+            of = job.model, job.train.global_batch, stale
             if of not in records:
                 path = Path(folder) / f"record_{len(records)}.safetensors"
                 alone, vocab = plan.alone(layout), plan.proof.vocab_size
@@ -146,6 +148,7 @@ def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Case
         layout=layout.line(),
         world=layout.world,
         n_layers=job.model.n_layers,
+        n_experts=job.model.moe.n_experts,
         global_batch=job.train.global_batch,
         loss_max_rel=worst(found.losses) if found else None,
         grad_max_rel=worst([rel for step in found.gradients for rel in step.values()]) if found else None,

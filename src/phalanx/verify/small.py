@@ -9,13 +9,16 @@ from phalanx.job import fields
 from phalanx.job.cluster import Cluster
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
-from phalanx.job.model import Model
+from phalanx.job.model import MLA, Model, MoE
 from phalanx.job.parameters import count
 
 CHEAP_PARAMETERS = 3_000_000
 CHEAP_SEQ_LEN = 128
 SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB = 2, 8, 256, 32, 251
 """The vocabulary is a prime: no number of tensor ranks divides it, so that its padding is at work."""
+SMALL_EXPERTS = 8
+SMALL_Q_RANK, SMALL_KV_RANK, SMALL_PART = 16, 8, 4
+"""Latent attention: its ranks, and the size of each part of a head."""
 BUCKETS = 4
 """Gradient buckets of the model that is compared: a real one has many, and their order matters."""
 LEAST_EPS = 1e-8
@@ -39,8 +42,8 @@ class Proof:
 def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
     """The job to compare in place of `job`, which differs in size where that takes too long, unless `as_is`.
 
-    A small model has the same parts, heads and key/value heads, and its widths divide by the same numbers of ranks up
-    to `max_ranks`: the same layouts are legal for it.
+    A small model has the same parts, heads and key/value heads, and its widths and experts divide by the same numbers
+    of ranks up to `max_ranks`: the same layouts are legal for it.
     """
     vocab = job.model.vocab_size or SMALL_VOCAB
     small = job
@@ -66,16 +69,48 @@ def _small_model(model: Model, vocab: int, max_ranks: int) -> Model:
         seq_len = like(seq_len, SMALL_SEQ_LEN, max_ranks)
     if count(model, vocab) <= CHEAP_PARAMETERS:
         return replace(model, seq_len=seq_len)
+    n_layers, mla = min(model.n_layers, SMALL_LAYERS), _small_latent(model.mla)
     head = min(model.head_size, SMALL_HEAD)
     width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
+    moe = model.moe
+    if moe.n_experts:
+        moe = _small_experts(moe, n_layers, max_ranks)
+        moe = replace(moe, d_ff=like(model.expert_ff_size, min(model.expert_ff_size, width // 4), max_ranks))
     return replace(
         model,
-        n_layers=min(model.n_layers, SMALL_LAYERS),
+        n_layers=n_layers,
         d_model=width,
-        head_dim=head if model.head_dim or width != model.n_heads * head else 0,
+        head_dim=head if not mla.kv_rank and (model.head_dim or width != model.n_heads * head) else model.head_dim,
         d_ff=like(model.ff_size, min(model.ff_size, 2 * width), max_ranks),
         vocab_size=min(vocab, SMALL_VOCAB) if model.vocab_size else 0,
         seq_len=seq_len,
+        moe=moe,
+        mla=mla,
+    )
+
+
+def _small_experts(moe: MoE, n_layers: int, max_ranks: int) -> MoE:
+    """Fewer experts, in some layer at least. Of their groups as large a share is chosen from, and the groups hold more
+    experts than a token visits, so that there is something to choose."""
+    moe = replace(moe, n_dense_layers=min(moe.n_dense_layers, n_layers - 1))
+    n = like(moe.n_experts, min(moe.n_experts, SMALL_EXPERTS), max_ranks)
+    if n == moe.n_experts:
+        return moe
+    groups = next(groups for groups in range(min(moe.n_groups, n // 2), 0, -1) if n % groups == 0)
+    top_groups = -(-moe.top_groups * groups // moe.n_groups)
+    top_k = min(moe.top_k, max(2, n // groups * top_groups // 2))
+    return replace(moe, n_experts=n, n_groups=groups, top_groups=top_groups, top_k=top_k)
+
+
+def _small_latent(mla: MLA) -> MLA:
+    if not mla.kv_rank:
+        return mla
+    return MLA(
+        q_rank=min(mla.q_rank, SMALL_Q_RANK),
+        kv_rank=min(mla.kv_rank, SMALL_KV_RANK),
+        rope_head_dim=min(mla.rope_head_dim, SMALL_PART),
+        nope_head_dim=min(mla.nope_head_dim, SMALL_PART),
+        v_head_dim=min(mla.v_head_dim, SMALL_PART),
     )
 
 
