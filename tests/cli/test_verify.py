@@ -16,8 +16,8 @@ from phalanx.verify import covering, matrix
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "main.yaml")
 SMALL = ["model.n_layers=2", "model.d_model=32", "model.d_ff=48", "model.seq_len=16"]
-LINES = [*matrix.MATRIX, *(layout.line() for layout in covering.pairs(8)[:2])]
-"""Not all the layouts in which features meet: those take minutes."""
+LINES = [*matrix.MATRIX[::3], *(layout.line() for layout in covering.pairs(8)[:2])]
+"""Not all that the command compares where nobody names any: that takes minutes."""
 
 
 def phalanx(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def phalanx(*argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_main_example_under_every_technique():
+def test_the_main_example_under_many_techniques():
     four_layers = "model.n_layers=4"  # as many as the stages of a layout that one names
     done = phalanx(EXAMPLE, *SMALL, four_layers, "--steps", "2", "--json", "--layouts", *LINES)
     assert done.returncode == 0, done.stdout + done.stderr

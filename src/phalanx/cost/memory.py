@@ -109,10 +109,13 @@ def activation_bytes(model: Model, layout: Layout, micro_batch: int, width: int 
     regathers = layout.sp and layout.sp_regather
     norm_inputs, norm_outputs, masks = 2 * h * width, 2 * h * width, 2 * h * drops
     outside = (norm_inputs + masks) / share + norm_outputs / (share if regathers else 1)
-    queries, keys = model.n_heads * model.head_size, max(model.kv_heads, t) * model.head_size
+    # Fewer key heads than ranks that share the heads: these hold copies.
+    queries, keys = model.n_heads * model.head_size, max(model.kv_heads, t * layout.cp_ulysses) * model.head_size
     # Dropout on the probabilities is not in the fused kernel: every head then has keys and values of its own.
     repeated = drops and layout.recompute != "selective"
-    attention = (queries + 2 * (queries if repeated else keys) + queries) * width
+    # Ulysses has the output before and after it exchanges heads for tokens.
+    outputs = 2 if layout.cp_ulysses > 1 and layout.recompute != "selective" else 1
+    attention = (queries + 2 * (queries if repeated else keys) + outputs * queries) * width
     mlp = (4 if model.activation == "swiglu" else 2) * model.ff_size * width
     scores = model.n_heads * model.seq_len * (2 * width + 1) * drops * (layout.recompute != "selective")
     return round(tokens * (outside + (attention + mlp + scores) / t))

@@ -37,15 +37,9 @@ def problems_of(job: Job) -> list[Problem]:
 
 def untrainable(job: Job) -> list[Problem]:
     """The legal parts of a job that this version of `phalanx train` does not run yet."""
-    found = [*untrainable_shape(job.model)]
-    if job.layout.offload != "none":
-        found.insert(0, ("layout.offload", "offloading is not done by this version; the layout that is: none"))
-    return found
-
-
-def untrainable_shape(model: Model) -> Iterator[Problem]:
-    """The parts of a model that are counted (parameters, FLOPs) but not computed by this version: none."""
-    yield from ()
+    if job.layout.offload == "none":
+        return []
+    return [("layout.offload", "offloading is not done by this version; the layout that is: none")]
 
 
 AT_LEAST_ONE = [
