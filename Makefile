@@ -43,6 +43,8 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.startup $(ARGS)
 	$(BIN)/python -m benchmarks.sharding $(ARGS)
 	$(BIN)/python -m benchmarks.pipeline $(ARGS)
+	$(BIN)/python -m benchmarks.context $(ARGS)
+	$(BIN)/python -m benchmarks.experts $(ARGS)
 
 bench-peers: $(PEERS)/.installed ## make .bench-venv, with the peers that `make bench` compares with
 

@@ -27,14 +27,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(name: str, result: dict[str, Any], table: Sequence[tuple[str, ...]], title: str) -> None:
-    """Write both forms and print the table."""
+def save(name: str, result: dict[str, Any], table: Sequence[tuple[str, ...]], title: str, seen: str = "") -> None:
+    """Write both forms and print the table, and below it what is to be `seen` there."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     head, *rows = [f"| {' | '.join(row)} |" for row in table]
     facts = result["machine"]
     where = "{processor}, {cores} cores, torch {torch}, Python {python}, {date}".format(**facts)
     rule = "|---" * len(table[0]) + "|"
-    text = "\n".join([f"# {title}", "", f"{where}. `python -m benchmarks.{name}`", "", head, rule, *rows])
+    lines = [f"# {title}", "", f"{where}. `python -m benchmarks.{name}`", "", head, rule, *rows]
+    text = "\n".join([*lines, "", seen] if seen else lines)
     (RESULTS / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(text)

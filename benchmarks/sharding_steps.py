@@ -26,7 +26,6 @@ from benchmarks.peers import harness, torch_ddp, torch_fsdp2, torch_tp
 from benchmarks.report import machine, save
 from phalanx.data.loader import MicroBatch
 from phalanx.job.job import Job
-from phalanx.job.layout import Layout
 from phalanx.job.load import load_file
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
@@ -92,7 +91,7 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, list[float]]:
     job = load_file(path).job
     for name, build in PEERS.items():
         steps[name] = theirs(job, build(job), 0 if "parallelize" in name else ranks.rank)
-    alone = ours(job, meshes.Mesh(*meshes.place(Layout(), 0), None))
+    alone = ours(job, meshes.alone())
     steps[ONE] = alone if ranks.rank == 0 else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(WARM_UP + rounds):

@@ -10,6 +10,7 @@ from phalanx.cost.layout_picture import _shards, main, svg
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
+from phalanx.job.presets import PRESETS
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(dp_shard=4, zero=1), Layout(tp=4, dp_shard=2)])
@@ -20,6 +21,15 @@ def test_is_well_formed_and_names_the_layout(layout):
     assert {"embed", "attn.wq", "mlp.down", "parameters", "optimizer"} <= set(texts)
     bars = [text for text in texts if text.startswith(("replicated", "ZeRO"))]
     assert len(bars) == (4 if layout.dp_shard > 1 else 1)
+
+
+@pytest.mark.parametrize("preset", ["mixtral-8x7b", "deepseek-v3"])
+def test_experts_are_dealt_out(preset):
+    layout = Layout(dp_shard=8, cp=2, tp=2, ep=4)
+    texts = [e.text or "" for e in ET.fromstring(svg(Job(model=PRESETS[preset], layout=layout))).iter()]
+    assert {"attn.wo", "moe.router", "moe.experts.up", "moe.experts.down"} <= set(texts)
+    assert "Of experts' matrices each row is an expert, which 4 ep ranks deal out: a shade is one of them." in texts
+    assert [text for text in texts if text.startswith("ZeRO-3")] == ["ZeRO-3, N=16 ◂"]
 
 
 def test_the_command_prints_it(capsys):

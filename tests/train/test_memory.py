@@ -97,6 +97,7 @@ def test_state_is_what_the_formula_says(ranks, layout, train):
         Layout(),
         Layout(dp_shard=4, ep=2, zero=1, bucket_mb=0.1),
         Layout(dp_shard=4, ep=2),
+        Layout(dp_shard=8, ep=1),
         Layout(dp_shard=2, tp=2, ep=2, zero=2),
         Layout(cp=2, dp_replicate=2, ep=2),
     ],
@@ -104,7 +105,7 @@ def test_state_is_what_the_formula_says(ranks, layout, train):
 )
 def test_state_of_experts_is_what_the_formula_says(ranks, layout):
     """Experts are dealt out over ep, and sharded over what is left of dp_shard × cp."""
-    job = Job(model=EXPERTS, layout=layout, train=Train(global_batch=4, precision="fp64"))
+    job = Job(model=EXPERTS, layout=layout, train=Train(global_batch=8, precision="fp64"))
     found = max((before for before, _ in ranks(held, layout.processes, job)), key=lambda state: state.total)
     assert found == state_bytes(EXPERTS, layout, "fp64", vocab=VOCAB)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import accumulate, pairwise
 from math import prod
@@ -19,8 +19,9 @@ from phalanx.job import overrides
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.load import load_words
-from phalanx.job.parameters import block_shapes, parameter_shapes, vocabulary
-from phalanx.job.pieces import Piece, groups, piece
+from phalanx.job.model import Model
+from phalanx.job.parameters import Shapes, block_shapes, parameter_shapes, vocabulary
+from phalanx.job.pieces import Piece, groups, is_expert, piece
 from phalanx.job.stages import even
 from phalanx.units import gib
 
@@ -37,9 +38,7 @@ def svg(job: Job) -> str:
     """The picture of `job`'s layout as an SVG document."""
     model, layout = job.model, job.layout
     vocab = vocabulary(model, model.vocab_size or _STAND_IN_VOCABULARY)
-    shapes = {"embed.weight": parameter_shapes(model, vocab)["embed.weight"], **block_shapes(model, 0)}
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-    drawn, bottom = _matrices(matrices, job, vocab)
+    drawn, bottom = _matrices(_drawn(model, vocab), job, vocab)
     bars, height = _bars(job, vocab, bottom + 60)
     title = f"layout {layout.line()}: {layout.world} ranks"
     return "\n".join(
@@ -48,7 +47,7 @@ def svg(job: Job) -> str:
             f"height='{height}' role='img' font-family='system-ui, sans-serif' font-size='12' fill='{_GREY}'>",
             f"<title>{escape(title)}</title>",
             _text(_MARGIN, 26, title, size=15, weight=600),
-            *(_text(_MARGIN, 46 + 16 * number, line) for number, line in enumerate(_caption(layout))),
+            *(_text(_MARGIN, 46 + 16 * number, line) for number, line in enumerate(_caption(job))),
             *drawn,
             *bars,
             "</svg>\n",
@@ -56,15 +55,31 @@ def svg(job: Job) -> str:
     )
 
 
-def _caption(layout: Layout) -> list[str]:
+def _drawn(model: Model, vocab: int) -> Shapes:
+    """The embedding, the matrices of the first block, and of the first one with experts those of these."""
+    found = {"embed.weight": parameter_shapes(model, vocab)["embed.weight"]}
+    experts = next((layer for layer in range(model.n_layers) if model.is_moe_layer(layer)), 0)
+    for layer in sorted({0, experts}):
+        for name, shape in block_shapes(model, layer).items():
+            if name.endswith(".weight") and len(shape) > 1 and (layer == 0 or name.startswith("moe.")):
+                found[f"blocks.{layer}.{name}"] = shape
+    return found
+
+
+def _caption(job: Job) -> list[str]:
+    layout = job.layout
     lines = ["The embedding and the matrices of the first block, outputs downwards (long sides are cut short)."]
+    if job.model.moe.n_experts:
+        dealt = f", which {layout.ep} ep ranks deal out: a shade is one of them" if layout.ep > 1 else ""
+        lines.append(f"Of experts' matrices each row is an expert{dealt}.")
     if layout.tp > 1:
         lines[0] += " A colour is a tensor rank."
     if layout.pp > 1:
         lines.append(f"Below: the first of {layout.pp} pipeline ranks with equal numbers of layers.")
-    if layout.dp_shard > 1:
+    if layout.shard_ranks > 1:
+        of = "dp_shard" if layout.cp == 1 else "dp_shard × cp"
         what = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
-        lines.append(f"A shade is what one of the dp_shard ranks keeps of the {what[layout.zero - 1]}.")
+        lines.append(f"A shade is what one of the {of} ranks keeps of the {what[layout.zero - 1]}.")
     return lines
 
 
@@ -73,32 +88,36 @@ def _matrices(matrices: dict[str, tuple[int, ...]], job: Job, vocab: int) -> tup
     model, layout = job.model, job.layout
     shards = _shards(job, vocab)
     scale = _LARGEST / max(model.d_model, model.ff_size, model.n_heads * model.head_size)
-    parts, x, top, lowest = [], _MARGIN, 100, 0
+    parts, x, top, lowest = [], _MARGIN, max(100, 52 + 16 * len(_caption(job))), 0
     for name, whole in matrices.items():
-        height, width = (max(6, min(side * scale, _LARGEST)) for side in whole)
+        height, width = (max(6, min(side * scale, _LARGEST)) for side in whole[-2:])
+        if is_expert(name):
+            height, width = _LARGEST * 2 / 3, max(height, width)
         if x + width > _WIDTH - _MARGIN:
             x, top = _MARGIN, lowest + 40
-        parts.append(_text(x, top - 6, name.removesuffix(".weight")))
+        label = ".".join(name.removesuffix(".weight").split(".")[2 if name.startswith("blocks.") else 0 :])
+        parts.append(_text(x, top - 6, label))
         for rank in range(layout.tp):
             held = piece(name, whole, model, layout.tp, rank)
             if held.first:
-                ends = shards[name if name == "embed.weight" else f"blocks.0.{name}"]
-                parts += _share(held, ends, layout, rank, (x, top, width, height))
+                parts += _share(held, shards[name], rank, (x, top, width, height))
         parts.append(_box(x, top, width, height, "none", stroke=True))
-        x += int(max(width, 7.5 * len(name.removesuffix(".weight")))) + 22
+        x += int(max(width, 7.5 * len(label))) + 22
         lowest = max(lowest, top + int(height))
     return parts, lowest
 
 
 def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
-    """By parameter, where each dp_shard rank's share of what a tensor rank holds of it ends, as a part of its rows:
-    rank r keeps what lies between the r-th number and the one before it."""
-    layout, ranks = job.layout, job.layout.dp_shard
+    """By parameter, where each dp_shard (× cp) rank's share of what a tensor rank holds of it ends, as a part of its
+    rows: rank r keeps what lies between the r-th number and the one before it. Of experts, where each ep rank's end."""
+    layout, ranks = job.layout, job.layout.shard_ranks
     whole = parameter_shapes(job.model, vocab)
     shapes = {name: piece(name, shape, job.model, layout.tp, 0).shape for name, shape in whole.items()}
     if layout.zero == 3 or ranks == 1:
-        rows = {name: (shape[0], -(-shape[0] // ranks)) for name, shape in shapes.items()}
-        return {name: [min(1, each * (r + 1) / n) for r in range(ranks)] for name, (n, each) in rows.items()}
+        counts = {name: prod(shape[:2]) if len(shape) == 3 else shape[0] for name, shape in shapes.items()}
+        rows = {name: (count, -(-count // ranks)) for name, count in counts.items()}
+        found = {name: [min(1, each * (r + 1) / n) for r in range(ranks)] for name, (n, each) in rows.items()}
+        return found | _dealt_out(shapes, layout)
     names, found = list(shapes)[::-1], {}
     sizes = [prod(shapes[name]) for name in names]
     width = WIDTHS[job.train.precision]
@@ -109,20 +128,25 @@ def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
             ends = [(each * (r + 1) - start) / sizes[place] for r in range(ranks)]
             found[names[place]] = [min(1, max(0, end)) for end in ends]
             start += sizes[place]
-    return found
+    return found | _dealt_out(shapes, layout)
 
 
-def _share(
-    held: Piece, ends: Sequence[float], layout: Layout, rank: int, box: tuple[float, float, float, float]
-) -> Iterator[str]:
-    """A tensor rank's part of a matrix, in shades for the dp_shard ranks that keep its rows."""
+def _dealt_out(names: Iterable[str], layout: Layout) -> dict[str, list[float]]:
+    ends = [(rank + 1) / layout.ep for rank in range(layout.ep)]
+    return {name: ends for name in names if layout.ep > 1 and is_expert(name)}
+
+
+def _share(held: Piece, ends: Sequence[float], rank: int, box: tuple[float, float, float, float]) -> Iterator[str]:
+    """A tensor rank's part of a matrix, in shades for the ranks that keep its rows."""
     x, y, width, height = box
-    if held.dim == 0:
+    if held.dim is not None and len(held.whole) == 3:  # experts: whichever side of their matrices is cut
+        x, width = x + width * held.start / held.whole[held.dim], width * held.real / held.whole[held.dim]
+    elif held.dim == 0:
         y, height = y + height * held.start / held.whole[0], height * held.real / held.whole[0]
     elif held.dim == 1:
         x, width = x + width * held.start / held.whole[1], width * held.real / held.whole[1]
     for shard, (start, end) in enumerate(pairwise([0, *ends])):
-        opacity = 1 - 0.75 * shard / layout.dp_shard
+        opacity = 1 - 0.75 * shard / len(ends)
         if end > start:
             colour = _COLOURS[rank % len(_COLOURS)]
             yield _box(x, y + start * height, width, (end - start) * height, colour, opacity=opacity)
@@ -149,8 +173,9 @@ def _bars(job: Job, vocab: int, top: int) -> tuple[list[str], int]:
 
 def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
     layout = job.layout
-    ranks = layout.dp_shard
-    stages = [("replicated", dataclasses.replace(layout, dp_shard=1, dp_replicate=layout.dp_replicate * ranks))]
+    ranks = layout.shard_ranks
+    alone = dataclasses.replace(layout, dp_shard=1, cp=1, cp_ulysses=1, ep=1)
+    stages = [("replicated", dataclasses.replace(alone, dp_replicate=layout.dp_replicate * ranks))]
     if ranks > 1:
         stages += [(f"ZeRO-{zero}, N={ranks}", dataclasses.replace(layout, zero=zero)) for zero in (1, 2, 3)]
     for name, stage in stages:

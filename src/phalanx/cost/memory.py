@@ -74,8 +74,9 @@ def _sharded(shapes: Shapes, layout: Layout, width: int, gradient_width: int, st
     """State of parameters of these shapes, in numbers of these many bytes, that are sharded alike."""
     ranks = layout.shard_ranks
     if ranks > 1 and layout.zero == 3:
-        # FSDP2 deals out rows; each rank's memory is that of the fullest.
-        share = sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes.values())
+        # FSDP2 deals out rows, of all experts' matrices together; each rank's memory is that of the fullest.
+        rows = [prod(shape[:2]) if len(shape) == 3 else shape[0] for shape in shapes.values()]
+        share = sum(-(-n // ranks) * (prod(shape) // n) for n, shape in zip(rows, shapes.values(), strict=True))
         return StateBytes(share * width, share * width, share * state_width)
     sizes = [prod(shape) for shape in shapes.values()]
     versions, waiting = (1, 1) if flushes(layout) else (3, 2)

@@ -61,11 +61,13 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, sizes: Sizes) -> Tensor:
         """(rows, inputs), sorted by expert, to (rows, outputs)."""
         product = GroupedProduct(sizes)
+        # Where rows of all experts are sharded they have one dimension (parallel/fsdp.py).
+        weight = self.weight.view(len(sizes), -1, self.weight.shape[-1])
         if self.take is None:
-            y: Tensor = _Product.apply(x, self.weight, product)
+            y: Tensor = _Product.apply(x, weight, product)
         else:
             # To autograd the weight is a constant: it would look for a gradient here.
-            y = _Product.apply(x, self.weight.detach(), product, partial(self.take, self.weight))
+            y = _Product.apply(x, weight.detach(), product, partial(self.take, self.weight))
         if self.bias is None:
             return y
         repeats = torch.as_tensor(sizes, device=x.device)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.job.layout import Layout
-from phalanx.model.experts import Experts
+from phalanx.model.experts import Experts, GroupedLinear
 from phalanx.parallel.data import Partial, Pieces, Replica
 from phalanx.parallel.fragments import Fragment
 from phalanx.parallel.mesh import Mesh
@@ -168,6 +168,10 @@ def _shard(
             # A forward pass that is repeated in the backward pass would leave all tiles whole.
             tile.register_forward_hook(_give_up)
         groups.append(group)
+    for module in objective.model.modules():
+        if isinstance(module, GroupedLinear):
+            # FSDP2 deals out rows: of all experts' matrices, since experts may be fewer than the ranks.
+            module.weight = nn.Parameter(module.weight.detach().flatten(0, 1))
     blocks: list[list[FSDPModule]] = []
     for block in objective.model.blocks.values():
         experts = [module for module in block.modules() if isinstance(module, Experts) and mesh.expert_devices]

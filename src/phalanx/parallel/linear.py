@@ -82,11 +82,11 @@ class WeightGradients:
         """Compute products and add them to their weights' gradients."""
         for multiply, gradient, x, weight in products:
             if weight.grad is None:
-                weight.grad = gradient_of_weight(multiply, gradient, x)
+                weight.grad = gradient_of_weight(multiply, gradient, x).view_as(weight)
             elif multiply is F.linear:
                 weight.grad.addmm_(gradient.flatten(0, -2).t(), x.flatten(0, -2))
             else:
-                weight.grad += gradient_of_weight(multiply, gradient, x)
+                weight.grad += gradient_of_weight(multiply, gradient, x).view_as(weight)
             self.arrived(weight)
 
 

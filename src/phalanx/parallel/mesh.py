@@ -206,8 +206,7 @@ def build(layout: Layout, device_type: str) -> Mesh:
             f"{layout.processes}, or set layout.dp_replicate so that the product of the axes is {world}"
         )
     if world == 1:
-        sizes, coordinates = place(Layout(), 0)
-        return Mesh(sizes, coordinates, None, lines=lines(Layout()))
+        return alone()
     sizes, coordinates = place(layout, dist.get_rank())
     every = lines(layout)
     devices = _devices(device_type, {name: every[name].size for name in DEVICE_AXES if every[name].size > 1})
@@ -217,6 +216,11 @@ def build(layout: Layout, device_type: str) -> Mesh:
         names = ("pp", "dp_replicate", "edp", "ep", "tp")
         experts = _devices(device_type, {name: every[name].size for name in names})
     return Mesh(sizes, coordinates, devices, experts, every)
+
+
+def alone() -> Mesh:
+    """The mesh of a process that computes a whole step by itself."""
+    return Mesh(*place(Layout(), 0), None, lines=lines(Layout()))
 
 
 def _devices(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
