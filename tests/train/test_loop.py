@@ -71,7 +71,6 @@ def test_the_loss_curve_does_not_depend_on_the_layout(ranks, job):
         (Layout(), "fp64"),
         (Layout(dp_replicate=2, bucket_mb=0.01), "fp32"),
         (Layout(dp_replicate=3, bucket_mb=0.01), "fp32"),
-        (Layout(dp_replicate=4, bucket_mb=0.01), "fp64"),
         *((layout, "fp32") for layout in SHARDED),
         (SHARDED[-1], "bf16"),
         (Layout(pp=2, schedule="zb_h1", accumulation=3), "fp32"),
