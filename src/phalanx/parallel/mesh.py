@@ -57,7 +57,8 @@ class Mesh:
     _axes: dict[str, Axis] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self._axes.update({name: self._axis(name) for name in self.lines})
+        for name in self.lines:
+            self._axes[name] = self._axis(name)
         self._axes["world"] = Axis("world")
         if self.devices is not None:
             everyone = dist.distributed_c10d._get_default_group()
@@ -152,6 +153,8 @@ class Mesh:
         line = self.lines[name]
         if self.devices is None or line.size == 1:
             return Axis(shown.get(name, name))
+        if name in ("ring", "ulysses") and line == self.lines["cp"]:
+            return self._axes["cp"]
         if name in (self.devices.mesh_dim_names or ()):
             group = self.devices.get_group(name)
         elif self.expert_devices is not None and name in ("ep", "edp"):

@@ -1,6 +1,7 @@
 """A run's directory: what it holds, who may write it, and whether a job may go on in it. Imports no torch.
 
 config.yaml  command.txt  env.json  metrics.jsonl  logs/attempt_k/rank_r/  checkpoints/step-000100/  latest
+experts.svg
 """
 
 from __future__ import annotations
