@@ -8,6 +8,7 @@ from phalanx.job.model import Model
 from phalanx.model.init import initialise
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.recompute import recompute
 
@@ -33,7 +34,7 @@ def step(what: str, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tenso
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = Objective(model)(tokens, tokens, noise)
+        loss = Objective(model)(MicroTensors(tokens, tokens, noise))
     total = sum(kept.values())
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, total
