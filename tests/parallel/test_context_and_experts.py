@@ -69,6 +69,9 @@ CASES = [
     ("deepseek", "cp=2,dp_replicate=2,ep=2,recompute=selective"),
     ("deepseek", "dp_shard=2,cp=2,tp=2,ep=2,zero=2"),
     ("deepseek", "dp_shard=2,pp=2,tp=2,ep=2,sp=true,schedule=dualpipe,accumulation=4"),
+    # One after the other in the same processes: torch keeps meshes that are equal to earlier ones.
+    ("mixtral", "cp=2,cp_ulysses=2,tp=2,pp=2,ep=2,accumulation=4"),
+    ("mixtral", "dp_shard=2,cp=2,pp=2,ep=4,accumulation=4"),
 ]
 
 

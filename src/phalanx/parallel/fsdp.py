@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.job.layout import Layout
+from phalanx.job.pieces import is_expert
 from phalanx.model.experts import Experts, GroupedLinear
 from phalanx.parallel.data import Partial, Pieces, Replica
 from phalanx.parallel.fragments import Fragment
@@ -57,7 +58,8 @@ class ShardedReplica(Replica):
         self.groups = _shard(objective, mesh, replicate.size > 1, layout, gradient_dtype)
         self.root = self.groups[-1]
         objective.to_empty(device=device)
-        shard, self.experts = mesh.axis("shard"), None
+        self.shard = shard = mesh.axis("shard")
+        self.experts: tuple[Axis, Axis] | None = None
         # A processor has no streams for FSDP2 to overlap by: there collectives go on by themselves.
         defers = shard.gloo and replicate.size == 1 and not self.every_micro_batch and gradient_dtype is None
         self.scatters = {False: _ReduceScatter(shard, replicate, defers)}
@@ -142,8 +144,10 @@ class ShardedReplica(Replica):
             assert isinstance(parameter, DTensor), "fully_shard replaced every parameter"
             local = parameter.to_local().detach()
             # Rows are dealt out as torch.chunk does: equally many to each rank, the last ones fewer or none.
-            mesh, rows = parameter.device_mesh, parameter.shape[0]
-            above = -(-rows // mesh.size(mesh.ndim - 1)) * mesh.get_local_rank(mesh.ndim - 1)
+            rows = parameter.shape[0]
+            # Not parameter.device_mesh: torch may hand out an equal mesh of process groups that are no more.
+            over = self.experts[1] if self.experts and is_expert(name) else self.shard
+            above = -(-rows // over.size) * over.rank
             start = min(above, rows) * (parameter.numel() // rows) + before(name, parameter.numel(), self.experts)
             found.append(Fragment(name, pieces[name], self.tp.rank, start, local.requires_grad_()))
         return found
