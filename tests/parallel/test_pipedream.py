@@ -79,7 +79,7 @@ def held(ranks, job: Job):
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     stages = [stages_of(job.model, job.layout, 2, VOCAB)[mesh.coordinates["pp"]]]
     formula = state_bytes(job.model, job.layout, job.train.precision, vocab=VOCAB, stages=stages)
-    return state_memory(stepper).parameters, formula.parameters
+    return state_memory(stepper.replica, stepper.optimizer).parameters, formula.parameters
 
 
 def test_two_versions_of_the_weights_are_kept_besides_the_optimizers(ranks):

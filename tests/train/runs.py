@@ -3,11 +3,15 @@
 import dataclasses
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
+from phalanx.errors import StoppedError
 from phalanx.job.job import Job
+from phalanx.job.layout import Layout
 from phalanx.train import checkpoint, loop
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal
@@ -31,6 +35,24 @@ def train(ranks, job: Job, stop_at: int = 0):
 
     trainer._steps = steps
     return trainer.run()
+
+
+def moves_between(ranks, job: Job, layouts: Sequence[Layout]) -> None:
+    """A run that stops and goes on under one layout after the other makes the curve and the weights of one process."""
+    ranks(train, 1, job)
+    moved = change(job, "run", name="moved")
+    for number, layout in enumerate(layouts):
+        moved = dataclasses.replace(moved, layout=layout)
+        if number < len(layouts) - 1:
+            with pytest.raises(StoppedError):
+                ranks(train, layout.processes, moved, 2 * number + 2)
+        else:
+            ranks(train, layout.processes, moved)
+    assert losses(moved) == pytest.approx(losses(job), rel=1e-9)
+    straight, found = weights(job), weights(moved)
+    assert straight.keys() == found.keys()
+    for name, tensor in straight.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10)
 
 
 def weights(job: Job) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from phalanx.errors import StoppedError
 from phalanx.job.data import Data
 from phalanx.job.layout import Layout
 from phalanx.job.model import MLA, Model, MoE
-from train.runs import change, losses, rows, train, weights
+from train.runs import change, losses, moves_between, rows, train, weights
 
 DEEPSEEK = Model(
     n_layers=2,
@@ -38,21 +38,8 @@ DEEPSEEK = Model(
 )
 def test_a_run_moves_between_layouts_of_experts(ranks, job, layouts):
     job = dataclasses.replace(job, model=DEEPSEEK)
-    ranks(train, 1, job)
-    moved = change(job, "run", name="moved")
-    for number, layout in enumerate(layouts):
-        moved = dataclasses.replace(moved, layout=layout)
-        if number < len(layouts) - 1:
-            with pytest.raises(StoppedError):
-                ranks(train, layout.processes, moved, 2 * number + 2)
-        else:
-            ranks(train, layout.processes, moved)
-    assert losses(moved) == pytest.approx(losses(job), rel=1e-9)
-    straight, found = weights(job), weights(moved)
-    assert straight.keys() == found.keys()
-    assert any(straight[name].abs().max() > 0 for name in straight if name.endswith("router.bias"))
-    for name, tensor in straight.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10)
+    moves_between(ranks, job, layouts)
+    assert any(tensor.abs().max() > 0 for name, tensor in weights(job).items() if name.endswith("router.bias"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from phalanx.launch.ranks import SINGLE
 from phalanx.train import loop
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal
-from train.runs import change, losses, rows, train, weights
+from train.runs import change, losses, moves_between, rows, train, weights
 
 LAYOUTS = [
     Layout(accumulation=3),
@@ -111,20 +111,7 @@ def test_resuming_on_another_layout_continues_the_same_curve(ranks, job, layouts
     """A checkpoint holds whole tensors: a run may go on under any layout, and back."""
     if any(layout.pp > 1 for layout in layouts):
         job = change(job, "model", n_layers=8)  # for two stages on each of four ranks
-    ranks(train, 1, job)
-    moved = change(job, "run", name="moved")
-    for number, layout in enumerate(layouts):
-        moved = dataclasses.replace(moved, layout=layout)
-        if number < len(layouts) - 1:
-            with pytest.raises(StoppedError):
-                ranks(train, layout.processes, moved, 2 * number + 2)
-        else:
-            ranks(train, layout.processes, moved)
-    assert losses(moved) == pytest.approx(losses(job), rel=1e-9)
-    straight, found = weights(job), weights(moved)
-    assert straight.keys() == found.keys()
-    for name, tensor in straight.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10)
+    moves_between(ranks, job, layouts)
 
 
 def test_the_loss_falls_on_text(ranks, job, tmp_path):

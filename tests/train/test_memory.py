@@ -33,11 +33,13 @@ def held(ranks, job: Job) -> tuple[StateBytes, StateBytes]:
     real, found = stepper.optimizer.square_norm, []
 
     def square_norm(scale):
-        found.append(state_memory(stepper))
+        found.append(state_memory(stepper.replica, stepper.optimizer))
         return real(scale)
 
     stepper.optimizer.square_norm = square_norm
-    stepper.optimizer.adam.register_step_pre_hook(lambda *_: found.append(state_memory(stepper)))
+    stepper.optimizer.adam.register_step_pre_hook(
+        lambda *_: found.append(state_memory(stepper.replica, stepper.optimizer))
+    )
     for step in range(2):
         batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
         stepper.step(batches, step, valid, 1e-3)

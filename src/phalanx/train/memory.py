@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +22,19 @@ from phalanx.errors import RunError
 from phalanx.job import batch
 from phalanx.job.job import Job
 from phalanx.job.pipeline import schedule_of
+from phalanx.parallel.data import Replica
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.zero import BucketReplica
 from phalanx.plan.cut import stages_of
+from phalanx.train.optimizer import AdamW
 from phalanx.units import gib
-
-if TYPE_CHECKING:
-    from phalanx.train.step import Stepper
 
 REFUSALS = ("can't allocate memory", "DefaultCPUAllocator")
 """What torch says, in a RuntimeError, where a CPU has no memory left."""
 
 
-def state_memory(stepper: Stepper) -> StateBytes:
+def state_memory(replica: Replica, optimizer: AdamW) -> StateBytes:
     """Bytes that this rank holds now, each storage once. The step counters of Adam, 4 bytes a tensor, do not count."""
-    replica, optimizer = stepper.replica, stepper.optimizer
     parameters = list(replica.objective.parameters())
     values = [*parameters, *(f.value for f in replica.fragments)]
     if isinstance(replica.runner, PipeDream):
