@@ -47,9 +47,13 @@ def in_a_group_after(ranks: Ranks, store: str, error: Exception) -> bool:
     dist.destroy_process_group()  # the pool's own
     os.environ[STORE] = store
     with pytest.raises(type(error)), process_group(ranks, device=CPU, timeout_s=10):
-        dist.barrier()  # a rank that left at once would leave others behind that are still connecting
-        raise error
+        fail_together(error)
     return dist.is_initialized()
+
+
+def fail_together(error: Exception) -> None:
+    dist.barrier()  # a rank that left at once would leave others behind that are still connecting
+    raise error
 
 
 def test_several_ranks_leave_together_or_not_at_all(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
