@@ -57,16 +57,16 @@ def state_bytes(
     shapes = _held_shapes(model, layout, vocab, [range(model.n_layers)] if stages is None else stages)
     width, state_width = WIDTHS[precision], STATE_WIDTHS[precision]
     gradient_width = 4 if gradients == "fp32" else width
-    parts = [_sharded(shapes, layout, width, gradient_width, state_width)]
-    if layout.ep > 1:
-        # Experts that ranks deal out among them are sharded over fewer.
-        dense = {name: shape for name, shape in shapes.items() if not is_expert(name)}
-        experts = {name: (shape[0] // layout.ep, *shape[1:]) for name, shape in shapes.items() if is_expert(name)}
-        fewer = replace(layout, dp_shard=layout.shard_ranks // layout.ep, cp=1)
-        parts = [
-            _sharded(dense, layout, width, gradient_width, state_width),
-            _sharded(experts, fewer, width, gradient_width, state_width),
-        ]
+    if layout.ep == 1:
+        return _sharded(shapes, layout, width, gradient_width, state_width)
+    # Experts that ranks deal out among them are sharded over fewer.
+    dense = {name: shape for name, shape in shapes.items() if not is_expert(name)}
+    experts = {name: (shape[0] // layout.ep, *shape[1:]) for name, shape in shapes.items() if is_expert(name)}
+    fewer = replace(layout, dp_shard=layout.shard_ranks // layout.ep, cp=1)
+    parts = [
+        _sharded(dense, layout, width, gradient_width, state_width),
+        _sharded(experts, fewer, width, gradient_width, state_width),
+    ]
     return StateBytes(*(sum(kind) for kind in zip(*map(astuple, parts), strict=True)))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # exported by no public module
 from torch.distributed.tensor import DTensor
@@ -62,12 +63,13 @@ class ShardedReplica(Replica):
         self.experts: tuple[Axis, Axis] | None = None
         # A processor has no streams for FSDP2 to overlap by: there collectives go on by themselves.
         defers = shard.gloo and replicate.size == 1 and not self.every_micro_batch and gradient_dtype is None
-        self.scatters = {False: _ReduceScatter(shard, replicate, defers)}
+        dense = of_experts = _ReduceScatter(shard, replicate, defers)
         if layout.ep > 1:
             self.experts = mesh.axis("ep"), mesh.axis("edp")
-            self.scatters[True] = _ReduceScatter(mesh.axis("edp"), replicate, defers)
+            of_experts = _ReduceScatter(mesh.axis("edp"), replicate, defers)
+        self.scatters = {dense, of_experts}
         for group in self.groups:
-            scatter = self.scatters[layout.ep > 1 and isinstance(group, Experts)]
+            scatter = of_experts if isinstance(group, Experts) else dense
             group._set_unshard_async_op(shard.gloo)
             group.set_custom_all_gather(_AllGather(scatter.shard))
             group.set_custom_reduce_scatter(scatter)
@@ -115,7 +117,7 @@ class ShardedReplica(Replica):
             for group in self.groups:
                 group.reshard()
             self._expect()
-        for scatter in self.scatters.values():
+        for scatter in self.scatters:
             scatter.settle()
         for fragment, (_, parameter) in zip(self.fragments, self._parameters(), strict=True):
             gradient = parameter.grad
@@ -130,7 +132,7 @@ class ShardedReplica(Replica):
             self.root.set_reshard_after_backward(self.reshard)
 
     def _all_reduces(self, does: bool) -> None:
-        for scatter in self.scatters.values():
+        for scatter in self.scatters:
             scatter.all_reduces = does
 
     def loss(self, micro: MicroTensors) -> Tensor:
@@ -178,23 +180,23 @@ def _shard(
             module.weight = nn.Parameter(module.weight.detach().flatten(0, 1))
     blocks: list[list[FSDPModule]] = []
     for block in objective.model.blocks.values():
-        experts = [module for module in block.modules() if isinstance(module, Experts) and mesh.expert_devices]
-        blocks.append([])
-        for module in experts:
-            assert mesh.expert_devices is not None, "asked for above"
+        meshes: list[tuple[nn.Module, DeviceMesh]] = [(block, devices)]
+        if mesh.expert_devices is not None:
             dealt_out = mesh.expert_devices[*outer, "edp"]
-            group = fully_shard(module, mesh=dealt_out, reshard_after_forward=layout.reshard, mp_policy=policy)
-            blocks[-1].append(group)
-        blocks[-1].append(fully_shard(block, mesh=devices, reshard_after_forward=layout.reshard, mp_policy=policy))
+            meshes = [*((module, dealt_out) for module in block.modules() if isinstance(module, Experts)), *meshes]
+        blocks.append(
+            [
+                fully_shard(module, mesh=over, reshard_after_forward=layout.reshard, mp_policy=policy)
+                for module, over in meshes
+            ]
+        )
     # The head is needed again as soon as the backward pass begins: it is not given up in between.
     root = fully_shard(objective, mesh=devices, reshard_after_forward=False, mp_policy=policy)
     for number, (*_, block) in enumerate(blocks):
-        after, ahead = (
-            blocks[number + 1 : number + 1 + layout.prefetch],
-            blocks[max(0, number - layout.prefetch) : number],
-        )
+        after = blocks[number + 1 : number + 1 + layout.prefetch]
+        before_it = blocks[max(0, number - layout.prefetch) : number][::-1]
         block.set_modules_to_forward_prefetch([group for of_block in after for group in of_block[::-1]])
-        block.set_modules_to_backward_prefetch([group for of_block in ahead[::-1] for group in of_block[::-1]])
+        block.set_modules_to_backward_prefetch([group for of_block in before_it for group in of_block[::-1]])
     return [*groups, *(group for of_block in blocks for group in of_block), root]
 
 
