@@ -51,6 +51,7 @@ AT_LEAST_ONE = [
     "model.moe.n_groups",
     "model.moe.top_groups",
     "cluster.nodes",
+    "cluster.accelerator.cores",
     "layout.dp_replicate",
     "layout.dp_shard",
     "layout.cp",
@@ -75,6 +76,11 @@ AT_LEAST_ZERO = [
     "model.moe.n_dense_layers",
     "cluster.devices_per_node",
     "cluster.peak_tflops",
+    "cluster.domain",
+    "cluster.pod",
+    *(f"cluster.accelerator.{name}" for name in ("bf16_tflops", "fp16_tflops", "fp8_tflops", "fp4_tflops")),
+    *(f"cluster.accelerator.{name}" for name in ("fp32_tflops", "memory_gib", "bandwidth_gbs", "launch_us")),
+    *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us")),
     "layout.pp_chunks",
     "layout.pp_slices",
     "layout.micro_batch",
@@ -102,8 +108,16 @@ POSITIVE = [
     "model.rope_theta",
     "run.timeout_s",
     "layout.bucket_mb",
+    "cluster.oversubscription",
 ]
-SHARES = ["optimizer.min_lr_ratio", "optimizer.decay_fraction"]
+SHARES = [
+    *(
+        f"cluster.{name}"
+        for name in ("accelerator.ceiling", "accelerator.fp8_ceiling", "intra.reached", "inter.reached")
+    ),
+    "optimizer.min_lr_ratio",
+    "optimizer.decay_fraction",
+]
 
 
 def _ranges(job: Job) -> Iterator[Problem]:

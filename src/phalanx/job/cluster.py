@@ -1,15 +1,63 @@
-"""The machine a job runs on: how many nodes, how many devices each, and what one device can do at most."""
+"""The machine a job runs on: nodes and devices, what one device can do, and the links between them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The machine: nodes × devices a node."""
+class Accelerator:
+    """One device, as its data sheet and one run of a matrix product describe it."""
 
+    name: str = ""
+    """What it is called; empty where nothing is known about it."""
+    bf16_tflops: float = 0.0
+    """Dense peak in bfloat16, in TFLOP/s; 0 where it has none."""
+    fp16_tflops: float = 0.0
+    """Dense peak in float16, in TFLOP/s."""
+    fp8_tflops: float = 0.0
+    """Dense peak in 8-bit floats, in TFLOP/s."""
+    fp4_tflops: float = 0.0
+    """Dense peak in 4-bit floats, in TFLOP/s."""
+    fp32_tflops: float = 0.0
+    """Dense peak in float32 (no tensor cores), in TFLOP/s."""
+    ceiling: float = 0.8
+    """Share of the peak that the best matrix product reaches, over shapes (16 bits; the maximum achievable matmul
+    FLOPs of ml-engineering)."""
+    fp8_ceiling: float = 0.7
+    """The same in 8-bit and 4-bit floats."""
+    memory_gib: float = 0.0
+    """Device memory that a program can have, in GiB."""
+    bandwidth_gbs: float = 0.0
+    """Device memory bandwidth, in GB/s."""
+    cores: int = 1
+    """Processors that each compute one tile of a matrix product at a time (streaming multiprocessors)."""
+    launch_us: float = 4.0
+    """Time on the device between two kernels, in microseconds: the floor of a small kernel."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The links of one class, as one device sees them."""
+
+    gbs: float = 0.0
+    """Bandwidth a device, one way, while all devices send, in GB/s: of shared cards the share."""
+    latency_us: float = 0.0
+    """Time of a message of no bytes (alpha), in microseconds."""
+    reached: float = 0.8
+    """Share of gbs that large messages of a collective reach."""
+    reduces: bool = False
+    """The switch adds (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once instead of twice."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machine: nodes × devices a node, and what they and their links can do."""
+
+    preset: str = ""
+    """Start from a known machine and its number of nodes, such as dgx-h100:64, or `local`, the machine that
+    `phalanx bench` measured here; other fields override it."""
     nodes: int = 1
     """Nodes of the job."""
     devices_per_node: int = 0
@@ -19,3 +67,22 @@ class Cluster:
     peak_tflops: float = 0.0
     """Dense peak of one device in this job's precision, in TFLOP/s, for MFU; 0 looks the device up, and measures a
     matrix product on a CPU."""
+    domain: int = 0
+    """Neighbouring devices that `intra` joins; 0 means those of a node (72 in a rack of GB200)."""
+    pod: int = 0
+    """Devices with full bandwidth among them; 0 means all. Beyond it links are shared."""
+    oversubscription: float = 1.0
+    """Beyond a pod: devices that want a link over links."""
+    accelerator: Accelerator = field(default_factory=Accelerator)
+    intra: Link = field(default_factory=Link)
+    inter: Link = field(default_factory=Link)
+
+    @property
+    def devices(self) -> int:
+        """Devices of the whole machine; 0 where the layout decides."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def joined(self) -> int:
+        """Neighbouring devices with fast links among them."""
+        return self.domain or self.devices_per_node or 1

@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.job.job import Job
 from phalanx.nearest import nearest
 
-SECTION_SHORTHAND = {"model": "model.preset", "data": "data.corpus"}
+SECTION_SHORTHAND = {"model": "model.preset", "cluster": "cluster.preset", "data": "data.corpus"}
 """What a section given as one word means: `model: llama3-8b` is `model.preset: llama3-8b`."""
 
 LAUNCHER_NAMES = {"nproc_per_node": "cluster.devices_per_node", "nnodes": "cluster.nodes"}

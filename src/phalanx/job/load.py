@@ -11,8 +11,10 @@ from typing import Any
 from phalanx.errors import JobError
 from phalanx.job import overrides, values, yaml_file
 from phalanx.job.check import problems_of
+from phalanx.job.clusters import cluster_of
 from phalanx.job.fields import get, leaves, replace
 from phalanx.job.job import Job
+from phalanx.job.model import Model
 from phalanx.job.presets import PRESETS
 from phalanx.job.yaml_file import Setting
 from phalanx.nearest import nearest
@@ -58,7 +60,7 @@ def resolve(settings: Sequence[Setting], problems: Sequence[str] = (), default_n
         except ValueError as error:
             found.append(f"{setting.origin}: {setting.path}: {error}")
             continue
-        if setting.path != "model.preset" or value in PRESETS:
+        if setting.path not in ("model.preset", "cluster.preset"):  # these two came first
             job = replace(job, setting.path, value)
         origins[setting.path] = setting.origin
     if not job.run.name:
@@ -72,23 +74,33 @@ def resolve(settings: Sequence[Setting], problems: Sequence[str] = (), default_n
 
 
 def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[str, str]]:
-    """The default job, or the default job with the model preset that the last setting of model.preset names."""
-    job = Job()
+    """The default job, or the default job with the presets that the last settings of model.preset and cluster.preset
+    name."""
+    job = default = Job()
     origins = dict.fromkeys(leaves(), "default")
-    chosen = next((setting for setting in reversed(settings) if setting.path == "model.preset"), None)
-    if chosen is None or chosen.text == "":
-        return job, origins
-    preset = str(chosen.text)
+    for section, preset_of in (("model", _model_of), ("cluster", cluster_of)):
+        path = f"{section}.preset"
+        chosen = next((setting for setting in reversed(settings) if setting.path == path), None)
+        if chosen is None or chosen.text == "":
+            continue
+        try:
+            job = replace(job, section, preset_of(str(chosen.text)))
+        except JobError as error:
+            problems += [f"{chosen.origin}: {problem}" for problem in error.problems]
+            continue
+        for leaf in leaves():
+            if leaf.startswith(f"{section}.") and get(job, leaf) != get(default, leaf):
+                origins[leaf] = f"preset {chosen.text}"
+    return job, origins
+
+
+def _model_of(preset: str) -> Model:
+    """The model that `model.preset` names. Raises JobError with the nearest name where there is none."""
     if preset not in PRESETS:
         meant = nearest(preset, PRESETS)
         hint = f"; did you mean {meant}?" if meant else ""
-        problems.append(f"{chosen.origin}: no model preset {preset!r}{hint} (known: {', '.join(PRESETS)})")
-        return job, origins
-    model = dataclasses.replace(PRESETS[preset], preset=preset)
-    for path in leaves():
-        if path.startswith("model.") and get(Job(model=model), path) != get(job, path):
-            origins[path] = f"preset {preset}"
-    return dataclasses.replace(job, model=model), origins
+        raise JobError(f"no model preset {preset!r}{hint} (known: {', '.join(PRESETS)})")
+    return PRESETS[preset]
 
 
 def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
@@ -96,7 +108,7 @@ def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
     open_axes = [axis for axis in ("dp_replicate", "dp_shard") if getattr(job.layout, axis) == -1]
     if not open_axes:
         return job
-    devices = job.cluster.nodes * job.cluster.devices_per_node
+    devices = job.cluster.devices
     closed = dataclasses.replace(job.layout, **dict.fromkeys(open_axes, 1))
     known = closed.world
     if len(open_axes) == 2:

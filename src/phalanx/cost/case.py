@@ -1,0 +1,29 @@
+"""What is predicted: a step of a model, on a cluster, under a layout, by a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phalanx.cost.software import Software
+from phalanx.job.batch import Batch
+from phalanx.job.cluster import Cluster
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+
+Products = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training step. The model's vocabulary is written out, the layout complete."""
+
+    model: Model
+    cluster: Cluster
+    layout: Layout
+    batch: Batch
+    products: Products = "bf16"
+    """Number format of the matrix products of the blocks; attention and head stay in 16 bits with fp8 and fp4."""
+    width: int = 2
+    """Bytes of a parameter and of an activation."""
+    software: Software = field(default_factory=Software)
