@@ -7,7 +7,7 @@ JOB ?= examples/main.yaml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test lint format bench bench-peers clean
+.PHONY: help setup train verify test lint format bench accuracy bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -45,6 +45,10 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.pipeline $(ARGS)
 	$(BIN)/python -m benchmarks.context $(ARGS)
 	$(BIN)/python -m benchmarks.experts $(ARGS)
+
+accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write benchmarks/results
+	$(BIN)/python -m benchmarks.accuracy $(ARGS)
+	$(BIN)/python -m benchmarks.published
 
 bench-peers: $(PEERS)/.installed ## make .bench-venv, with the peers that `make bench` compares with
 

@@ -9,7 +9,7 @@ import phalanx
 
 ROOT = Path(phalanx.__file__).parent
 FLOORS = [
-    *("cli", "generate", "verify", "train", "parallel", "comm", "launch", "model", "data", "plan", "cost"),
+    *("cli", "bench", "generate", "verify", "train", "parallel", "comm", "launch", "model", "data", "plan", "cost"),
     *("job", "schedule"),
 ]
 """Packages from the top down: a package may import those after it, and itself."""

@@ -214,6 +214,17 @@ def test_experts_are_dealt_out_in_equal_parts(model, layout, messages):
     assert problems(model, **layout) == messages
 
 
+@pytest.mark.parametrize("values", [{"dp_replicate": 2, "zero": 2}, {"pp": 2}, {"tp": 2}], ids=str)
+def test_gradients_are_sharded_among_ranks(values):
+    assert problems(**values, accumulate="sharded") == [
+        "layout.accumulate: dp_shard 1 × cp 1 = 1 rank, which has nobody to shard gradients with; nearest legal: "
+        "accumulate=local, or dp_shard=2"
+    ]
+    assert problems(**values, accumulate="local") == []
+    assert problems(**values, dp_shard=2, accumulate="sharded") == []
+    assert problems(**values, cp=2, accumulate="sharded") == []
+
+
 def test_experts_that_are_dealt_out_are_legal():
     assert problems(EXPERTS, dp_shard=2, cp=2, ep=4, tp=2) == []
     odd = replace(EXPERTS, d_ff=97)

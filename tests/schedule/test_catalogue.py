@@ -72,6 +72,15 @@ def test_two_versions_of_the_weights_need_a_micro_batch_for_each_rank():
     assert problems("pipedream", ranks=4, micro_batches=4) == []
 
 
+def test_each_way_has_a_micro_batch():
+    assert problems("dualpipe", ranks=4, micro_batches=1) == [
+        "dualpipe: 1 micro-batches do not go 2 ways, and the copies of the stages on one would have no gradients; "
+        "nearest legal: 2 micro-batches, or schedule 1f1b",
+    ]
+    assert problems("dualpipe", ranks=4, micro_batches=2) == []
+    assert problems("dualpipe", ranks=4, micro_batches=3) == []
+
+
 @pytest.mark.parametrize(
     ("name", "chunks", "stages"),
     [

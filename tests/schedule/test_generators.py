@@ -22,7 +22,7 @@ def built(draw: st.DrawFn, name: str) -> Schedule:
     """The schedule `name` with numbers that it takes."""
     entry = SCHEDULES[name]
     ranks = draw(st.integers(1, 8))
-    micro_batches = draw(st.integers(ranks if entry.steps > 1 else 1, 24))
+    micro_batches = draw(st.integers(ranks if entry.steps > 1 else entry.directions, 24))
     least, most = entry.chunks
     chunks = draw(st.integers(least, min(most, 4)))
     slices = draw(st.integers(1, 5)) if entry.sliced else 0

@@ -19,6 +19,8 @@ VERBS = {
     "verify": "prove that a job computes the same under every layout as on one process",
     "generate": "text from a checkpoint of a run",
     "data": "prepare a corpus: tokenize it into memory-mapped shards",
+    "predict": "time, memory and traffic of a step on any machine, without it",
+    "bench": "measure this machine, for predictions on cluster=local",
     "schedule": "pipeline schedules: list, draw, measure and check them",
 }
 

@@ -27,3 +27,5 @@ class Case:
     width: int = 2
     """Bytes of a parameter and of an activation."""
     software: Software = field(default_factory=Software)
+    stages: tuple[range, ...] = ()
+    """The layers of every pipeline stage; empty takes those of `layout.pp_cut`, else as even as can be."""

@@ -9,13 +9,16 @@ Attention scores and their product with the values are counted in one of two way
   report it counts so; every `mfu` that Phalanx prints does.
 - `causal`: half of that, the work that a kernel cannot avoid.
 
-Nothing here counts recomputation: that is hardware FLOPs (HFU), a matter of the layout.
+Model FLOPs (`train_flops_*`) leave recomputation out; hardware FLOPs (`hardware_flops_per_step`) count what a layout
+computes again: MFU and HFU of Korthikanti et al. 2022, section 6.3.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
+from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.parameters import active_size, block_shapes, vocabulary
 
@@ -25,6 +28,7 @@ BACKWARD_PER_FORWARD = 2
 """Each multiplication has two in the backward pass, one for the gradient of each factor."""
 
 
+@lru_cache(4096)
 def forward_flops_per_token(
     model: Model, vocab_size: int | None = None, seq_len: int | None = None, attention: Attention = "full"
 ) -> int:
@@ -50,6 +54,25 @@ def train_flops_per_step(
     """FLOPs of one optimizer step over a global batch of `sequences`, on all devices together."""
     tokens = sequences * (seq_len or model.seq_len)
     return tokens * train_flops_per_token(model, vocab_size, seq_len, attention)
+
+
+def hardware_flops_per_step(
+    model: Model,
+    layout: Layout,
+    sequences: int,
+    vocab_size: int | None = None,
+    seq_len: int | None = None,
+    attention: Attention = "full",
+) -> int:
+    """FLOPs of one optimizer step with what `layout.recompute` computes twice: the forward pass of every block (full),
+    or its attention (selective)."""
+    tokens = sequences * (seq_len or model.seq_len)
+    again = 0
+    if layout.recompute == "full":
+        again = forward_flops_per_token(model, vocab_size, seq_len, attention) - head_flops_per_token(model, vocab_size)
+    elif layout.recompute == "selective":
+        again = model.n_layers * attention_flops_per_token(model, seq_len, attention)
+    return tokens * (train_flops_per_token(model, vocab_size, seq_len, attention) + again)
 
 
 def block_flops_per_token(model: Model, layer: int, seq_len: int | None = None, attention: Attention = "full") -> int:

@@ -2,8 +2,8 @@
 backward passes.
 
 State: with bf16 and Adam 2 + 2 + 12 bytes a parameter, of which ZeRO's stages divide the last, the last two, or all
-three by the ranks (Rajbhandari et al. 2020, section 5). Activations: Korthikanti et al. 2022, table 2. Tests hold both
-to what ranks really have (docs/memory.md).
+three by the ranks (Rajbhandari et al. 2020, section 5). Activations: the list of operators in activations.py. Tests
+hold both to what ranks really have (docs/memory.md); stage_memory.py puts them together over a step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import prod
 
+from phalanx.cost.activations import activation_bytes
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.parameters import Shapes
@@ -19,6 +20,16 @@ from phalanx.job.pieces import groups, is_expert, piece, tile
 from phalanx.job.pipeline import flushes
 from phalanx.job.stages import stage_shapes
 from phalanx.schedule.schedule import Schedule
+
+__all__ = [
+    "STATE_WIDTHS",
+    "WIDTHS",
+    "StateBytes",
+    "activation_bytes",
+    "logit_bytes",
+    "peak_in_flight",
+    "state_bytes",
+]
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number, by `train.precision`."""
@@ -89,37 +100,6 @@ def _sharded(shapes: Shapes, layout: Layout, width: int, gradient_width: int, st
     share, padded = sum(shares), sum(shares) * ranks
     kept = share if layout.zero == 2 and ranks > 1 else padded
     return StateBytes(padded * width * versions, kept * gradient_width * waiting, share * state_width)
-
-
-def activation_bytes(model: Model, layout: Layout, micro_batch: int, width: int = 2) -> int:
-    """Bytes that one dense block keeps on a rank from its forward to its backward pass, in numbers of `width` bytes.
-
-    For the GPT-2 kind with dropout these are the rows of Korthikanti et al. 2022, table 2 (s tokens, b sequences, h
-    wide, a heads, t tensor ranks, 2 bytes): sbh (34 + 5as/h) of everything; sbh (10 + 24/t + 5as/ht) with tp; all of it
-    by t with sp; without the terms in a s with selective recomputation; 2sbh with full. Two bytes a norm's mean and
-    deviation are left out, as there. What a layout adds or leaves out: without `layout.sp_regather` the inputs of the
-    matrices are kept whole; without dropout there are no masks, and torch's fused attention keeps no scores. An RMS
-    norm is counted as a layer norm; torch's for CPUs keeps an fp32 copy more, in half precisions two.
-    """
-    h, t = model.d_model, layout.tp
-    tokens = micro_batch * model.seq_len / layout.cp
-    share = t if layout.sp else 1
-    if layout.recompute == "full":
-        return round(tokens * h * width / share)
-    drops = model.dropout > 0
-    regathers = layout.sp and layout.sp_regather
-    norm_inputs, norm_outputs, masks = 2 * h * width, 2 * h * width, 2 * h * drops
-    outside = (norm_inputs + masks) / share + norm_outputs / (share if regathers else 1)
-    # Fewer key heads than ranks that share the heads: these hold copies.
-    queries, keys = model.n_heads * model.head_size, max(model.kv_heads, t * layout.cp_ulysses) * model.head_size
-    # Dropout on the probabilities is not in the fused kernel: every head then has keys and values of its own.
-    repeated = drops and layout.recompute != "selective"
-    # Ulysses has the output before and after it exchanges heads for tokens.
-    outputs = 2 if layout.cp_ulysses > 1 and layout.recompute != "selective" else 1
-    attention = (queries + 2 * (queries if repeated else keys) + outputs * queries) * width
-    mlp = (4 if model.activation == "swiglu" else 2) * model.ff_size * width
-    scores = model.n_heads * model.seq_len * (2 * width + 1) * drops * (layout.recompute != "selective")
-    return round(tokens * (outside + (attention + mlp + scores) / t))
 
 
 def logit_bytes(model: Model, layout: Layout, micro_batch: int, width: int = 2, vocab: int | None = None) -> int:

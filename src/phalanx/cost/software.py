@@ -14,20 +14,57 @@ class Software:
 
     name: str = "phalanx"
     """What it is called in reports."""
+    pace: float = 1.0
+    """Time on the device beside what sizes and the device's best rates give: clocks that power and heat hold down, and
+    kernels that are not the best ones. Calibrated (calibration.py)."""
+    moe_pace: float = 1.0
+    """The same of blocks with experts, on top: routing, permuting and small products in one program after another."""
     attention: Literal["flash", "unfused"] = "flash"
     """Whether attention is one kernel that keeps no scores, or products with a softmax between them in memory."""
+    flash: int = 2
+    """Generation of the fused attention kernel (kernel.FLASH)."""
     passes: float = 1.0
     """Memory-bound work (norms, activations, residuals, rotary) in multiples of reading and writing each operand once:
     1 where kernels are fused by hand or by a compiler, more where each operation is a kernel of its own."""
     kernel_us: float = 6.0
     """Time the host needs to launch a kernel, in microseconds: below it devices wait for their programs."""
+    softmax_passes: float = 4.5
+    """attention=unfused: passes over the scores besides those of the products: softmax and dropout, each reading and
+    writing, and a mask of one byte."""
+    cast_bytes: float = 3.0
+    """fp8, fp4: bytes that are moved for each number of an operand to turn it into 8 bits (read two, write one)."""
     tp_hidden: float = 0.0
     """Share of tensor-parallel traffic that travels while matrix products run (user buffers, AsyncTP)."""
     dp_overlaps: bool = True
     """Whether gradients are reduced, and parameters gathered, while other layers compute."""
     pp_overlaps: bool = True
     """Whether stage boundaries travel while other micro-batches compute."""
+    pp_scatters: bool = False
+    """Tensor ranks each send a part of a stage boundary and gather it on the other side (Narayanan et al. 2021,
+    section 4.1), without sp, where they hold parts already."""
+    ep_hidden: float = 0.0
+    """Share of the experts' all-to-alls that travels while something else runs."""
+    ep_once: bool = False
+    """A token travels once to each node that has some of its experts (DeepEP, HybridEP), not once an expert."""
+    ep_narrow: bool = False
+    """Rows travel to their experts in the 8 bits in which these compute."""
+    messages: int = 1
+    """zero 3: collectives a block in which its state travels; a program that gathers each parameter by itself needs one
+    for each."""
+    ep_folds: bool = False
+    """Expert ranks lie next to each other, tensor ranks among them, and hold whole experts (Megatron Core's parallel
+    folding, Liu et al. 2025); otherwise tensor ranks share every expert."""
+    reduces_main: bool = True
+    """Gradients are reduced in the width in which they are kept, not in that of the parameters."""
+    gathers_narrow: bool = False
+    """fp8: parameters are gathered in 8 bits."""
+    step_ms: float = 0.0
+    """What every step costs besides, in milliseconds: the loader, logging, synchronising with the host."""
     interference: float = 1.1
     """What a product takes longer while a collective runs beside it (Galvatron measured 1.13)."""
+    spread: tuple[float, float] = (0.8, 1.3)
+    """Measured over predicted time: the tenth and the ninetieth of a hundred published steps."""
+    memory_spread: tuple[float, float] = (0.9, 1.1)
+    """The same for memory."""
     habits: Habits = field(default_factory=Habits)
     """What it keeps in memory."""

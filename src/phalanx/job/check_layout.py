@@ -23,6 +23,12 @@ def layout_problems(job: Job) -> Iterator[Problem]:
     yield from _tiles(job)
     if layout.accumulate == "sharded" and layout.zero == 1:
         yield "layout.accumulate", "sharded gradients need zero 2 or 3, zero is 1; local goes with any"
+    if layout.accumulate == "sharded" and layout.shard_ranks == 1:
+        yield (
+            "layout.accumulate",
+            f"dp_shard {layout.dp_shard} × cp {layout.cp} = 1 rank, which has nobody to shard gradients with; nearest "
+            "legal: accumulate=local, or dp_shard=2",
+        )
     yield from _ulysses(layout, job.model)
     yield from context_problems(job)
     yield from _experts(layout, job.model)

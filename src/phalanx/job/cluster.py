@@ -33,6 +33,11 @@ class Accelerator:
     """Device memory bandwidth, in GB/s."""
     cores: int = 1
     """Processors that each compute one tile of a matrix product at a time (streaming multiprocessors)."""
+    sustained: float = 0.9
+    """Rate of matrix products in a long run beside that of the best one alone: power and heat hold clocks down, and
+    between products caches hold something else."""
+    older: float = 1.0
+    """Rate of kernels written for the instructions of the generation before, beside those for its own."""
     launch_us: float = 4.0
     """Time on the device between two kernels, in microseconds: the floor of a small kernel."""
 
@@ -47,6 +52,9 @@ class Link:
     """Time of a message of no bytes (alpha), in microseconds."""
     reached: float = 0.8
     """Share of gbs that large messages of a collective reach."""
+    pair_gbs: float = 0.0
+    """Bandwidth between two devices, one way, in GB/s, where links join pairs and not a switch; 0: there is a switch,
+    and a pair has all of `gbs`."""
     reduces: bool = False
     """The switch adds (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once instead of twice."""
 

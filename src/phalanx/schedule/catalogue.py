@@ -155,6 +155,11 @@ def _problems(name: str, ranks: int, micro_batches: int, chunks: int, slices: in
         yield f"{name}: {ranks} ranks; nearest legal: 1"
     if micro_batches < 1:
         yield f"{name}: {micro_batches} micro-batches; nearest legal: 1"
+    if ranks > 1 and 1 <= micro_batches < entry.directions:
+        yield (
+            f"{name}: {micro_batches} micro-batches do not go {entry.directions} ways, and the copies of the stages on "
+            f"one would have no gradients; nearest legal: {entry.directions} micro-batches, or schedule 1f1b"
+        )
     least, most = entry.chunks
     if not least <= chunks_of(name, chunks) <= most:
         takes = f"{least} or more" if most == MANY else str(least)

@@ -15,8 +15,9 @@ def dualpipe(ranks: int, micro_batches: int) -> Schedule:
 
     With P and M even, M >= 2 P, and F + B the time of such a pair: bubble (P / 2 - 1) (F + B + B - 3 W) over M (F + B)
     where both passes of a pair wait for each other; with F = I = W, (P / 2 - 1) / (3 M) where they need not. Peak on
-    every rank: P + 1 activations of a stage. Other numbers of ranks and micro-batches are taken as well: an odd P as if
-    it were P + 1. Source: DeepSeek-AI 2024 (DeepSeek-V3 Technical Report), section 3.2.1."""
+    every rank: P + 1 activations of a stage. Other numbers of ranks are taken as well, an odd P as if it were P + 1,
+    and of micro-batches from one for each way on. Source: DeepSeek-AI 2024 (DeepSeek-V3 Technical Report), section
+    3.2.1."""
     half, share = -(-ranks // 2), -(-micro_batches // 2)
     ways = range(share), range(share, micro_batches)
     programs = list[tuple[Action, ...]]()

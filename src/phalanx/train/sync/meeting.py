@@ -6,19 +6,17 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.errors import NotFiniteError
-
-SIZE = 256
-"""Bytes of what a replica says: one for the request to stop, then text."""
+from phalanx.job.pieces import MEETING
 
 
 def meet(replicas: Axis, device: torch.device, stop: bool, problem: str) -> bool:
     """Wait for all replicas. Returns whether any of them was asked to stop.
 
     A `problem` is one that keeps its replica from going on: all raise NotFiniteError with the first replica's."""
-    said = (bytes([stop]) + problem.encode())[:SIZE]
-    mine = torch.zeros(SIZE, dtype=torch.uint8)
+    said = (bytes([stop]) + problem.encode())[:MEETING]
+    mine = torch.zeros(MEETING, dtype=torch.uint8)
     mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    every = torch.empty(replicas.size, SIZE, dtype=torch.uint8, device=device)
+    every = torch.empty(replicas.size, MEETING, dtype=torch.uint8, device=device)
     replicas.all_gather(every.view(-1), mine.to(device)).wait()
     rows = [row.tobytes() for row in every.cpu().numpy()]
     for replica, row in enumerate(rows):

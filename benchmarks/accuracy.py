@@ -1,0 +1,99 @@
+"""How true `phalanx predict` is, on published measurements.
+
+    python -m benchmarks.accuracy [TRUTH] [--json]
+
+TRUTH is a folder of CSV files, or one file, of the columns that `phalanx predict --table` reads; by default the
+environment variable PHALANX_TRUTH says where. Figures and pictures go to benchmarks/results, the rows stay where they
+are. Rows of the calibration (docs/accuracy.md) do not count in any error. `constant` is what one constant efficiency
+for each source and device would give, fitted in hindsight to the rows it is judged on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.report import RESULTS, machine, save
+from phalanx.cost import accuracy_picture
+from phalanx.cost.accuracy import outcomes, verdicts
+from phalanx.cost.accuracy_report import as_dict, calibrated, confusion, markdown, table
+from phalanx.cost.calibration import calibration_rows
+from phalanx.cost.case import Case
+from phalanx.cost.predict import predict
+from phalanx.cost.prediction import Prediction
+from phalanx.cost.programs import SOFTWARE
+from phalanx.cost.row_cells import COLUMNS
+
+OTHERS = """Published errors of others, to compare: vTrain 8.4 % on one node and 14.7 % on several, of its own rows
+(mean; MICRO 2024); SimuMax 5.6 % of its B200 rows (mean) and 0.5 % of their memory; Proteus 3.0 %, Charon 3.7 %, Maya
+about 5 % where the operators were measured on the same machine. Floor: repeated runs of one MLPerf submission differ by
+0.3 % (median), the same machine at another site by up to 21 %."""
+
+
+def rows_of(truth: Path) -> Iterator[dict[str, str]]:
+    """The rows of all tables: files with none of the columns that say what was measured are none."""
+    for path in sorted(truth.glob("*.csv")) if truth.is_dir() else [truth]:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            if {"gpu", "n_gpus", "model_name"} <= set(reader.fieldnames or ()) <= set(COLUMNS):
+                yield from reader
+
+
+def from_data_sheets(case: Case) -> Prediction:
+    """The prediction without the factors of phalanx.cost.calibration."""
+    return predict(replace(case, software=SOFTWARE[case.software.name]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("truth", nargs="?", default=os.environ.get("PHALANX_TRUTH", ""), type=str)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON and write nothing")
+    options = parser.parse_args()
+    if not options.truth or not Path(options.truth).exists():
+        print("no table: name it, or set PHALANX_TRUTH to the folder of published measurements", file=sys.stderr)
+        return 2
+    began = time.monotonic()
+    rows = list(rows_of(Path(options.truth)))
+    found, refused = outcomes(rows, predict, calibration_rows())
+    seconds = time.monotonic() - began
+    bare, _ = outcomes(rows, from_data_sheets)
+    result = {
+        "machine": machine(),
+        "seconds": seconds,
+        **as_dict(found, refused),
+        "without_calibration": as_dict(bare, ())["sources"],
+    }
+    if options.json:
+        print(json.dumps(result, indent=1))
+        return 0
+    said = verdicts(found)
+    seen = [
+        "By device and program:",
+        markdown(table(found, lambda one: one.family)),
+        "From data sheets and ceilings alone, without any factor fitted to rows:",
+        markdown(table(bare, lambda one: one.source)),
+        "Verdicts on memory:",
+        markdown(confusion(found)),
+        f"Ran and predicted not to fit: {', '.join(said.ran_refused) or 'none'}. Out of memory and predicted to fit: "
+        f"{', '.join(said.oom_missed) or 'none'}.",
+        "Rows of the calibration, which count above only in the order of layouts:",
+        markdown(calibrated(found)),
+        f"Refused: {'; '.join(f'{row} ({why})' for row, why in refused) or 'none'}.",
+        f"{len(found)} rows in {seconds:.1f} s, reading and prediction.",
+        OTHERS,
+        "![predicted against measured](accuracy.svg)",
+    ]
+    (RESULTS / "accuracy.svg").write_text(accuracy_picture.svg(found), encoding="utf-8")
+    save("accuracy", result, table(found, lambda one: one.source), "Predicted against published", "\n\n".join(seen))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

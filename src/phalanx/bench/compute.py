@@ -1,0 +1,168 @@
+"""What one device does: matrix products, attention, streams and tiny kernels, measured on every rank at the same time.
+
+Ranks of one machine share its memory and, it may be, its cores: a process alone would be faster than one in training.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from phalanx.bench import shapes
+from phalanx.bench.clock import Clock
+from phalanx.bench.machine import processor
+from phalanx.bench.shapes import Shape
+from phalanx.cost.fit import Attention, Precision, Product, Row, Stream, device_rows, fit_device
+from phalanx.data.progress import Progress
+from phalanx.job.cluster import Accelerator
+from phalanx.parallel.linear import linear, onednn_is_faster
+from phalanx.train.device import KNOWN_PEAKS, keep_freed_memory
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEADS = {shapes.CPU: (8, 64), shapes.ACCELERATOR: (32, 128)}
+"""Heads and their size, for attention."""
+IN_TURNS = 8
+"""Products, the largest ones, that run in turns to see what a long run keeps of their rate."""
+LONG_S = {True: 0.3, False: 1.5}
+"""Seconds of each repeat of that, by --quick."""
+
+Call = Callable[[], Any]
+
+
+@dataclass
+class Measured:
+    """Times on one device."""
+
+    base: Accelerator
+    """What was looked up."""
+    precision: Precision
+    known: float
+    """TFLOP/s of the data sheet; 0 where there is none."""
+    products: list[Product] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+
+    def fit(self) -> tuple[Accelerator, list[Row]]:
+        """The device as the cost model sees it, and every measurement beside that."""
+        device = fit_device(self.base, self.precision, self.products, self.attentions, self.streams, self.known)
+        return device, device_rows(device, self.precision, self.products, self.attentions, self.streams)
+
+
+def measure(
+    device: torch.device, precision: Precision, processes: int, quick: bool, ceiling: float, progress: Progress
+) -> Measured:
+    """Everything, on this rank and, in a process group, on all of its `processes` together.
+
+    `ceiling` is that under which peaks of other precisions are known already, 1 where there are none. Returns the means
+    over the ranks; the same on each."""
+    keep_freed_memory()  # as training does: an output is then not faulted in again for every call
+    clock = Clock.of(device, quick)
+    unit = shapes.CPU if device.type == "cpu" else shapes.ACCELERATOR
+    base = replace(look_up(device, processes), ceiling=ceiling)
+    found = Measured(base, precision, _known_tflops(device, precision))
+    wanted = shapes.products(unit, quick)
+    lengths = shapes.lengths(unit, quick)
+    kernels = {**_tiny_kernels(device, precision), **_streams(device, precision, quick)}
+    total = len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted))
+    done = 0
+
+    def timed(call: Call, clock: Clock = clock) -> float:
+        nonlocal done
+        seconds = statistics.mean(clock.seconds(call))
+        done += 1
+        progress(f"measuring {precision} on {device.type}", done, total)
+        return seconds
+
+    for shape in wanted:
+        found.products.append(Product(*shape, seconds=timed(_product(shape, device, precision))))
+    for length in lengths:
+        heads, head = HEADS[unit]
+        for backward, call in enumerate(_attention(length, heads, head, device, precision)):
+            found.attentions.append(Attention(length, heads, head, bool(backward), timed(call)))
+    for (name, moved), make in kernels.items():
+        found.streams.append(Stream(name, moved, timed(make())))
+    large = sorted(found.products, key=lambda product: product.flops)[-IN_TURNS:]
+    calls = [_product(Shape(p.family, p.m, p.n, p.k), device, precision) for p in large]
+    together = timed(lambda: [call() for call in calls], replace(clock, least_s=LONG_S[quick]))
+    # Each alone once more, right after: the machine is then the same one, whatever its neighbours do.
+    alone = sum(timed(call) for call in calls)
+    found.base = replace(found.base, sustained=min(1.0, alone / together))
+    return found
+
+
+def look_up(device: torch.device, processes: int) -> Accelerator:
+    """Name, memory and cores of the device that one of so many processes has."""
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        name, cores, memory = facts.name, facts.multi_processor_count, facts.total_memory
+    else:
+        # One core: a library cuts products on a CPU as it likes, and no wave of tiles is left half empty.
+        name, cores, memory = processor(), 1, _usable_memory() // processes
+    return Accelerator(name, cores=cores, memory_gib=memory / 2**30)
+
+
+def _usable_memory() -> int:
+    """Bytes of this machine, or of the container that this process is in."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no cgroup, or "max"
+        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return whole
+
+
+def _known_tflops(device: torch.device, precision: Precision) -> float:
+    if device.type != "cuda" or precision == "fp32":
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in KNOWN_PEAKS.items() if key in name), 0.0)
+
+
+def _product(shape: Shape, device: torch.device, precision: Precision) -> Call:
+    """As training multiplies: (m, k) by a weight (n, k)."""
+    dtype = DTYPES[precision]
+    x = torch.randn(shape.m, shape.k, device=device).to(dtype)
+    weight = torch.randn(shape.n, shape.k, device=device).to(dtype)
+    multiply = linear if onednn_is_faster(device, dtype) else F.linear
+    return partial(multiply, x, weight)
+
+
+def _attention(length: int, heads: int, head: int, device: torch.device, precision: Precision) -> tuple[Call, Call]:
+    """The forward pass, and the backward pass alone."""
+    make = partial(torch.randn, 1, heads, length, head, device=device)
+    q, k, v = (make().to(DTYPES[precision]).requires_grad_() for _ in range(3))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    gradient = torch.randn_like(out)
+    forward = partial(F.scaled_dot_product_attention, q.detach(), k.detach(), v.detach(), is_causal=True)
+    return forward, lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+
+
+def _tiny_kernels(device: torch.device, precision: Precision) -> dict[tuple[str, int], Callable[[], Call]]:
+    """Kernels with next to nothing to do, by name and bytes moved: what they take is the time to start one."""
+    size = DTYPES[precision].itemsize
+    n = 16
+    make = partial(torch.ones, n, n, device=device, dtype=DTYPES[precision])
+    return {
+        ("tiny add", 3 * n * n * size): lambda: partial(torch.add, make(), make(), out=make()),
+        ("tiny softmax", 2 * n * n * size): lambda: partial(torch.softmax, make(), -1),
+        ("tiny norm", 2 * n * n * size): lambda: partial(F.rms_norm, make(), (n,)),
+        ("tiny product", 3 * n * n * size): lambda: _product(Shape("", n, n, n), device, precision),
+    }
+
+
+def _streams(device: torch.device, precision: Precision, quick: bool) -> dict[tuple[str, int], Callable[[], Call]]:
+    """A copy (a read, a write) and an addition (two reads, a write) by bytes moved."""
+    found: dict[tuple[str, int], Callable[[], Call]] = {}
+    for n in shapes.streams(quick):
+        make = partial(torch.ones, n, device=device, dtype=DTYPES[precision])
+        size = n * DTYPES[precision].itemsize
+        found["copy", 2 * size] = lambda make=make: partial(make().copy_, make())
+        found["add", 3 * size] = lambda make=make: partial(torch.add, make(), make(), out=make())
+    return found

@@ -1,0 +1,261 @@
+"""`phalanx bench compute | comm`: measure this machine, for `cluster=local`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from phalanx.cli.job_words import Option
+from phalanx.errors import JobError
+from phalanx.job.local_cluster import default_path
+from phalanx.launch.environment import LOG_DIR
+from phalanx.launch.ranks import SINGLE, Ranks, detect
+from phalanx.nearest import nearest
+
+if TYPE_CHECKING:
+    import torch
+
+    from phalanx.bench.report import Report
+
+PAGE = """\
+phalanx bench: measure this machine and fit the cost model's cluster to it, so that cluster=local predicts on it
+
+usage: phalanx bench compute [--option value]   one device: matrix products, attention, streams, tiny kernels
+       phalanx bench comm [--option value]      collectives among processes, by group size and bytes
+
+options:
+{options}
+
+Both add to one file, a job file with a cluster section: $PHALANX_HOME/cluster.yaml, or ~/.config/phalanx/cluster.yaml.
+Under torchrun, srun or mpiexec, bench comm measures the ranks that were started, also between nodes.
+
+examples:
+  phalanx bench compute && phalanx bench comm
+  phalanx bench compute --precision bf16 --threads 4 --svg compute.svg
+  phalanx bench comm --nproc-per-node 4 --collectives all_reduce,send
+  phalanx predict JOB.yaml cluster=local\
+"""
+
+BOTH = {
+    "device": Option(Literal["auto", "cpu", "cuda"], "auto", "auto takes the accelerator where there is one"),
+    "nproc_per_node": Option(
+        int, 0, "processes that measure together; 2 on a CPU, on accelerators 1 (compute) or all (comm)", at_least=1
+    ),
+    "threads": Option(int, 0, "CPU threads of a process; the cores divided among the processes", at_least=1),
+    "svg": Option(str, "", "write the picture of the fit to a file"),
+    "out": Option(str, "", "write the cluster to this file instead"),
+}
+COMMANDS: dict[str, dict[str, Option]] = {
+    "compute": {"precision": Option(Literal["fp32", "bf16", "fp16"], "fp32", "of the products and attention"), **BOTH},
+    "comm": {
+        "collectives": Option(str, "", "comma-separated; all_reduce,all_gather,reduce_scatter,all_to_all,send"),
+        **BOTH,
+    },
+}
+SWITCHES = {
+    "quick": "fewer sizes and repeats: seconds instead of a minute",
+    "json": "print one JSON document on standard output and nothing else",
+    "save": "write the cluster (as by default)",
+    "no_save": "do not write the cluster",
+}
+STOPPED = "before everything was measured; nothing was written."
+BUSY = 0.5
+"""Other programs that want to run, a core, from which on figures are not those of the machine."""
+
+
+def run(argv: Sequence[str]) -> int:
+    if not argv or {"-h", "--help", "help"} & set(argv):
+        print(PAGE.format(options=_help()))
+        return 0
+    command, options, switches = _parse(argv)
+    path = Path(options["out"]).expanduser() if options["out"] else default_path()
+    save = "no_save" not in switches
+    _refuse_early(options, command, path if save else None)
+    ranks = detect(os.environ)
+    # Here, because it imports torch, for which --help and mistakes need not wait.
+    from phalanx.train.device import choose, threads_for
+
+    _refuse_device(options["device"])
+    if ranks is None:
+        processes = options["nproc_per_node"] or _processes(command, choose(options["device"], 0))
+        if processes > 1:
+            return _launch(["bench", *argv], processes, threads_for(options["threads"], processes))
+        ranks = SINGLE
+    elif LOG_DIR not in os.environ and options["nproc_per_node"] not in (0, ranks.local_world):
+        raise JobError(f"--nproc-per-node is for one launcher, and {ranks.source} has started {ranks.world} processes")
+    device = choose(options["device"], ranks.local_rank)
+    if ranks.rank == 0:
+        _say_how_busy()
+    report = _measure(command, ranks, device, options, switches, path if save else None)
+    if ranks.rank == 0:
+        _show(
+            report, path if save else None, [command, *_measuring(command, options, switches)], options["svg"], switches
+        )
+    return 0
+
+
+def _help() -> str:
+    values = {"svg": "FILE", "out": "FILE", "device": "D", "precision": "P", "collectives": "NAMES"}
+    known = {name: option for options in COMMANDS.values() for name, option in options.items()}
+    lines = [f"  {_flag(name) + ' ' + values.get(name, 'N'):<22}  {known[name].about}" for name in known]
+    return "\n".join(lines + [f"  {_flag(name):<22}  {about}" for name, about in SWITCHES.items()])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], set[str]]:
+    """The command, the value of each of its options, and its switches. Raises JobError with every problem."""
+    command, *left = argv
+    if command not in COMMANDS:
+        meant = nearest(command, COMMANDS)
+        hint = f"did you mean `phalanx bench {meant}`?" if meant else f"there are: {', '.join(COMMANDS)}"
+        raise JobError(f"phalanx bench has no command {command!r}; {hint}")
+    known = COMMANDS[command]
+    options = {name: option.default for name, option in known.items()}
+    switches: set[str] = set()
+    problems: list[str] = []
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        if not word.startswith("--"):
+            problems.append(f"unexpected {word!r}: bench takes no job, only options")
+        elif name in SWITCHES and not equals:
+            switches.add(name)
+        elif name not in known:
+            meant = nearest(name, [*known, *SWITCHES])
+            problems.append(f"unknown option {flag}" + (f"; did you mean {_flag(meant)}?" if meant else ""))
+            if not equals and left and not left[0].startswith("-"):
+                left.pop(0)  # its value: one mistake is one message
+        else:
+            if not equals and left and not left[0].startswith("--"):
+                value = left.pop(0)
+            try:
+                options[name] = known[name].convert([value] if value else [])[0]
+            except ValueError as error:
+                problems.append(f"{flag}: {error}")
+    if {"save", "no_save"} <= switches:
+        problems.append("--save and --no-save exclude each other")
+    if problems:
+        raise JobError(problems)
+    return command, options, switches
+
+
+def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> None:
+    """What would come out wrong only after everything was measured."""
+    from phalanx.bench.cluster_file import fields_of
+
+    if path is not None:
+        fields_of(path)
+    folder = Path(options["svg"]).expanduser().absolute().parent
+    if options["svg"] and not folder.is_dir():
+        raise JobError(f"--svg: cannot write {options['svg']}: there is no folder {folder}")
+    if command == "comm":
+        _collectives(options["collectives"])
+
+
+def _collectives(text: str) -> Sequence[Any]:
+    """Those to measure. Raises JobError for one that there is not."""
+    from phalanx.cost.fit import COLLECTIVES
+
+    chosen = [name.strip().replace("-", "_") for name in text.split(",")] if text else COLLECTIVES
+    for name in chosen:
+        if name not in COLLECTIVES:
+            meant = nearest(name, COLLECTIVES)
+            hint = f"did you mean {meant}?" if meant else f"there are: {', '.join(COLLECTIVES)}"
+            raise JobError(f"--collectives: no collective {name!r}; {hint}")
+    return chosen
+
+
+def _refuse_device(wanted: str) -> None:
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.device_count():
+        raise JobError("--device cuda: this machine has no CUDA devices; --device cpu measures its processor")
+
+
+def _processes(command: str, device: torch.device) -> int:
+    """How many to start where nobody says."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.device_count() if command == "comm" else 1
+    return 2 if command == "comm" else min(2, len(os.sched_getaffinity(0)))
+
+
+def _launch(argv: list[str], processes: int, threads: int) -> int:
+    """Each of the processes runs the same command and finds itself a rank. Their logs stay where one of them failed."""
+    from phalanx.launch.local import launch_local
+
+    logs = Path(tempfile.mkdtemp(prefix="phalanx_bench_"))
+    code = launch_local(
+        argv, processes=processes, log_dir=logs, threads=threads, all_ranks=False, grace_s=5.0, stopped=STOPPED
+    )
+    if code == 0:
+        shutil.rmtree(logs)
+    return code
+
+
+def _measure(
+    command: str, ranks: Ranks, device: torch.device, options: dict[str, Any], switches: set[str], path: Path | None
+) -> Report:
+    """On every rank; all get the same report."""
+    from phalanx.bench import cluster_file, run
+    from phalanx.train.device import threads_for
+
+    threads, quick = threads_for(options["threads"], ranks.local_world or 1), "quick" in switches
+    if command == "comm":
+        chosen = _collectives(options["collectives"])
+        return run.comm_report(ranks, device, threads, collectives=chosen, quick=quick)
+    known = cluster_file.fields_of(path) if path else {}
+    return run.compute_report(ranks, device, threads, precision=options["precision"], quick=quick, known=known)
+
+
+def _say_how_busy() -> None:
+    """Whoever reads the figures has to know that others were at work; only rank 0 looks, before it starts."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > BUSY * cores:
+        print(
+            f"phalanx: this machine is busy (load {load:.1f} on {cores} cores): measure again when it is quiet",
+            file=sys.stderr,
+        )
+
+
+def _measuring(command: str, options: dict[str, Any], switches: set[str]) -> list[str]:
+    """The words of the command on which figures depend: no file names."""
+    given = {name: value for name, value in options.items() if value != COMMANDS[command][name].default}
+    words = [f"{_flag(name)} {value}" for name, value in given.items() if name not in ("svg", "out")]
+    return [*words, *(["--quick"] if "quick" in switches else [])]
+
+
+def _show(report: Report, path: Path | None, command: Sequence[str], svg: str, switches: set[str]) -> None:
+    """Write the files and print what was found."""
+    from phalanx.bench import cluster_file, machine
+    from phalanx.schedule.file import save
+
+    if path is not None:
+        known = cluster_file.of_device(
+            cluster_file.fields_of(path), report.fields["device"], report.fields.get("accelerator.name", "")
+        )
+        fact = (
+            f"{machine.facts()}, {report.setting}, median error {report.error:.1%}: phalanx bench {' '.join(command)}"
+        )
+        cluster_file.write(path, {**known, **report.fields}, report.what, fact)
+    if svg:
+        save(report.svg, Path(svg).expanduser())
+    if "json" in switches:
+        print(json.dumps({**report.as_dict(), "file": str(path) if path else None, "svg": svg or None}, indent=1))
+        return
+    print(report.text())
+    for written in filter(None, (path, svg)):
+        print(f"written: {written}")
+    if path is not None and report.what == "compute" and "intra.gbs" not in cluster_file.fields_of(path):
+        print("next: phalanx bench comm", file=sys.stderr)

@@ -1,0 +1,161 @@
+"""`phalanx predict JOB`: time, memory and traffic of a step on any machine, without that machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.cli.job_words import JobVerb, Option
+from phalanx.cost import prediction_picture, table
+from phalanx.cost.calibration import calibrated
+from phalanx.cost.case import Case, Products
+from phalanx.cost.predict import predict
+from phalanx.cost.prediction import Prediction
+from phalanx.cost.programs import SOFTWARE
+from phalanx.cost.traffic_step import step_traffic
+from phalanx.data.progress import stderr_progress
+from phalanx.data.vocabulary import vocabulary_size
+from phalanx.errors import JobError
+from phalanx.job.job import Job
+from phalanx.nearest import nearest
+from phalanx.plan.advice import advice, shortfall
+from phalanx.plan.case import case_of
+from phalanx.units import gib
+
+VERB = JobVerb(
+    "predict",
+    "Time, memory and traffic of one step of a job, on any machine, without it. Exit code 3 where it does not fit.",
+    switches={},
+    options={
+        "svg": Option(str, "", "write the pictures to a file: time and memory by part, roofline of a block"),
+        "products": Option(
+            Literal["job", "bf16", "fp8", "fp4"], "job", "number format of the blocks' matrix products; the job's own"
+        ),
+        "program": Option(str, "phalanx", f"predict another program: {', '.join(SOFTWARE)}"),
+        "table": Option(str, "", "predict every row of a CSV file of configurations instead of a job"),
+        "out": Option(str, "", "table: the CSV file to write; standard output where none is named"),
+    },
+)
+DOES_NOT_FIT = 3
+
+
+def run(argv: Sequence[str]) -> int:
+    words = VERB.parse(argv)
+    if words is None:
+        return 0
+    if words.options["table"]:
+        as_document = "json" in words.switches
+        return table.run(words.options["table"], words.options["out"], as_json=as_document, progress=stderr_progress)
+    case = _asked(case_of(words.job, vocabulary_size(words.job)), words.options["products"], words.options["program"])
+    prediction = predict(case)
+    traffic = _traffic(words.job, case)
+    if words.options["svg"]:
+        Path(words.options["svg"]).write_text(prediction_picture.svg(case, prediction), encoding="utf-8")
+    if "json" in words.switches:
+        print(json.dumps(as_json(case, prediction, traffic), indent=1))
+    else:
+        print(report(case, prediction, traffic))
+        if words.options["svg"]:
+            print(f"\nwritten: {words.options['svg']}")
+    if prediction.fits:
+        return 0
+    if "json" not in words.switches:
+        print(f"\n{shortfall(case)}", file=sys.stderr)
+    return DOES_NOT_FIT
+
+
+def _asked(case: Case, products: Products | Literal["job"], program: str) -> Case:
+    """The case with what the command line asks for besides the job. Raises JobError for a program that is not known."""
+    if program not in SOFTWARE:
+        meant = nearest(program, SOFTWARE)
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise JobError(f"--program: {program!r} is not known{hint} (known: {', '.join(SOFTWARE)})")
+    software = calibrated(program, case.cluster.accelerator)
+    return replace(case, software=software, products=case.products if products == "job" else products)
+
+
+def _traffic(job: Job, case: Case) -> dict[str, dict[str, float]]:
+    """What the first rank sends in a step: the rank whose figure `phalanx train` prints. Nothing for sync=asp, where it
+    depends on who is ready."""
+    if case.layout.sync == "asp":
+        return {}
+    train, stages = job.train, case.stages or None
+    return step_traffic(
+        case.model, case.layout, case.batch, precision=train.precision, gradients=train.gradients, stages=stages
+    )
+
+
+def as_json(case: Case, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """The document of `--json` (docs/predict.md)."""
+    fullest = prediction.fullest
+    low, high = prediction.spread
+    least, most = prediction.memory_spread
+    return {
+        "step_time_s": prediction.step_time_s,
+        "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
+        "tflops_per_device": prediction.tflops_per_device,
+        "mfu": prediction.mfu,
+        "hfu": prediction.hfu,
+        "bubble": prediction.bubble,
+        "exposed_comm_s": prediction.parts.exposed,
+        "time_s": dict(prediction.parts.items()),
+        "memory": {**dict(fullest.parts()), "peak": fullest.peak},
+        "memory_by_rank": [{**dict(rank.parts()), "peak": rank.peak} for rank in prediction.memory],
+        "memory_limit": prediction.memory_limit,
+        "fits": prediction.fits,
+        "traffic_bytes": traffic,
+        "interval": {
+            "step_time_s": [low * prediction.step_time_s, high * prediction.step_time_s],
+            "peak": [least * fullest.peak, most * fullest.peak],
+        },
+        "model_flops": prediction.model_flops,
+        "hardware_flops": prediction.hardware_flops,
+        "advice": [] if prediction.fits else [vars(one) for one in advice(case)],
+    }
+
+
+def report(case: Case, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> str:
+    """The figures for a person."""
+    cluster, layout = case.cluster, case.layout
+    low, high = prediction.spread
+    step = prediction.step_time_s
+    lines = [
+        f"{case.model.preset or 'model'} on {layout.world} × {cluster.accelerator.name} "
+        f"({cluster.preset or 'own cluster'}): {layout.line()}",
+        case.batch.equation(),
+        "",
+        f"step time: {step:.4g} s ({low * step:.4g} to {high * step:.4g})  "
+        f"tps: {prediction.tokens_per_s_per_device:,.0f} a device  tflops: {prediction.tflops_per_device:.1f}  "
+        f"mfu: {prediction.mfu:.1%}  hfu: {prediction.hfu:.1%}  bubble: {prediction.bubble:.1%}",
+    ]
+    lines += _bars({name: seconds for name, seconds in prediction.parts.items() if seconds > 1e-3 * step}, _seconds)
+    fullest = prediction.fullest
+    rank = f", pipeline rank {prediction.memory.index(fullest)}" if layout.pp > 1 else ""
+    lines += [
+        "",
+        f"memory: {gib(fullest.peak)} of {gib(prediction.memory_limit)}, at most in the {fullest.moment}{rank}: "
+        + ("fits" if prediction.fits else "does not fit"),
+    ]
+    lines += _bars({name: size for name, size in fullest.parts() if size}, gib)
+    lines += ["", "traffic a step, sent by the first rank:" if traffic else "traffic: none"]
+    for axis, collectives in traffic.items():
+        for collective, sent in collectives.items():
+            lines.append(f"  {axis:<14} {collective.replace('_', '-'):<16} {gib(sent)}")
+    return "\n".join(lines)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s" if value >= 0.1 else f"{value * 1e3:.3g} ms"
+
+
+def _bars(values: dict[str, float], shown: Any) -> list[str]:
+    """A line each: name, value, share and a bar."""
+    whole = sum(values.values())
+    return [
+        f"  {name:<20} {shown(value):>9}  {value / whole:>4.0%}  {'█' * round(40 * value / whole)}"
+        for name, value in values.items()
+    ]

@@ -1,0 +1,100 @@
+"""Seconds of communication of one block, of a stage boundary and of the state, and how much of it nothing hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from phalanx.cost.case import Case
+from phalanx.cost.link import Group, dispatch_seconds, seconds
+from phalanx.job.layout import Layout
+
+ROUTING = 1.0
+"""Rows that the busiest expert rank receives over the mean."""
+
+
+@lru_cache(1000)
+def group(layout: Layout, axis: str) -> Group:
+    """The ranks of an axis: `tp` innermost, then `ring` and `ulysses` of cp, `ep`, dp_shard, dp_replicate, pp; `shard`
+    and `data` are dp_shard × cp and all that hold the same parameters, `edp` those that hold the same experts."""
+    tp, cp, shard = layout.tp, layout.cp, layout.dp_shard
+    ulysses_inside = layout.cp_inner == "ulysses"
+    return {
+        "tp": Group(tp),
+        "ulysses": Group(layout.cp_ulysses, tp if ulysses_inside else tp * layout.ring),
+        "ring": Group(layout.ring, tp * layout.cp_ulysses if ulysses_inside else tp),
+        "ep": Group(layout.ep, tp),
+        "edp": Group(layout.shard_ranks // layout.ep or 1, tp * layout.ep),
+        "shard": Group(cp * shard, tp),
+        "replicate": Group(layout.dp_replicate, tp * cp * shard),
+        "data": Group(cp * shard * layout.dp_replicate, tp),
+        "pp": Group(layout.pp, tp * cp * shard * layout.dp_replicate),
+    }[axis]
+
+
+@dataclass(frozen=True)
+class BlockTraffic:
+    """Seconds of one block's collectives for a micro-batch, if nothing hid them."""
+
+    tp_forward: float = 0.0
+    tp_backward: float = 0.0
+    tp_regather: float = 0.0
+    ring_forward: float = 0.0
+    """Keys and values around the ring: beside attention."""
+    ring_backward: float = 0.0
+    cp_forward: float = 0.0
+    """Ulysses: before and after attention."""
+    cp_backward: float = 0.0
+    ep_forward: float = 0.0
+    ep_backward: float = 0.0
+
+
+def block_traffic(case: Case, moe: bool) -> BlockTraffic:
+    """A dense block's, or a block's with experts."""
+    model, layout, cluster = case.model, case.layout, case.cluster
+    tokens = case.batch.micro_batch * model.seq_len / layout.cp
+    hidden = tokens * model.d_model * case.width
+    tp = group(layout, "tp")
+    if layout.sp:
+        pair = seconds(cluster, "all_gather", hidden, tp) + seconds(cluster, "reduce_scatter", hidden, tp)
+    else:
+        pair = seconds(cluster, "all_reduce", hidden, tp)
+    regather = seconds(cluster, "all_gather", hidden, tp) if layout.sp and layout.sp_regather else 0.0
+    # A rank's share of keys and values, both, in numbers of two bytes; gradients come back beside them.
+    kv_heads = max(model.kv_heads // layout.tp, 1)
+    keys = 2 * tokens * kv_heads * model.head_size * case.width
+    hop = seconds(cluster, "send", keys, Group(2, group(layout, "ring").stride)) if layout.ring > 1 else 0.0
+    heads = (2 * model.n_heads / layout.tp + 2 * kv_heads) * model.head_size * tokens * case.width
+    ulysses = seconds(cluster, "all_to_all", heads, group(layout, "ulysses"))
+    dispatch = combine = 0.0
+    if moe:
+        sent = tokens * ROUTING / (layout.tp if layout.sp else 1)
+        narrow = 1 if case.products in ("fp8", "fp4") and case.software.ep_narrow else case.width
+        experts = Group(layout.ep) if case.software.ep_folds else group(layout, "ep")
+        shape = (model.moe.top_k, experts)
+        once = case.software.ep_once
+        dispatch = dispatch_seconds(cluster, sent, narrow * model.d_model, *shape, once=once)
+        combine = dispatch_seconds(cluster, sent, case.width * model.d_model, *shape, once=once)
+    return BlockTraffic(
+        tp_forward=2 * pair,
+        tp_backward=2 * pair,
+        tp_regather=2 * regather,
+        ring_forward=(layout.ring - 1) * hop,
+        ring_backward=2 * (layout.ring - 1) * hop,
+        cp_forward=ulysses,
+        cp_backward=ulysses,
+        ep_forward=dispatch + combine,
+        ep_backward=dispatch + combine,
+    )
+
+
+def boundary_seconds(case: Case) -> float:
+    """One micro-batch's hidden states from a stage to the next."""
+    model, layout = case.model, case.layout
+    if layout.pp == 1:
+        return 0.0
+    numbers = case.batch.micro_batch * model.seq_len / layout.cp * model.d_model
+    if layout.sp or case.software.pp_scatters:
+        numbers /= layout.tp
+    stride = group(layout, "pp").stride
+    return seconds(case.cluster, "send", numbers * case.width, Group(2, stride))

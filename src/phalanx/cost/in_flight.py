@@ -1,0 +1,70 @@
+"""How many micro-batches a pipeline rank has in flight, read off the schedule's own program."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from phalanx.job.layout import Layout
+from phalanx.job.pipeline import is_file, schedule_of
+from phalanx.schedule import catalogue
+from phalanx.schedule.schedule import Schedule
+
+GROWING = ("gpipe", "looped_bfs")
+"""Schedules that have every micro-batch in flight."""
+
+
+class Flight(NamedTuple):
+    """What one rank of a pipeline holds."""
+
+    held: tuple[int, ...]
+    """Its stages."""
+    most: tuple[tuple[float, ...], ...]
+    """Micro-batches in flight of each of these, at the moments when there are most: several where at one there are more
+    of one stage and at another more of another. Of a slice of a sequence its share."""
+    stages: int
+    """Stages of the whole pipeline."""
+
+
+def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
+    """Of each rank of the pipeline, with so many micro-batches a step.
+
+    Raises JobError where they do not go with the schedule, or where its file is none."""
+    if layout.pp == 1:
+        return (Flight((0,), ((1.0,),), 1),)
+    name = layout.schedule
+    if is_file(name):
+        return _flights(name, layout.pp, 0, 0, 0)
+    chunks = catalogue.chunks_of(name, layout.pp_chunks) if name in catalogue.SCHEDULES else 1
+    # From then on programs repeat themselves: there are not more in flight.
+    enough = 2 * layout.pp * chunks
+    if name in GROWING:
+        found = _flights(name, layout.pp, min(micro_batches, enough), layout.pp_chunks, 0)
+        return tuple(one._replace(most=((float(micro_batches),) * len(one.held),)) for one in found)
+    if micro_batches > enough:
+        micro_batches = enough + (micro_batches - enough) % (2 * layout.pp)  # groups of pp end where they did
+    return _flights(name, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices)
+
+
+@lru_cache(maxsize=4096)
+def _flights(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -> tuple[Flight, ...]:
+    schedule = schedule_of(Layout(schedule=name, pp=pp, pp_chunks=chunks, pp_slices=slices), micro_batches)
+    return tuple(_flight(schedule, rank) for rank in range(schedule.ranks))
+
+
+def _flight(schedule: Schedule, rank: int) -> Flight:
+    held = schedule.held(rank)
+    places = {stage: place for place, stage in enumerate(held)}
+    now, found = [0] * len(held), set[tuple[int, ...]]()
+    for kind, stage, _, _ in schedule.programs[rank]:
+        if kind == "F":
+            now[places[stage]] += 1
+            found.add(tuple(now))
+        elif kind != "I":
+            now[places[stage]] -= 1
+    most = [one for one in found if not any(one != other and _within(one, other) for other in found)]
+    return Flight(tuple(held), tuple(tuple(n / schedule.slices for n in one) for one in most), schedule.stages)
+
+
+def _within(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(n <= m for n, m in zip(one, other, strict=True))

@@ -1,0 +1,119 @@
+"""Seconds that a collective takes: its algorithm's messages over the links between the ranks of its group.
+
+alpha-beta: each message costs a latency and its bytes over the bandwidth (Thakur et al. 2005, section 2). Ranks that
+lie on one node talk over `intra`, others over `inter`; as many of a group's ranks as lie on one node have so many
+network cards. NCCL's choice (src/graph/tuning.cc): rings for large tensors, trees for small ones, reduction in the
+switch where it can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, log2
+
+from phalanx.cost.traffic import Collective
+from phalanx.job.cluster import Cluster, Link
+
+START_US = 20.0
+"""Time before the first byte of a collective moves: its kernel, and the meeting of the ranks (NCCL's 1 MB all-reduce
+on two A100 takes 45 us, of which 5 are for the bytes: vTrain's tables)."""
+HOP = 0.65
+"""Latency of a step of a pipelined ring beside that of a message alone: chunks follow each other."""
+NEIGHBOUR = 8
+"""Devices over whose cards one tensor travels at most (NCCL: one channel a card)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: how many, and how many ranks of the whole world lie from one to the next."""
+
+    ranks: int
+    stride: int = 1
+
+    def near(self, domain: int) -> int:
+        """How many of the ranks lie in one domain of neighbouring devices."""
+        return max(1, min(self.ranks, domain // self.stride))
+
+
+@lru_cache(100_000)
+def seconds(cluster: Cluster, collective: Collective, payload: float, group: Group) -> float:
+    """A collective over a tensor of `payload` bytes: what an all-gather ends with, a reduce-scatter begins with, and
+    what a rank has of an all-to-all. 0 for a group of one."""
+    n = group.ranks
+    if n == 1 or payload <= 0:
+        return 0.0
+    near = group.near(cluster.joined)
+    nodes = ceil(n / near)
+    if collective == "send":
+        link = cluster.intra if group.stride < cluster.joined else cluster.inter
+        slow = link.pair_gbs / link.gbs if link.pair_gbs else 1.0
+        return link.latency_us * 1e-6 + payload / _bytes(link) / slow
+    if collective == "all_to_all":
+        return _all_to_all(cluster, payload, n, near, nodes)
+    bandwidth = _bandwidth(cluster, group, near, nodes)
+    hops = (
+        HOP * ((n - nodes) * cluster.intra.latency_us + (nodes if nodes > 1 else 0) * cluster.inter.latency_us) * 1e-6
+    )
+    start = START_US * 1e-6
+    share = (n - 1) / n
+    if collective != "all_reduce":
+        return start + hops + share * payload / bandwidth
+    ring = 2 * hops + 2 * share * payload / bandwidth
+    deep = 2 * (log2(nodes) * cluster.inter.latency_us + log2(near) * cluster.intra.latency_us) * 1e-6
+    tree = deep + 2 * payload / (bandwidth * 0.9)
+    if nodes == 1 and cluster.intra.reduces:
+        switch = 4 * cluster.intra.latency_us * 1e-6 + payload / bandwidth
+        return start + min(ring, tree, switch)
+    return start + min(ring, tree)
+
+
+def _bytes(link: Link) -> float:
+    """Bytes a second of large messages."""
+    return link.gbs * link.reached * 1e9
+
+
+def _bandwidth(cluster: Cluster, group: Group, near: int, nodes: int) -> float:
+    """Bytes a second that pass each rank of a ring."""
+    inside = _bytes(cluster.intra)
+    if cluster.intra.pair_gbs:
+        inside = min(inside, (near - 1 or 1) * cluster.intra.pair_gbs * cluster.intra.reached * 1e9)
+    if nodes == 1:
+        return inside
+    outside = _bytes(cluster.inter) * min(near, NEIGHBOUR)
+    if cluster.pod and group.ranks * group.stride > cluster.pod:
+        # A ring leaves a pod once, whatever it has of ranks there.
+        outside /= max(1.0, cluster.oversubscription * group.stride / cluster.pod)
+    return min(inside, outside) if near > 1 else outside
+
+
+def _all_to_all(cluster: Cluster, payload: float, n: int, near: int, nodes: int) -> float:
+    """Every rank sends a part to every other: those on other nodes share the rank's own card."""
+    part = payload / n
+    return _exchange(cluster, nodes, (near - 1) * part, (n - near) * part)
+
+
+def _exchange(cluster: Cluster, nodes: int, inside: float, outside: float) -> float:
+    """Every rank sends so many bytes within its node and so many beyond, at the same time."""
+    far = outside / _bytes(cluster.inter) if nodes > 1 else 0.0
+    latency = cluster.inter.latency_us if nodes > 1 else cluster.intra.latency_us
+    return (START_US + 2 * latency) * 1e-6 + max(inside / _bytes(cluster.intra), far)
+
+
+@lru_cache(100_000)
+def dispatch_seconds(cluster: Cluster, tokens: float, width: float, copies: int, group: Group, *, once: bool) -> float:
+    """Tokens of `width` bytes travel to `copies` experts each, evenly over the ranks of `group`.
+
+    `once`: a token goes over the network once to each node that has some of its experts, and is passed on there
+    (DeepEP, HybridEP; DeepSeek-V3, section 3.2.2), and in a node once to each device; otherwise once for each expert."""
+    n = group.ranks
+    if n == 1 or tokens <= 0:
+        return 0.0
+    near = group.near(cluster.joined)
+    nodes = ceil(n / near)
+    if not once:
+        return _all_to_all(cluster, tokens * width * copies, n, near, nodes)
+    reached = nodes * (1 - (1 - 1 / nodes) ** copies)
+    devices = n * (1 - (1 - 1 / n) ** copies)
+    inside = tokens * width * devices * (near - 1) / near
+    return _exchange(cluster, nodes, inside, tokens * width * reached * (nodes - 1) / nodes)

@@ -1,0 +1,132 @@
+"""Training programs by name: what of time and memory depends on them.
+
+What can be read in a program's code or in its paper is stated as it is there. Two numbers are calibrated, `pace` and
+`kernel_us`, each on the named rows of docs/accuracy.md and never on more than eight of them; without them a family has
+the general values below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.cost import habits
+from phalanx.cost.software import Software
+
+PHALANX = Software(name="phalanx", pace=1.14, interference=1.5, passes=2.0, habits=habits.PHALANX)
+"""This program: operations in torch's eager mode, flash attention, everything overlapped. On GPUs it has not been
+measured: pace and interference are those of torchtitan, which runs the same kernels of the same library."""
+
+MEGATRON_2021 = Software(
+    name="megatron-2021",
+    attention="unfused",
+    passes=1.5,
+    kernel_us=10,
+    dp_overlaps=False,
+    pp_overlaps=False,
+    pp_scatters=True,
+    habits=habits.MEGATRON_2021,
+)
+"""Narayanan et al. 2021: attention step by step, gradients reduced after the last backward pass (section 5)."""
+
+MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022", passes=1.0)
+"""Korthikanti et al. 2022: the same with fused softmax, GELU and dropout-residual kernels."""
+
+VTRAIN = replace(
+    MEGATRON_2021, name="vtrain", passes=1.75, kernel_us=42, pp_scatters=False, habits=habits.MEGATRON_DEEPSPEED_FP16
+)
+"""Megatron-DeepSpeed as vTrain's authors ran it (Bang et al. 2024, section 5): small models, whose kernels are shorter
+than the host's time to start them."""
+
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON_2021, name="megatron-deepspeed", passes=1.75, pp_scatters=False, habits=habits.MEGATRON_DEEPSPEED
+)
+"""BLOOM's program (bigscience-workshop/Megatron-DeepSpeed): ZeRO-1 under a pipeline."""
+
+DEEPSPEED_ZERO3 = replace(
+    MEGATRON_2021, name="deepspeed-zero3", passes=1.5, dp_overlaps=False, messages=12, habits=habits.MEGATRON_2021
+)
+"""DeepSpeed's ZeRO-3 of 2021 (Narayanan et al. 2021, table 2)."""
+
+ZERO_BUBBLE = replace(MEGATRON_2022, name="zero-bubble", kernel_us=6)
+"""Qi et al. 2023's fork of Megatron-LM."""
+
+MEGATRON_CORE = Software(
+    name="megatron-core",
+    attention="flash",
+    flash=3,
+    passes=1.0,
+    kernel_us=5,
+    tp_hidden=0.0,
+    dp_overlaps=True,
+    pp_overlaps=True,
+    ep_folds=True,
+    habits=habits.MEGATRON_CORE,
+)
+"""Megatron Core with Transformer Engine: fused kernels, flash attention, distributed optimizer that overlaps."""
+
+NEMO = replace(MEGATRON_CORE, name="nemo", tp_hidden=0.7, gathers_narrow=True, ep_once=True)
+"""NVIDIA's own recipes (NeMo, Megatron-Bridge, MLPerf): user buffers hide tensor-parallel traffic, CUDA graphs and fp8
+parameters where the recipe has them."""
+
+NEMO_2025 = replace(NEMO, name="nemo-2025")
+"""The same with containers of 2025 (25.02 to 25.11), whose experts ran in many small kernels."""
+
+NEMO_EARLY_2026 = replace(NEMO, name="nemo-early-2026")
+"""The same with containers 26.02 to 26.04, before fused permutation and graphs of whole MoE blocks (26.06)."""
+
+MLPERF = replace(NEMO, name="mlperf")
+"""The same, tuned for MLPerf's rounds."""
+
+MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
+"""Jiang et al. 2024."""
+
+LLAMA3 = replace(MEGATRON_CORE, name="llama3")
+"""Llama Team 2024, section 3.3."""
+
+FSDP1 = Software(
+    name="fsdp1", attention="flash", flash=1, interference=1.6, passes=2.0, kernel_us=8, habits=habits.FSDP1
+)
+"""llm-foundry and Composer on torch's first FSDP, in eager mode; reduces in the width of the computation."""
+
+TORCHTITAN = Software(name="torchtitan", attention="flash", passes=2.0, kernel_us=8, habits=habits.TORCHTITAN)
+"""torchtitan on FSDP2 in eager mode."""
+
+TORCHTITAN_COMPILE = replace(
+    TORCHTITAN, name="torchtitan-compile", passes=1.0, kernel_us=4, habits=habits.TORCHTITAN_COMPILED
+)
+"""The same with compiled blocks."""
+
+TORCHTITAN_ASYNC = replace(TORCHTITAN_COMPILE, name="torchtitan-async", tp_hidden=0.5)
+"""The same with tensor-parallel traffic in pieces beside the products (AsyncTP)."""
+
+MAXTEXT = Software(
+    name="maxtext", attention="flash", flash=3, passes=1.0, kernel_us=0, tp_hidden=0.5, habits=habits.XLA
+)
+"""JAX: the compiler makes one program of a step."""
+
+SOFTWARE: dict[str, Software] = {
+    one.name: one
+    for one in (
+        PHALANX,
+        MEGATRON_2021,
+        MEGATRON_2022,
+        VTRAIN,
+        MEGATRON_DEEPSPEED,
+        DEEPSPEED_ZERO3,
+        ZERO_BUBBLE,
+        MEGATRON_CORE,
+        NEMO,
+        NEMO_2025,
+        NEMO_EARLY_2026,
+        MLPERF,
+        MEGASCALE,
+        LLAMA3,
+        FSDP1,
+        TORCHTITAN,
+        TORCHTITAN_COMPILE,
+        TORCHTITAN_ASYNC,
+        MAXTEXT,
+        replace(MEGATRON_CORE, name="megatron"),
+    )
+}
+"""By name."""

@@ -1,0 +1,207 @@
+"""What one rank of a pipeline holds and what each moment of a step takes on it, part by part, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from phalanx.cost.activations import block
+from phalanx.cost.case import Case
+from phalanx.cost.habits import MIB
+from phalanx.cost.held import BlockParameters, block_parameters, kinds_of, outside, table
+from phalanx.cost.in_flight import Flight, flights
+from phalanx.cost.memory import STATE_WIDTHS
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.pipeline import flushes
+from phalanx.job.stages import even, written_stages
+
+TRANSIT = 2
+"""Messages between stages that a rank has under way at a time: one that comes and one that goes."""
+
+
+class Kind:
+    """A block with or without experts: bytes that one of it takes on a rank."""
+
+    def __init__(self, step: Step, experts: bool):
+        model, layout, habits, width = step.case.model, step.case.layout, step.habits, step.case.width
+        narrow = step.case.products in ("fp8", "fp4")
+        alone = replace(layout, recompute="none")
+        self.parameters: BlockParameters = block_parameters(model, layout.tp, layout.ep, experts)
+        self.kept = step.tokens * sum(size for _, size in block(model, layout, width, experts, habits, narrow))
+        whole = step.tokens * sum(size for _, size in block(model, alone, width, experts, habits, narrow))
+        self.again = max(0.0, whole - self.kept)
+        # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
+        # wrote, which the last matrix does not need any longer. Of experts also those of rows.
+        tensors = 2 if model.activation == "swiglu" else 1
+        wide = model.ff_size * tensors / layout.tp
+        if experts:
+            rows = model.moe.top_k * (habits.imbalance if layout.ep > 1 else 1)
+            spread = step.share if habits.routes_shards else 1
+            wide = rows * (model.expert_ff_size * tensors / layout.tp + model.d_model / spread)
+        self.wide = step.tokens * wide * width
+
+
+class Step:
+    """What all ranks of a step have in common."""
+
+    def __init__(self, case: Case, stages: Sequence[range] | None):
+        self.case, self.habits = case, case.software.habits
+        if case.products == "fp16":
+            self.habits = self.habits.fp16 or self.habits
+        if case.software.attention == "unfused" and self.habits.scores != "always":
+            self.habits = replace(self.habits, scores="always")
+        layout = case.layout
+        self.flights = flights(layout, case.batch.accumulation)
+        self.cut = _cut(case.model, layout, self.flights[0].stages) if stages is None else tuple(stages)
+        self.tokens = case.batch.micro_batch * case.model.seq_len / layout.cp
+        self.share = layout.tp if layout.sp else 1
+        self.stream = self.tokens * case.model.d_model * case.width
+        stored = self.habits.parameter_bytes or case.width
+        self.gradient_width = self.habits.gradient_bytes or stored
+        self.widths = stored, self.gradient_width, STATE_WIDTHS[{2: "bf16", 4: "fp32"}.get(stored, "fp64")]
+        self.kinds = {experts: Kind(self, experts) for experts, _ in kinds_of(case.model, range(case.model.n_layers))}
+
+    def context(self) -> int:
+        """Bytes outside the allocator."""
+        layout = self.case.layout
+        axes = (layout.pp, layout.dp_replicate * layout.shard_ranks, layout.tp, layout.cp, layout.ep)
+        communicators = sum(size > 1 for size in axes)
+        return (self.habits.context_mib + communicators * self.habits.communicator_mib) * MIB
+
+
+class Rank:
+    """One rank of a pipeline: what it holds."""
+
+    def __init__(self, step: Step, flight: Flight):
+        self.step, self.flight = step, flight
+        self.model, self.layout = step.case.model, step.case.layout
+        self.habits, self.width = step.habits, step.case.width
+        self.blocks = [kinds_of(self.model, step.cut[stage]) for stage in flight.held]
+        self.present = [step.kinds[experts] for experts in {experts for held in self.blocks for experts, _ in held}]
+        self.count = sum(many for held in self.blocks for _, many in held)
+        self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
+        self.outside = outside(self.model, self.layout.tp, self.first, self.last)
+        dense, experts = float(self.outside), 0.0
+        for kind, many in (pair for held in self.blocks for pair in held):
+            parameters = step.kinds[kind].parameters
+            dense, experts = dense + many * parameters.dense, experts + many * parameters.experts
+        ranks = self.layout.shard_ranks
+        self.shards = (dense, ranks), (experts, max(1, ranks // self.layout.ep))
+        """Parameters of the rank's stages, and over how many ranks their state is sharded: dense ones, and experts."""
+
+    def state(self) -> tuple[float, float, float]:
+        """Bytes of parameters, gradients and optimizer state, as they are when the optimizer begins."""
+        layout = self.layout
+        if layout.offload == "all":
+            return 0, 0, 0
+        versions, waiting = (1, 1) if flushes(layout) else (3, 2)
+        parameters = gradients = optimizer = 0.0
+        for numbers, ranks in self.shards:
+            each = by_stage(layout.zero, ranks, *self.step.widths)
+            parameters += numbers * each[0] * versions
+            gradients += numbers * (each[1] * waiting + self.habits.passing_gradient_bytes)
+            optimizer += numbers * each[2]
+        return parameters, gradients, 0 if layout.offload == "optimizer" else optimizer
+
+    def unsent(self) -> float:
+        """Bytes of gradients, whole, that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
+        each = self.habits.reduces_each or self.layout.accumulate == "sharded"
+        if self.layout.zero < 2 or each or self.step.case.batch.accumulation == 1:
+            return 0
+        return sum(numbers for numbers, ranks in self.shards if ranks > 1) * self.step.gradient_width
+
+    def bucket(self) -> float:
+        """Bytes of the first bucket to be filled; without any, gradients come one by one as activations go."""
+        layout = self.layout
+        if layout.data_ranks * layout.cp == 1 or (layout.zero == 3 and layout.shard_ranks > 1):
+            return 0
+        whole = sum(numbers for numbers, _ in self.shards) * self.step.gradient_width
+        return min(whole, layout.bucket_mb * MIB)
+
+    def copied(self) -> float:
+        """Bytes of the gradients that the optimizer copies to its own precision."""
+        if self.step.gradient_width >= 4 or self.layout.offload != "none":
+            return 0
+        return sum(numbers / ranks for numbers, ranks in self.shards) * self.habits.step_gradient_bytes
+
+    def kept(self) -> tuple[float, float]:
+        """Bytes of what blocks keep at most of all micro-batches in flight, and how many these are."""
+        sizes = [sum(many * self.step.kinds[kind].kept for kind, many in held) for held in self.blocks]
+        if self.habits.keeps_boundaries and self.layout.pp > 1:
+            last, message = self.flight.stages - 1, self.step.stream / self.step.share
+            ends = [(stage > 0) + (stage < last) for stage in self.flight.held]
+            sizes = [size + many * message for size, many in zip(sizes, ends, strict=True)]
+        bytes_of = {counts: sum(n * size for n, size in zip(counts, sizes, strict=True)) for counts in self.flight.most}
+        most = max(bytes_of, key=bytes_of.__getitem__)
+        return bytes_of[most], sum(most) / len(most)
+
+    def backward(self) -> tuple[float, float]:
+        """Bytes that the backward pass of the largest block needs besides what is kept: what is computed again, and
+        gradients of activations; and those of inputs that are gathered and of messages under way."""
+        step, layout = self.step, self.layout
+        stream = step.stream / step.share
+        again = layout.sp_regather or self.habits.regathers
+        gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
+        between = TRANSIT * step.stream / step.share if layout.pp > 1 else 0
+        # What is computed again ends with an output that nothing needs.
+        stream *= 2 if layout.recompute == "full" else 1
+        return max((kind.again + kind.wide for kind in self.present), default=0) + stream, gathered + between
+
+    def logits(self) -> tuple[float, float]:
+        """Bytes of the logits at the worst moment of the loss, and of what the head reads, twice its norm's."""
+        if not self.last:
+            return 0, 0
+        step, layout = self.step, self.layout
+        rows = table(self.model, layout.tp) // self.model.d_model
+        tokens = min(layout.loss_chunk or step.tokens, step.tokens)
+        wide, narrow = self.habits.split_loss_tensors if layout.tp > 1 else self.habits.loss_tensors
+        # What is in fp32 anyway needs no second form.
+        each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
+        read = 2 * step.stream / step.share + (step.stream if layout.sp and layout.tp > 1 else 0)
+        if layout.loss_chunk:  # of chunks before this one: gradients of what they read, and of the head
+            read += step.stream + table(self.model, layout.tp) * self.width
+        return tokens * rows * each, read
+
+    def whole(self) -> float:
+        """Bytes of parameters that ZeRO-3 has whole and of their gradients on the way; of buckets and dummies."""
+        layout, step, habits = self.layout, self.step, self.habits
+        found = 0.0
+        if habits.dummy_gradients:
+            matrices = sum(kind.parameters.matrices for kind in self.present)
+            found += (matrices + self.last * table(self.model, layout.tp)) * self.width
+        if layout.data_ranks * layout.cp > 1:
+            found += habits.bucket_numbers * step.gradient_width
+        if layout.zero < 3 or layout.shard_ranks == 1:
+            return found
+        if habits.gathers_matrices:
+            matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
+            return found + matrix * 2 * self.width
+        blocks = self.count
+        if layout.reshard and not (habits.whole_under_pp and layout.pp > 1):
+            blocks = min(1 + layout.prefetch, blocks)
+        found += (self.outside + self.last * table(self.model, layout.tp)) * self.width
+        if not self.present:
+            return found
+        gradients = self.width + max(self.width, step.gradient_width)
+        largest = max(self.present, key=lambda kind: sum(kind.parameters[:2]))
+        numbers = sum(largest.parameters[:2])
+        # The first gradients of a block are there when the block's activations are gone.
+        return found + numbers * blocks * self.width + max(0, numbers * gradients - largest.kept)
+
+
+def by_stage(zero: int, ranks: int, parameter: float, gradient: float, optimizer: float) -> tuple[float, float, float]:
+    """Bytes of state a parameter on each of `ranks` ranks, by ZeRO stage (0: none), from those of one copy."""
+    return (
+        parameter / (ranks if zero >= 3 else 1),
+        gradient / (ranks if zero >= 2 else 1),
+        optimizer / (ranks if zero >= 1 else 1),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _cut(model: Model, layout: Layout, stages: int) -> tuple[range, ...]:
+    if layout.pp_cut:
+        return written_stages(layout.pp_cut, stages, model.n_layers)
+    return even(model.n_layers, stages)

@@ -1,0 +1,254 @@
+"""The time of one micro-batch on each pipeline rank: its blocks, what lies around them, and communication inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from phalanx.cost import operators
+from phalanx.cost.case import Case
+from phalanx.cost.communication import block_traffic
+from phalanx.cost.layer import Seconds, work_seconds
+from phalanx.cost.state_time import Held, StateSeconds, block_held, state_seconds, table_held, zero_three
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.stages import parse_cut, ranges
+
+BLEND = 2.2
+"""Power mean of a pass's times on device and host: 1 is their sum (nothing runs ahead), infinity the longer of both."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a pipeline rank has of the model, in blocks of each kind (of an uneven share a fraction)."""
+
+    dense: float
+    moe: float
+    embedding: bool
+    head: bool
+
+    @property
+    def blocks(self) -> float:
+        return self.dense + self.moe
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """One micro-batch on a rank, both passes, in seconds."""
+
+    products: float = 0.0
+    streams: float = 0.0
+    recompute: float = 0.0
+    host_forward: float = 0.0
+    """Time in which the host starts the forward pass."""
+    host_backward: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    shard: float = 0.0
+    """Parameters gathered and gradients scattered in every micro-batch (zero 3)."""
+    forward: float = 0.0
+    """What of the device's time is the forward pass."""
+    weights: float = 0.0
+    """What of it makes gradients of weights."""
+
+    @property
+    def device(self) -> float:
+        """Time of the device, which nothing keeps waiting."""
+        return self.products + self.streams + self.recompute + self.tp + self.cp + self.ep + self.shard
+
+    @property
+    def host(self) -> float:
+        """Time in which the device waits for its program to start kernels."""
+        return _waits(self.forward, self.host_forward) + _waits(self.device - self.forward, self.host_backward)
+
+    @property
+    def total(self) -> float:
+        return self.device + self.host
+
+    def scaled(self, factor: float) -> RankTime:
+        return RankTime(**{f.name: factor * getattr(self, f.name) for f in fields(self)})
+
+    def __add__(self, other: RankTime) -> RankTime:
+        return RankTime(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+def _waits(device: float, host: float) -> float:
+    """What a pass of `device` seconds takes longer when the host needs `host` seconds to start it. Where kernels are
+    long the host runs ahead, where they are short it falls behind: between the longer of both and their sum."""
+    return (device**BLEND + host**BLEND) ** (1 / BLEND) - device if host else 0.0
+
+
+@lru_cache(10_000)
+def contents(model: Model, layout: Layout, stages: tuple[range, ...]) -> tuple[Content, ...]:
+    """What each pipeline rank has, by the layers of every stage. Without `stages` and `layout.pp_cut`, what each has of
+    an even share, embedding and head counted as blocks where that comes out whole (Llama 3's 126 blocks and two)."""
+    dense_layers = model.moe.n_dense_layers if model.moe.n_experts else model.n_layers
+    if layout.pp == 1:
+        return (Content(dense_layers, model.n_layers - dense_layers, True, True),)
+    if not stages and layout.pp_cut:
+        stages = ranges(parse_cut(layout.pp_cut))
+    if not stages:
+        return _even(model, layout, dense_layers)
+    held: list[list[int]] = [[] for _ in range(layout.pp)]
+    for number, rank in enumerate(_places(layout, len(stages))):
+        held[rank] += stages[number]
+    return tuple(
+        Content(
+            sum(1 for layer in layers if layer < dense_layers),
+            sum(1 for layer in layers if layer >= dense_layers),
+            0 in layers,
+            model.n_layers - 1 in layers,
+        )
+        for layers in held
+    )
+
+
+def _places(layout: Layout, stages: int) -> list[int]:
+    """The rank of each stage: round after round, or there and back again."""
+    last = layout.pp - 1
+    if layout.schedule in ("zb_v", "v_half", "dualpipe_v"):
+        return [number if number <= last else 2 * last + 1 - number for number in range(stages)]
+    return [number % layout.pp for number in range(stages)]
+
+
+def _even(model: Model, layout: Layout, dense_layers: int) -> tuple[Content, ...]:
+    last = layout.pp - 1
+    spare = -model.n_layers % layout.pp
+    shares = [model.n_layers / layout.pp] * layout.pp
+    if 0 < spare <= 2:
+        shares = [float(-(-model.n_layers // layout.pp))] * layout.pp
+        shares[last] -= 1
+        shares[0] -= spare - 1
+    found, start = [], 0.0
+    for rank, share in enumerate(shares):
+        dense = max(0.0, min(dense_layers - start, share))
+        found.append(Content(dense, share - dense, rank == 0, rank == last))
+        start += share
+    return tuple(found)
+
+
+def held_by(case: Case, content: Content) -> Held:
+    """Parameters of a rank before data ranks shard them."""
+    model, layout = case.model, case.layout
+    dense = experts = 0.0
+    for number, moe in ((content.dense, False), (content.moe, True)):
+        if number:
+            block = block_held(model, moe, layout.tp, layout.ep)
+            dense += number * block.dense
+            experts += number * block.experts
+    tables = content.embedding + (content.head and not (model.tied and content.embedding))
+    return Held(round(dense) + tables * table_held(model, layout.tp), round(experts))
+
+
+@lru_cache(50_000)
+def block_time(case: Case, moe: bool) -> RankTime:
+    """One block with its communication."""
+    model, layout, software = case.model, case.layout, case.software
+    layer = model.n_layers - 1 if moe else 0
+    work = operators.block(model, layer, layout, case.batch.micro_batch)
+    seconds = work_seconds(case.cluster.accelerator, work, software, case.products)
+    traffic = block_traffic(case, moe)
+    again, tp_again, ep_again = _recomputed(case, seconds, traffic.tp_forward, traffic.ep_forward)
+    visible = 1 - software.tp_hidden
+    tp_forward = traffic.tp_forward * visible
+    # What is gathered again, and the sum of the inputs' gradients, travel beside the weights' gradients.
+    tp_backward = traffic.tp_backward * visible + max(0.0, traffic.tp_regather - seconds.weights)
+    tp_backward += tp_again * visible
+    ring_forward = max(0.0, traffic.ring_forward - seconds.attention)
+    ring_backward = max(0.0, traffic.ring_backward - 2 * seconds.attention)
+    cp_forward, cp_backward = traffic.cp_forward + ring_forward, traffic.cp_backward + ring_backward
+    ep_visible = 1 - software.ep_hidden
+    ep_forward, ep_backward = traffic.ep_forward * ep_visible, (traffic.ep_backward + ep_again) * ep_visible
+    forward = seconds.forward + tp_forward + cp_forward + ep_forward
+    backward = seconds.backward + again + tp_backward + cp_backward + ep_backward
+    shard_forward, shard_backward = _shard(case, moe, forward, backward)
+    repeated = seconds.host_forward if layout.recompute == "full" else 0.0
+    starts = software.kernel_us * 1e-6 * _collectives(layout, moe)
+    return RankTime(
+        products=seconds.products,
+        streams=seconds.streams,
+        recompute=again,
+        host_forward=seconds.host_forward + starts,
+        host_backward=seconds.host_backward + repeated + starts * (2 if repeated else 1),
+        tp=tp_forward + tp_backward,
+        cp=cp_forward + cp_backward,
+        ep=ep_forward + ep_backward,
+        shard=shard_forward + shard_backward,
+        forward=forward + shard_forward,
+        weights=seconds.weights,
+    )
+
+
+def _collectives(layout: Layout, moe: bool) -> int:
+    """Collectives that the host starts in a block's forward pass."""
+    return (
+        (layout.tp > 1) * (4 if layout.sp else 2)
+        + (layout.ring - 1)
+        + (layout.cp_ulysses > 1) * 4
+        + (moe and layout.ep > 1) * 2
+        + zero_three(layout)
+    )
+
+
+def _recomputed(case: Case, seconds: Seconds, tp: float, ep: float) -> tuple[float, float, float]:
+    """Seconds of work, of tensor- and of expert-parallel traffic that the backward pass repeats."""
+    layout = case.layout
+    if layout.recompute == "full":
+        return seconds.forward, tp, ep
+    if layout.recompute == "selective":
+        if case.software.habits.selective == "products":
+            return (seconds.forward - seconds.attention) / 2, 0.0, 0.0
+        return seconds.attention, 0.0, 0.0
+    return 0.0, 0.0, 0.0
+
+
+def _shard(case: Case, moe: bool, forward: float, backward: float) -> tuple[float, float]:
+    """What zero 3 adds to a block forward and backward: gathering and scattering beside the neighbour's work, and its
+    slowing it down."""
+    layout, software = case.layout, case.software
+    if not zero_three(layout):
+        return 0.0, 0.0
+    held = block_held(case.model, moe, layout.tp, layout.ep)
+    state: StateSeconds = state_seconds(case, held, software.messages)
+    scatters = 1.0 if layout.accumulate == "sharded" or case.batch.accumulation == 1 else 1 / case.batch.accumulation
+    there = state.gather if layout.reshard or case.batch.accumulation == 1 else state.gather / case.batch.accumulation
+    back = (state.gather if layout.reshard else 0.0) + state.reduce * scatters
+    if not software.dp_overlaps:
+        return there, back
+    slower = software.interference - 1
+    return (
+        max(0.0, there - forward) + slower * min(there, forward),
+        max(0.0, back - backward) + slower * min(back, backward),
+    )
+
+
+def around_time(case: Case, content: Content) -> RankTime:
+    """Embedding, head and loss."""
+    found = RankTime()
+    parts = []
+    if content.embedding:
+        parts.append(operators.embedding(case.model, case.layout, case.batch.micro_batch))
+    if content.head:
+        parts.append(operators.head(case.model, case.layout, case.batch.micro_batch))
+    for work in parts:
+        seconds = work_seconds(case.cluster.accelerator, work, case.software, case.products)
+        found += RankTime(
+            products=seconds.products,
+            streams=seconds.streams,
+            host_forward=seconds.host_forward,
+            host_backward=seconds.host_backward,
+            forward=seconds.forward,
+            weights=seconds.weights,
+        )
+    return found
+
+
+def rank_time(case: Case, content: Content) -> RankTime:
+    """A micro-batch on a rank with `content`."""
+    found = around_time(case, content)
+    if content.dense:
+        found += block_time(case, False).scaled(content.dense)
+    if content.moe:
+        found += block_time(case, True).scaled(content.moe)
+    return found

@@ -1,0 +1,99 @@
+"""The cells of a table's row: text, numbers and yes or no, with all that cannot be read collected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+COLUMNS = (
+    *("source", "row_id", "model_name", "n_params_b", "n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads"),
+    *("vocab", "seq_len", "moe_experts", "moe_topk", "gpu", "n_gpus", "gpus_per_node", "dp", "tp", "pp", "vpp", "cp"),
+    *("ep", "zero_stage", "sequence_parallel", "recompute", "schedule", "micro_batch", "global_batch_seqs"),
+    *("precision", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb", "notes"),
+)
+"""Columns that mean something; any subset may be there, and others beside."""
+
+COUNTS = (
+    *("n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab", "seq_len", "moe_experts", "moe_topk"),
+    *("n_gpus", "gpus_per_node", "dp", "tp", "pp", "cp", "ep", "micro_batch", "global_batch_seqs"),
+)
+MOST = {"n_layers": 10_000, "n_gpus": 10_000_000, "pp": 10_000}
+"""More would be a slip of the keyboard, and take long."""
+AMOUNTS = ("n_params_b", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb")
+
+_NOTHING = {"", "-", "--", "n/a", "na", "nan", "none", "null", "?", "x", "unknown", "tbd"}
+_YES, _NO = {"yes", "true", "1", "on", "y"}, {"no", "false", "0", "off", "n"}
+
+
+class Cells:
+    """A row's cells. Reading one that is not what it should be adds to `problems` and gives nothing."""
+
+    def __init__(self, row: Mapping[str, str]):
+        self._row = {name.strip().lower(): (value or "").strip() for name, value in row.items() if name}
+        self.problems: list[str] = []
+        self.assumed: list[str] = []
+        self.told = " ".join(self.text(name) for name in ("source", "row_id", "model_name", "notes")).lower()
+        """All that says where the row is from, in small letters."""
+
+    def text(self, name: str) -> str:
+        """The cell's text; empty where it is blank or says that nothing is known."""
+        text = self._row.get(name, "")
+        return "" if text.lower() in _NOTHING else text
+
+    def raw(self, name: str) -> str:
+        """The cell's text in small letters, whatever it is: where `none` says something."""
+        return self._row.get(name, "").lower()
+
+    def number(self, name: str) -> float | None:
+        """A positive number, or None where there is none."""
+        text = self.text(name)
+        if not text or text.upper().startswith("OOM"):
+            return None
+        plain = (
+            re.sub(r" *\(.*\)$", "", re.sub(r"(?<=[0-9])[,_](?=[0-9]{3})", "", text)).lstrip("~≈<>≥≤ ").rstrip("%sxBG ")
+        )
+        try:
+            value = float(plain)
+        except ValueError:
+            value = float("nan")
+        if not 0 < value < float("inf"):
+            self.problem(f"{name}: expected a number above 0, found {text!r}")
+            return None
+        return value
+
+    def whole(self, name: str, default: int = 0) -> int:
+        """A whole number of at least 1, or `default` where the cell is blank."""
+        if self.text(name) == "0":
+            return default
+        value = self.number(name)
+        if value is None:
+            return default
+        if value != int(value):
+            self.problem(f"{name}: expected a whole number, found {self.text(name)!r}; nearest: {max(1, round(value))}")
+            return default
+        return int(value)
+
+    def check(self) -> None:
+        """Read every number, so that all problems with them are told and not the first."""
+        for name in COUNTS:
+            if self.whole(name) > (most := MOST.get(name, 10**9)):
+                self.problem(f"{name}: {self.text(name)}, more than there is; at most {most:,}")
+        for name in AMOUNTS:
+            self.number(name)
+
+    def yes(self, name: str) -> bool | None:
+        """Yes, no, or None where the cell is blank."""
+        text = self.text(name).lower()
+        if text and text not in _YES | _NO:
+            self.problem(f"{name}: expected yes or no, found {text!r}")
+        return True if text in _YES else False if text in _NO else None
+
+    def problem(self, said: str) -> None:
+        """Why the row cannot be expressed."""
+        if said not in self.problems:
+            self.problems.append(said)
+
+    def assume(self, said: str) -> None:
+        """What was filled in."""
+        if said not in self.assumed:
+            self.assumed.append(said)

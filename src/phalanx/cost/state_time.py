@@ -1,0 +1,103 @@
+"""Seconds of what happens once a step, or once a block, with the state: reducing gradients, gathering parameters, and
+the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from phalanx.cost.case import Case
+from phalanx.cost.communication import group
+from phalanx.cost.kernel import stream_seconds
+from phalanx.cost.link import seconds
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.parameters import block_shapes, vocabulary
+from phalanx.job.pieces import is_expert, piece
+
+OPTIMIZER_BYTES = 28
+"""Bytes that AdamW moves for a parameter: reads fp32 weight, two moments and the gradient, writes the three and a
+16-bit copy."""
+CLIP_BYTES = 8
+"""Bytes that clipping moves for a gradient: the norm reads it, and it is set to zero after the step."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters that a tensor rank holds, before the data ranks shard them: of all, and of routed experts."""
+
+    dense: int
+    experts: int = 0
+
+
+@lru_cache(10_000)
+def block_held(model: Model, layer_is_moe: bool, tp: int, ep: int) -> Held:
+    layer = model.n_layers - 1 if layer_is_moe else 0
+    dense = experts = 0
+    for name, shape in block_shapes(model, layer).items():
+        held = prod(piece(name, shape, model, tp, 0).shape)
+        if is_expert(name):
+            experts += held // ep
+        else:
+            dense += held
+    return Held(dense, experts)
+
+
+def table_held(model: Model, tp: int) -> int:
+    """Numbers of an embedding, or of a head, on a tensor rank."""
+    return -(-vocabulary(model) // tp) * model.d_model
+
+
+@dataclass(frozen=True)
+class StateSeconds:
+    """The data-parallel traffic of one rank's parameters, if nothing hid it."""
+
+    gather: float = 0.0
+    """Parameters, once."""
+    reduce: float = 0.0
+    """Gradients, once."""
+
+
+@lru_cache(50_000)
+def state_seconds(case: Case, held: Held, parts: int = 1) -> StateSeconds:
+    """Gathering and reducing what is held, in `parts` messages."""
+    layout, cluster = case.layout, case.cluster
+    width = case.width
+    gradient = case.software.habits.gradient_bytes or width
+    if not case.software.reduces_main:
+        gradient = width
+    total_gather = total_reduce = 0.0
+    for numbers, shard, replicas in (
+        (held.dense, group(layout, "shard"), group(layout, "replicate")),
+        (held.experts, group(layout, "edp"), group(layout, "replicate")),
+    ):
+        if not numbers:
+            continue
+        each = numbers / parts
+        if shard.ranks > 1:
+            narrow = 1 if case.software.gathers_narrow and case.products in ("fp8", "fp4") else width
+            gather = seconds(cluster, "all_gather", each * narrow, shard)
+            reduce = seconds(cluster, "reduce_scatter", each * gradient, shard)
+            reduce += seconds(cluster, "all_reduce", each * gradient / shard.ranks, replicas)
+        else:
+            gather = 0.0
+            reduce = seconds(cluster, "all_reduce", each * gradient, replicas)
+        total_gather += parts * gather
+        total_reduce += parts * reduce
+    return StateSeconds(total_gather, total_reduce)
+
+
+def optimizer_seconds(case: Case, held: Held) -> float:
+    """AdamW over the parameters that this rank updates, and clipping."""
+    layout = case.layout
+    dense = held.dense / layout.shard_ranks
+    experts = held.experts / group(layout, "edp").ranks
+    mine = dense + experts
+    clipped = mine if layout.zero > 1 and layout.shard_ranks > 1 else held.dense + held.experts
+    moved = mine * OPTIMIZER_BYTES + clipped * CLIP_BYTES
+    return stream_seconds(case.cluster.accelerator, moved, 10) + case.software.step_ms * 1e-3
+
+
+def zero_three(layout: Layout) -> bool:
+    return layout.shard_ranks > 1 and layout.zero == 3

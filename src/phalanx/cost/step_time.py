@@ -1,0 +1,79 @@
+"""The time of a step: micro-batches through the pipeline, state that is reduced and gathered, and the optimizer."""
+
+from __future__ import annotations
+
+from phalanx.cost.case import Case
+from phalanx.cost.communication import boundary_seconds
+from phalanx.cost.pipeline import pipeline_seconds
+from phalanx.cost.prediction import Parts
+from phalanx.cost.rank_time import Content, RankTime, contents, held_by, rank_time
+from phalanx.cost.state_time import Held, optimizer_seconds, state_seconds, zero_three
+from phalanx.schedule import catalogue
+
+
+def step_parts(case: Case) -> Parts:
+    """Where the time of one step goes. The sum is the step's time."""
+    layout, batch = case.layout, case.batch
+    ranks = contents(case.model, layout, case.stages)
+    alike = {content: rank_time(case, content) for content in set(ranks)}
+    times = [alike[content] for content in ranks]
+    busiest = max(range(len(times)), key=lambda rank: times[rank].total)
+    slowest, m = times[busiest], batch.accumulation
+    mean = RankTime()
+    for one in times:
+        mean += one.scaled(1 / len(times))
+    whole = pipeline_seconds(layout, m, [one.total for one in times], mean.forward, mean.weights)
+    held = max((held_by(case, content) for content in ranks), key=lambda one: one.dense + one.experts)
+    data, optimizer = _state(case, ranks[busiest], held, slowest)
+    exposed = {
+        "tp": m * slowest.tp,
+        "cp": m * slowest.cp,
+        "ep": m * slowest.ep,
+        "pp": _boundaries(case),
+        "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + data,
+    }
+    return Parts(
+        products=m * slowest.products,
+        streams=m * slowest.streams,
+        recompute=m * slowest.recompute,
+        host=m * slowest.host,
+        exposed={axis: spent for axis, spent in exposed.items() if spent},
+        bubble=whole - m * slowest.total,
+        optimizer=optimizer,
+    )
+
+
+def _boundaries(case: Case) -> float:
+    """Messages between stages: hidden but on the way in and out, or in the way of every micro-batch."""
+    layout = case.layout
+    if layout.pp == 1:
+        return 0.0
+    once = boundary_seconds(case)
+    ramps = 2 * (layout.pp - 1) * once
+    if case.software.pp_overlaps:
+        return ramps
+    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks) if layout.schedule in catalogue.SCHEDULES else 1
+    return ramps + 2 * chunks * case.batch.accumulation * once
+
+
+def _state(case: Case, content: Content, held: Held, slowest: RankTime) -> tuple[float, float]:
+    """Once a step: gradients and parameters that nothing hides, and the optimizer."""
+    layout = case.layout
+    optimizer = optimizer_seconds(case, held)
+    if zero_three(layout):
+        # Around the blocks, and the first block's gathering: nothing comes before them.
+        first = state_seconds(case, held, max(1, round(content.blocks)))
+        once = (first.gather + first.reduce) / max(1.0, content.blocks)
+        return 2 * once, optimizer
+    state = state_seconds(case, held, max(1, round(content.blocks / 4)))
+    if not case.software.dp_overlaps:
+        return state.gather + state.reduce, optimizer
+    backward = slowest.total - slowest.forward
+    hidden = backward * (1 - 1 / max(2.0, content.blocks))
+    ahead = slowest.forward * (1 - 1 / max(2.0, content.blocks))
+    slower = case.software.interference - 1
+    late = max(0.0, state.reduce - hidden) + max(0.0, state.gather - ahead)
+    beside = min(state.reduce, hidden) + min(state.gather, ahead)
+    # The last bucket, and the first block's parameters, wait for nobody.
+    edges = (state.reduce + state.gather) / max(2.0, content.blocks)
+    return max(late, edges) + slower * beside, optimizer

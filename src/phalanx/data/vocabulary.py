@@ -1,0 +1,28 @@
+"""How many tokens a job's vocabulary has, without reading its corpus."""
+
+from __future__ import annotations
+
+from phalanx.data.settings import prepared_path
+from phalanx.data.shards import read_index
+from phalanx.errors import DataError, JobError
+from phalanx.job.job import Job
+
+
+def vocabulary_size(job: Job) -> int:
+    """`model.vocab_size`, or what the data's settings say, or what the prepared shards say.
+
+    Raises JobError where only the corpus itself would say it."""
+    data = job.data
+    if job.model.vocab_size:
+        return job.model.vocab_size
+    if data.corpus == "random":
+        return data.random_vocab
+    if data.tokenizer == "bpe":
+        return data.bpe_vocab
+    try:
+        return read_index(prepared_path(data)).vocab_size
+    except DataError:
+        raise JobError(
+            f"model.vocab_size is 0, which means the vocabulary of data.tokenizer={data.tokenizer}, and the data is not "
+            "prepared: set model.vocab_size to a number of tokens, or run `phalanx data` with the same job first"
+        ) from None

@@ -1,0 +1,53 @@
+"""What a job asks this program to do, as the cost model takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.cost.case import Case
+from phalanx.cost.programs import PHALANX
+from phalanx.errors import JobError
+from phalanx.job import batch
+from phalanx.job.clusters import CLUSTERS
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.pipeline import is_file, schedule_of
+from phalanx.plan.cut import stages_of
+from phalanx.schedule import catalogue
+
+
+def case_of(job: Job, vocab: int) -> Case:
+    """What a job asks this program to do. Raises JobError where nothing is known about the devices."""
+    if not job.cluster.accelerator.name:
+        known = ", ".join(list(CLUSTERS)[:8])
+        raise JobError(
+            "cluster: nothing is known about the devices; name a machine, such as cluster=dgx-h100:8 (known: "
+            f"{known}, …), describe one under cluster.accelerator, or measure this one with `phalanx bench compute` and "
+            "`phalanx bench comm` and say cluster=local"
+        )
+    precision = job.train.precision
+    model = replace(job.model, vocab_size=vocab)
+    return Case(
+        model=model,
+        cluster=job.cluster,
+        layout=job.layout,
+        batch=batch.solve(job.train.global_batch, job.layout),
+        products="fp32" if precision in ("fp32", "fp64") else precision,
+        width={"fp64": 8, "fp32": 4}.get(precision, 2),
+        software=PHALANX,
+        stages=stages(model, job.layout),
+    )
+
+
+def stages(model: Model, layout: Layout) -> tuple[range, ...]:
+    """The layers of every stage, as `phalanx train` cuts them; empty without a pipeline.
+
+    Raises JobError where the model has too few layers, or where pp_cut or a schedule's file do not fit."""
+    if layout.pp == 1:
+        return ()
+    if is_file(layout.schedule):
+        count = schedule_of(layout, 1).stages
+    else:
+        count = catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks)
+    return stages_of(model, layout, count)

@@ -1,0 +1,143 @@
+"""What the cost model makes of a machine, the fit finds again: on times that the model itself made up."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost import link
+from phalanx.cost.fit import (
+    GENERATION,
+    Attention,
+    Product,
+    Stream,
+    Transfer,
+    alone,
+    device_rows,
+    fit_device,
+    fit_link,
+    link_rows,
+    median_error,
+)
+from phalanx.cost.kernel import attention_seconds, product_seconds, stream_seconds
+from phalanx.job.cluster import Accelerator, Cluster, Link
+
+SHAPES = [(n, n, n) for n in (64, 256, 512, 1024, 2048, 4096)] + [(t, 2048, 512) for t in (64, 512, 4096)]
+MOVED = (1024, 4096, 2e6, 128e6, 512e6)
+SIZES = [2**10 * 4**step for step in range(9)]
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+def close(found: float, true: float) -> bool:
+    return abs(found / true - 1) < 0.02
+
+
+def measured(device: Accelerator, precision: str = "fp32") -> tuple[list[Product], list[Attention], list[Stream]]:
+    """What a benchmark would find on a machine that is as the model says."""
+    one = alone(device)
+    products = [Product("any", m, n, k, product_seconds(one, precision, m, n, k)) for m, n, k in SHAPES]
+    attentions = []
+    for length in (128, 512, 2048):
+        shape = (length, length, 8, 8, 64, 64)
+        for back in (False, True):
+            seconds = attention_seconds(one, precision, *shape, backward=back, generation=GENERATION)
+            attentions.append(Attention(length, 8, 64, back, seconds))
+    return products, attentions, [Stream("copy", moved, stream_seconds(device, moved)) for moved in MOVED]
+
+
+def transfers(machine: Cluster, group: link.Group) -> list[Transfer]:
+    return [
+        Transfer(name, size, group, link.seconds(machine, name, size, group)) for name in COLLECTIVES for size in SIZES
+    ]
+
+
+@settings(max_examples=30)
+@given(
+    peak=st.floats(0.05, 1.5),
+    launch=st.floats(0.5, 20),
+    bandwidth=st.floats(10, 200),
+    cores=st.sampled_from([1, 108]),
+    older=st.floats(0.2, 1.2),
+)
+def test_a_device_is_found_again(peak, launch, bandwidth, cores, older):
+    true = Accelerator(
+        "one", fp32_tflops=peak, ceiling=1, bandwidth_gbs=bandwidth, cores=cores, older=older, launch_us=launch
+    )
+    found = fit_device(Accelerator("one", ceiling=1, cores=cores), "fp32", *measured(true))
+    assert close(found.launch_us, launch)
+    assert close(found.bandwidth_gbs, bandwidth)
+    assert close(found.fp32_tflops, peak)
+    assert close(found.older, older)
+    rows = device_rows(found, "fp32", *measured(true))
+    assert median_error(rows) < 0.02
+
+
+@given(peak=st.floats(0.05, 1.5), ceiling=st.floats(0.4, 1.0))
+def test_of_a_known_peak_the_ceiling_is_found(peak, ceiling):
+    true = Accelerator("two", bf16_tflops=peak, ceiling=ceiling, bandwidth_gbs=100, launch_us=3)
+    found = fit_device(Accelerator("two"), "bf16", *measured(true, "bf16"), known=peak)
+    assert found.bf16_tflops == peak
+    assert close(found.ceiling, ceiling)
+
+
+def test_a_second_precision_keeps_the_ceiling_of_the_first():
+    """One ceiling serves both, so that the second's peak is what makes its rate right."""
+    base = Accelerator(bf16_tflops=900, ceiling=0.5)
+    true = Accelerator(fp32_tflops=1.0, ceiling=1.0, bandwidth_gbs=100, launch_us=3)
+    found = fit_device(base, "fp32", *measured(true))
+    assert (found.bf16_tflops, found.ceiling) == (900, 0.5)
+    assert close(found.fp32_tflops, 2.0)
+
+
+def test_shapes_that_the_model_does_not_understand_do_not_bend_the_rest():
+    true = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=5)
+    products, *others = measured(true)
+    odd = [replace(products[2], seconds=products[2].seconds * 5), replace(products[3], seconds=products[3].seconds / 3)]
+    found = fit_device(Accelerator(ceiling=1.0), "fp32", [*products, *odd], *others)
+    assert abs(found.fp32_tflops / 0.2 - 1) < 0.05
+
+
+def test_what_a_cache_holds_is_shown_and_not_fitted():
+    device = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=5)
+    products, attentions, streams = measured(device)
+    rows = device_rows(device, "fp32", products, attentions, [*streams, Stream("copy", 1e6, 1e-9)])
+    assert [row.used for row in rows if row.kind == "stream"] == [True, True, False, True, True, False]
+    assert median_error(rows) == pytest.approx(0.0, abs=1e-9)
+    assert Attention(1024, 8, 64, True, 1.0).flops == 2 * 1024**2 * 8 * 64 * 2.5
+
+
+def test_without_attention_its_rate_stays():
+    true = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=5)
+    products, _, streams = measured(true)
+    assert fit_device(Accelerator(ceiling=1.0, older=0.7), "fp32", products, [], streams).older == 0.7
+
+
+@settings(max_examples=30)
+@given(
+    ranks=st.sampled_from([2, 3, 4, 8]),
+    latency=st.floats(5, 2000),
+    gbs=st.floats(0.2, 400),
+)
+def test_a_link_is_found_again(ranks, latency, gbs):
+    machine = Cluster(devices_per_node=ranks, intra=Link(gbs, latency, 1.0))
+    found = fit_link(transfers(machine, link.Group(ranks)), ranks)
+    assert close(found.latency_us, latency)
+    assert close(found.gbs * found.reached, gbs)
+    again = replace(machine, intra=found)
+    assert median_error(link_rows(again, transfers(machine, link.Group(ranks)))) < 0.02
+
+
+@settings(max_examples=30)
+@given(nodes=st.integers(2, 8), latency=st.floats(5, 200), gbs=st.floats(0.2, 50))
+def test_links_between_nodes_are_found_from_groups_with_one_rank_on_each(nodes, latency, gbs):
+    machine = Cluster(devices_per_node=4, intra=Link(1e6, 1e-3), inter=Link(gbs, latency, 1.0))
+    found = fit_link(transfers(machine, link.Group(nodes, stride=4)), 4)
+    assert close(found.latency_us, latency)
+    assert close(found.gbs, gbs)
+
+
+def test_bandwidth_on_the_bus_counts_what_a_rank_sends():
+    assert Transfer("all_reduce", 1000, link.Group(4), 1.0).bus == 1500
+    assert Transfer("all_gather", 1000, link.Group(4), 1.0).bus == 750
+    assert Transfer("send", 1000, link.Group(4), 1.0).bus == 1000

@@ -1,0 +1,74 @@
+"""Times of collectives: limits, placement on nodes, and what NCCL was measured to take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cost.link import Group, seconds
+from phalanx.cost.traffic import Collective
+from phalanx.job.clusters import CLUSTERS, cluster_of
+
+collectives = st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+payloads = st.floats(1e3, 1e11)
+
+
+@given(st.sampled_from(sorted(CLUSTERS)), collectives, payloads, st.integers(0, 8))
+def test_a_group_of_one_costs_nothing_and_more_bytes_cost_more(
+    name: str, collective: Collective, payload: float, power: int
+) -> None:
+    cluster = replace(CLUSTERS[name], nodes=64)
+    group = Group(2**power)
+    one = seconds(cluster, collective, payload, group)
+    assert one == 0 if power == 0 else one > 0
+    assert seconds(cluster, collective, 2 * payload, group) >= one
+
+
+@given(payloads, st.sampled_from([2, 4, 8]))
+def test_strided_groups_are_slower_than_neighbours(payload: float, ranks: int) -> None:
+    """Galvatron measured 7 to 18 times less bandwidth for groups across nodes."""
+    cluster = cluster_of("dgx-a100:16")
+    assert seconds(cluster, "all_reduce", payload, Group(ranks, 8)) > seconds(
+        cluster, "all_reduce", payload, Group(ranks)
+    )
+
+
+@given(payloads, st.sampled_from([16, 64, 512]))
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_at_most(payload: float, ranks: int) -> None:
+    cluster = cluster_of("dgx-a100:64")
+    halves = sum(seconds(cluster, kind, payload, Group(ranks)) for kind in ("reduce_scatter", "all_gather"))
+    assert seconds(cluster, "all_reduce", payload, Group(ranks)) <= halves
+
+
+@pytest.mark.parametrize(("mebibytes", "microseconds"), [(16, 231), (64, 580), (256, 2158), (1024, 8196)])
+def test_eight_a100_as_measured(mebibytes: int, microseconds: float) -> None:
+    """NCCL on eight A100 with NVLink: four points of vTrain's tables (trace/*_LUT)."""
+    found = seconds(CLUSTERS["dgx-a100"], "all_reduce", mebibytes * 2**20, Group(8))
+    assert found * 1e6 == pytest.approx(microseconds, rel=0.15)
+
+
+def test_the_switch_halves_an_all_reduce() -> None:
+    h100 = CLUSTERS["dgx-h100"]
+    plain = replace(h100, intra=replace(h100.intra, reduces=False))
+    ratio = seconds(plain, "all_reduce", 1e10, Group(8)) / seconds(h100, "all_reduce", 1e10, Group(8))
+    assert 1.6 < ratio < 2.0
+
+
+def test_ranks_of_one_node_share_the_cards_of_that_node() -> None:
+    """Eight ranks a node send over eight cards, one rank a node over one."""
+    cluster = cluster_of("dgx-a100:4")
+    wide = seconds(cluster, "all_gather", 1e10, Group(32))
+    narrow = seconds(cluster, "all_gather", 1e10, Group(4, 8))
+    assert 6 < narrow / wide < 9
+
+
+def test_beyond_a_pod_bandwidth_is_shared_where_many_rings_leave_it() -> None:
+    cluster = cluster_of("meta-h100:2048")
+    near = seconds(cluster, "send", 1e9, Group(2, 8))
+    assert near == pytest.approx(1e9 / (50e9 * 0.85), rel=0.01)
+    one_a_pod = seconds(cluster, "all_gather", 1e10, Group(4, 3072))
+    many_a_pod = seconds(cluster, "all_gather", 1e10, Group(64, 128))
+    assert one_a_pod > 3 * many_a_pod

@@ -1,0 +1,319 @@
+"""Memory of whole ranks: published formulas, the schedule's program, and how parts answer to the layout."""
+
+import csv
+import os
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cost.activations import activation_bytes
+from phalanx.cost.case import Case, Products
+from phalanx.cost.habits import (
+    FSDP1,
+    MEGATRON_2021,
+    MEGATRON_CORE,
+    MEGATRON_DEEPSPEED,
+    PHALANX,
+    TORCHTITAN,
+    XLA,
+    Habits,
+)
+from phalanx.cost.in_flight import flights
+from phalanx.cost.memory import state_bytes
+from phalanx.cost.software import Software
+from phalanx.cost.stage_memory import bytes_per_parameter, rank_memory, step_memory
+from phalanx.errors import JobError
+from phalanx.job import batch
+from phalanx.job.cluster import Accelerator, Cluster
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.parameters import count
+from phalanx.job.presets import PRESETS
+from phalanx.job.stages import even
+from phalanx.schedule import catalogue
+
+GPT = Model(n_layers=8, d_model=512, n_heads=8, vocab_size=1024, seq_len=128, dropout=0.1)
+LLAMA = replace(PRESETS["llama3-8b"], seq_len=8192)
+DEEPSEEK = replace(PRESETS["deepseek-v3"], n_layers=8, seq_len=4096)
+
+
+def case(
+    model: Model,
+    layout: Layout,
+    global_batch: int = 0,
+    habits: Habits = PHALANX,
+    products: Products = "bf16",
+    width: int = 2,
+) -> Case:
+    if not (layout.micro_batch or global_batch):
+        layout = replace(layout, micro_batch=1)
+    equation = batch.solve(global_batch, layout)
+    return Case(model, Cluster(), layout, equation, products, width, Software(habits=habits))
+
+
+@pytest.mark.parametrize("n", [1, 2, 64])
+@pytest.mark.parametrize(
+    ("zero", "formula"),
+    [(0, lambda n: 16), (1, lambda n: 4 + 12 / n), (2, lambda n: 2 + 14 / n), (3, lambda n: 16 / n)],
+    ids=["none", "zero 1", "zero 2", "zero 3"],
+)
+def test_the_four_formulas_of_zero(zero, formula, n):
+    """Rajbhandari et al. 2020, figure 1: 16P, 4P + 12P/N, 2P + 14P/N, 16P/N."""
+    assert bytes_per_parameter(zero, n) == formula(n)
+    layout = Layout(dp_shard=n, zero=zero) if zero else Layout(dp_replicate=n)
+    memory = rank_memory(case(LLAMA, replace(layout, accumulation=2)), 0)
+    static = memory.parameters + memory.optimizer
+    assert static == pytest.approx((formula(n) - bytes_per_parameter(zero, n, 0, 2, 0)) * count(LLAMA), rel=1e-9)
+    if zero in (0, 1):  # gradients of earlier micro-batches are there in the next one's backward pass
+        assert memory.gradients == 2 * count(LLAMA)
+
+
+def test_the_largest_models_on_eight_a100():
+    """80 GB with 2 bytes a parameter, 2 a gradient and two moments of 4: 12, 5, 2 + 10/8 and 12/8 bytes a parameter."""
+    largest = [80e9 / bytes_per_parameter(zero, 8, 2, 2, 8) / 1e9 for zero in range(4)]
+    assert largest == pytest.approx([6.66667, 16, 24.61538, 53.33333], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(accumulation=2),
+        Layout(tp=4, accumulation=2),
+        Layout(dp_replicate=4, accumulation=2, bucket_mb=0.01),
+        Layout(dp_shard=4, zero=1, accumulation=2),
+        Layout(dp_shard=4, zero=2, accumulation=2, accumulate="sharded"),
+        Layout(dp_shard=4, accumulation=2, accumulate="sharded"),
+        Layout(dp_shard=4, tp=2, dp_replicate=2, accumulation=2, accumulate="sharded"),
+        Layout(pp=4, accumulation=8),
+        Layout(pp=2, dp_shard=4, zero=1, accumulation=4),
+    ],
+    ids=Layout.line,
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_state_is_that_of_the_runtime(layout, precision):
+    """What state_bytes counts parameter by parameter, and tests of the runtime measure."""
+    width = 4 if precision == "fp32" else 2
+    for rank in range(layout.pp):
+        stages = [even(GPT.n_layers, layout.pp)[rank]]
+        expected = state_bytes(GPT, layout, precision, stages=stages)
+        memory = rank_memory(case(GPT, layout, products="fp32" if width == 4 else "bf16", width=width), rank)
+        found = memory.parameters, memory.gradients, memory.optimizer
+        if memory.moment == "optimizer" and width == 2:
+            found = memory.parameters, memory.gradients - memory.optimizer // 3, memory.optimizer
+        assert found == pytest.approx(astuple(expected), rel=1e-4)
+
+
+def test_experts_are_sharded_over_fewer_ranks():
+    layout = Layout(dp_shard=8, ep=4, zero=1, accumulation=2)
+    memory = rank_memory(case(DEEPSEEK, layout), 0)
+    expected = state_bytes(DEEPSEEK, layout, "bf16")
+    assert (memory.parameters, memory.optimizer) == pytest.approx((expected.parameters, expected.optimizer), rel=1e-3)
+
+
+@given(st.sampled_from(sorted(catalogue.SCHEDULES)), st.sampled_from([2, 4]), st.integers(0, 40), st.integers(0, 3))
+def test_in_flight_is_what_the_schedule_says_however_many_micro_batches(name, pp, more, rank):
+    """Cut short after two rounds, a program has as many in flight as in full."""
+    micro_batches = 2 * (pp + more)
+    layout = Layout(schedule=name, pp=pp)
+    try:
+        whole = catalogue.build(name, pp, micro_batches)
+    except JobError:
+        return
+    found = flights(layout, micro_batches)[rank % pp]
+    weights = [1 + stage % 3 for stage in range(whole.stages)]
+    peak = max(sum(n * weights[stage] for n, stage in zip(most, found.held, strict=True)) for most in found.most)
+    assert found.held == tuple(whole.held(rank % pp))
+    assert peak == pytest.approx(whole.peak(rank % pp, weights) / whole.slices)
+
+
+def test_1f1b_keeps_fewer_on_later_ranks_and_gpipe_all():
+    model = replace(GPT, n_layers=16)
+    layout = Layout(pp=4, micro_batch=16, accumulation=12)
+    block = activation_bytes(model, layout, 16)
+    ranks = step_memory(case(model, layout))
+    assert [rank.in_flight for rank in ranks] == [4, 3, 2, 1]
+    assert ranks[0].activations - ranks[1].activations == 4 * block
+    gpipe = step_memory(case(model, replace(layout, schedule="gpipe")))
+    assert [rank.in_flight for rank in gpipe] == [12] * 4
+    large = replace(model, vocab_size=50257)
+    assert [rank.logits > 0 for rank in step_memory(case(large, layout))] == [False, False, False, True]
+
+
+def test_stages_may_be_given_even_with_none_of_the_layers():
+    """Embedding and head on stages of their own, as Zero Bubble's interleaved runs have them."""
+    stages = (range(0), range(2), range(2, 4), range(4, 6), range(6, 8), range(8, 8))
+    layout = Layout(pp=3, pp_chunks=2, schedule="interleaved_1f1b", micro_batch=16, accumulation=6)
+    ranks = step_memory(case(GPT, layout), stages)
+    assert ranks[0].parameters > ranks[1].parameters - 2 * 2 * 12 * 512**2
+    assert ranks[1].activations > ranks[0].activations
+
+
+def test_recomputation_keeps_one_block_whole():
+    # Its state is shared by so many that activations are what counts.
+    shared = Layout(dp_shard=512, accumulate="sharded")
+    none, full = (rank_memory(case(LLAMA, replace(shared, recompute=what)), 0) for what in ("none", "full"))
+    inputs = LLAMA.n_layers * LLAMA.seq_len * LLAMA.d_model * 2
+    whole = activation_bytes(LLAMA, Layout(), 1)
+    assert full.activations < none.activations
+    backward = rank_memory(case(LLAMA, replace(shared, recompute="full", loss_chunk=64)), 0)
+    assert backward.moment == "backward"
+    assert inputs + whole < backward.activations < inputs + 2.5 * whole
+
+
+def test_the_loss_is_the_fullest_moment_of_a_large_vocabulary():
+    shared = Layout(dp_shard=512, recompute="full")
+
+    def logits(habits: Habits = PHALANX, **more: int) -> tuple[str, int]:
+        memory = rank_memory(case(LLAMA, replace(shared, **more), habits=habits), 0)
+        return memory.moment, memory.logits
+
+    assert logits() == ("loss", 8192 * 128256 * 12)
+    assert logits(FSDP1) == ("loss", 8192 * 128256 * 2)
+    assert logits(tp=2) == ("loss", 8192 * 128256 // 2 * 10)
+    assert logits(loss_chunk=64) == ("backward", 0)
+
+
+def test_sharded_parameters_are_whole_block_by_block():
+    few, many, always = (
+        rank_memory(case(LLAMA, layout), 0).communication
+        for layout in (
+            Layout(dp_shard=64, prefetch=0),
+            Layout(dp_shard=64, prefetch=2),
+            Layout(dp_shard=64, reshard=False),
+        )
+    )
+    block = 2 * (count(LLAMA) - 2 * LLAMA.vocab_size * LLAMA.d_model - LLAMA.d_model) // LLAMA.n_layers
+    assert many - few == pytest.approx(2 * block, rel=1e-6)
+    assert always - few == pytest.approx(31 * block, rel=1e-6)
+    assert rank_memory(case(LLAMA, Layout(dp_shard=64), habits=XLA), 0).communication == 2 * 2 * 128256 * 4096
+    pipeline = Layout(dp_shard=64, pp=2, micro_batch=1, accumulation=4)
+    kept = [rank_memory(case(LLAMA, pipeline, habits=habits), 0).communication for habits in (PHALANX, TORCHTITAN)]
+    assert kept[1] - kept[0] > 13 * block, "torchtitan's pipelines keep parameters whole"
+
+
+def test_gradients_wait_for_the_last_micro_batch_or_do_not():
+    waits = Layout(dp_shard=8, micro_batch=1, accumulation=4)
+    sends = replace(waits, accumulate="sharded")
+    whole, shared = (rank_memory(case(LLAMA, layout), 0).gradients for layout in (waits, sends))
+    assert (whole, shared) == pytest.approx((2 * count(LLAMA), 2 * count(LLAMA) / 8), rel=1e-6)
+    assert rank_memory(case(LLAMA, waits, habits=FSDP1), 0).gradients == pytest.approx(4 * count(LLAMA) / 8, rel=1e-6)
+
+
+def test_offloaded_state_is_not_on_the_device():
+    ranks = [rank_memory(case(LLAMA, Layout(offload=what)), 0) for what in ("none", "optimizer", "all")]
+    assert [rank.optimizer > 0 for rank in ranks] == [True, False, False]
+    assert [rank.parameters > 0 for rank in ranks] == [True, True, False]
+
+
+def test_fp16_has_habits_of_its_own():
+    layout = Layout(pp=4, dp_shard=8, zero=1, micro_batch=1, accumulation=8, recompute="full")
+    bf16, fp16 = (
+        rank_memory(case(GPT, layout, habits=MEGATRON_DEEPSPEED, products=products), 0) for products in ("bf16", "fp16")
+    )
+    assert bf16.gradients == pytest.approx(3 * bf16.parameters)
+    assert fp16.gradients == fp16.parameters
+    assert fp16.reserved - fp16.context > 0.15 * fp16.allocated, "the optimizer's copy finds no room"
+
+
+def test_parts_add_up_and_say_so():
+    memory = rank_memory(case(LLAMA, Layout(dp_shard=8, tp=2, sp=True), habits=MEGATRON_CORE), 0)
+    assert memory.peak == sum(size for _, size in memory.parts())
+    assert [name for name, _ in memory.parts()][-1] == "reserved"
+    assert memory.allocated < memory.needed < memory.peak
+    assert memory.held + memory.context == memory.peak
+    assert f"in the {memory.moment}: parameters" in str(memory)
+
+
+def test_a_full_device_has_nothing_in_reserve():
+    one = case(LLAMA, Layout(dp_shard=8), habits=TORCHTITAN)
+    free = rank_memory(one, 0)
+    gib = (free.needed + free.peak) / 2 / 2**30
+    tight = rank_memory(replace(one, cluster=Cluster(accelerator=Accelerator(memory_gib=gib))), 0)
+    assert (tight.peak, tight.needed) == (round(gib * 2**30), free.needed)
+    small = rank_memory(replace(one, cluster=Cluster(accelerator=Accelerator(memory_gib=40))), 0)
+    assert small.peak == small.needed == free.needed, "it does not fit, whatever is given back"
+
+
+@given(st.sampled_from([GPT, LLAMA, DEEPSEEK]), st.sampled_from([2, 4, 8]), st.sampled_from([PHALANX, MEGATRON_CORE]))
+def test_more_ranks_never_need_more(model, n, habits):
+    alone = rank_memory(case(model, Layout(micro_batch=1, accumulation=8), habits=habits), 0).allocated
+    for layout in (Layout(tp=n), Layout(pp=n), Layout(dp_shard=n, zero=1), Layout(dp_shard=n, zero=1, ep=min(n, 4))):
+        if layout.ep > 1 and not model.moe.n_experts:
+            continue
+        fewer = case(model, replace(layout, micro_batch=1, accumulation=8), habits=habits)
+        assert max(rank.allocated for rank in step_memory(fewer)) <= alone * 1.001
+
+
+def test_a_cut_that_does_not_fit_is_refused():
+    with pytest.raises(JobError, match="3 stages, the pipeline has 4"):
+        step_memory(case(GPT, Layout(pp=4, pp_cut="2+3+3", micro_batch=1, accumulation=4)))
+
+
+def truth(name: str) -> list[dict[str, str]]:
+    place = os.environ.get("PHALANX_TRUTH")
+    if not place:
+        pytest.skip("PHALANX_TRUTH does not say where the published tables are")
+    with Path(place, name).open(encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+KORTHIKANTI = {
+    "megatron-22B": (
+        Model(n_layers=48, d_model=6144, n_heads=64, vocab_size=51200, seq_len=2048, dropout=0.1),
+        1,
+        1,
+        4,
+    ),
+    "gpt3-175B": (Model(n_layers=96, d_model=12288, n_heads=96, vocab_size=51200, seq_len=2048, dropout=0.1), 8, 3, 1),
+    "turing-530B": (
+        Model(n_layers=105, d_model=20480, n_heads=128, vocab_size=51200, seq_len=2048, dropout=0.1),
+        35,
+        3,
+        1,
+    ),
+    "megatron-1T": (
+        Model(n_layers=128, d_model=25600, n_heads=160, vocab_size=51200, seq_len=2048, dropout=0.1),
+        64,
+        1,
+        1,
+    ),
+}
+"""Korthikanti et al. 2022, table 3: shape, pipeline ranks, stages a rank, micro-batch; eight tensor ranks each."""
+
+
+def test_korthikantis_first_figure():
+    """Bytes of activations, and of parameters with optimizer state, of four models; digitised, to 5 %."""
+    for row in truth("aux_korthikanti2022_fig1_fig7_memory.csv"):
+        if row["figure"] != "fig1":
+            continue
+        model, pp, chunks, micro_batch = KORTHIKANTI[row["model"]]
+        layout = Layout(tp=8, pp=pp, micro_batch=micro_batch, accumulation=4 * pp)
+        if chunks > 1:
+            layout = replace(layout, schedule="interleaved_1f1b", pp_chunks=chunks)
+        if row["mode"] != "none":
+            layout = replace(layout, sp=True, recompute="selective")
+        memory = rank_memory(case(model, layout, habits=MEGATRON_2021, products="fp16"), 0)
+        each = activation_bytes(model, layout, micro_batch, habits=MEGATRON_2021) * model.n_layers / pp
+        activations = each * memory.in_flight / 2**30
+        assert activations == pytest.approx(float(row["activation_gib"]), rel=0.05), row
+
+
+def test_korthikantis_seventh_figure():
+    """Of what a block keeps with tensor parallelism alone, in percent."""
+    model, *_ = KORTHIKANTI["megatron-22B"]
+    layouts = {
+        "none": Layout(tp=8),
+        "seq": Layout(tp=8, sp=True),
+        "sel": Layout(tp=8, recompute="selective"),
+        "seqsel": Layout(tp=8, sp=True, recompute="selective"),
+        "full": Layout(tp=8, recompute="full"),
+    }
+    kept = {mode: activation_bytes(model, layout, 4, habits=MEGATRON_2021) for mode, layout in layouts.items()}
+    rows = [row for row in truth("aux_korthikanti2022_fig1_fig7_memory.csv") if row["figure"] == "fig7"]
+    assert rows
+    for row in rows:
+        percent = float(row["activation_pct_of_tp_baseline"])
+        assert 100 * kept[row["mode"]] / kept["none"] == pytest.approx(percent, rel=0.01), row

@@ -1,0 +1,113 @@
+"""The time of a step: where it goes, what hides, and what the papers measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.case import Case
+from phalanx.cost.predict import predict
+from phalanx.cost.programs import MEGATRON_CORE, PHALANX
+from phalanx.cost.rank_time import contents
+from phalanx.cost.software import Software
+from phalanx.cost.step_time import step_parts
+from phalanx.job import batch
+from phalanx.job.clusters import cluster_of
+from phalanx.job.layout import Layout
+from phalanx.job.presets import PRESETS
+
+
+def case(
+    layout: Layout,
+    sequences: int,
+    model: str = "llama3-8b",
+    cluster: str = "dgx-h100:8",
+    software: Software = MEGATRON_CORE,
+    products: str = "bf16",
+) -> Case:
+    shape = replace(PRESETS[model], vocab_size=PRESETS[model].vocab_size or 256)
+    return Case(shape, cluster_of(cluster), layout, batch.solve(sequences, layout), products, 2, software)  # pyright: ignore[reportArgumentType]
+
+
+LAYOUTS = st.builds(
+    Layout,
+    tp=st.sampled_from([1, 2, 8]),
+    pp=st.sampled_from([1, 2, 4]),
+    dp_shard=st.sampled_from([1, 2, 8]),
+    dp_replicate=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2]),
+    zero=st.sampled_from([1, 2]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    micro_batch=st.just(1),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS)
+def test_parts_add_up_and_none_is_negative(layout: Layout) -> None:
+    prediction = predict(case(layout, 64))
+    parts = prediction.parts.items()
+    assert all(seconds >= 0 for _, seconds in parts)
+    assert sum(seconds for _, seconds in parts) == pytest.approx(prediction.step_time_s)
+    assert 0 < prediction.mfu < 0.9
+    assert prediction.hfu >= prediction.mfu
+
+
+@settings(max_examples=30, deadline=None)
+@given(LAYOUTS)
+def test_slower_links_and_devices_take_no_less(layout: Layout) -> None:
+    whole = case(layout, 64)
+    slow = replace(whole.cluster, inter=replace(whole.cluster.inter, gbs=5), intra=replace(whole.cluster.intra, gbs=50))
+    assert step_parts(replace(whole, cluster=slow)).total >= step_parts(whole).total * (1 - 1e-9)
+    weak = replace(whole.cluster.accelerator, bf16_tflops=300.0)
+    assert step_parts(replace(whole, cluster=replace(whole.cluster, accelerator=weak))).total > step_parts(whole).total
+
+
+def test_recomputing_costs_a_forward_pass() -> None:
+    none, full = (step_parts(case(Layout(dp_shard=8, recompute=kind, micro_batch=1), 64)) for kind in ("none", "full"))
+    assert full.recompute > 0.3 * none.products
+    assert none.recompute == 0
+
+
+def test_more_micro_batches_make_the_bubble_smaller() -> None:
+    few, many = (predict(case(Layout(pp=8, micro_batch=1), size)) for size in (8, 64))
+    assert many.bubble < few.bubble / 4
+
+
+def test_a_program_that_launches_slowly_waits() -> None:
+    tiny = case(Layout(micro_batch=1), 4, model="tiny")
+    assert step_parts(replace(tiny, software=replace(PHALANX, kernel_us=50))).host > 0.5 * step_parts(tiny).total
+
+
+def test_gathering_in_narrow_links_shows() -> None:
+    """FSDP over a slow network: parameters are there later than the block before them is done."""
+    fast = step_parts(case(Layout(dp_shard=64, micro_batch=1), 64))
+    slow = case(Layout(dp_shard=64, micro_batch=1), 64)
+    slow = replace(slow, cluster=replace(slow.cluster, inter=replace(slow.cluster.inter, gbs=3)))
+    assert step_parts(slow).exposed["dp_shard"] > 5 * fast.exposed["dp_shard"]
+
+
+def test_sharding_inside_groups_and_replicating_between_them_gains_on_many_nodes() -> None:
+    """The Solar case: 480 devices as 6 replicas of 80 (ten nodes each) against all 480. Rings of 480 ranks take so long
+    to go round that small blocks wait for their parameters."""
+    flat, hybrid = Layout(dp_shard=480, micro_batch=1), Layout(dp_replicate=6, dp_shard=80, micro_batch=1)
+    times = []
+    for layout in (flat, hybrid):
+        whole = case(layout, 480, cluster="dgx-h100:60")
+        times.append(step_parts(replace(whole, model=replace(whole.model, seq_len=2048))).total)
+    assert times[1] < 0.95 * times[0]
+
+
+def test_uneven_blocks_count_embedding_and_head_as_blocks() -> None:
+    model = PRESETS["llama3-405b"]
+    shares = [content.blocks for content in contents(model, Layout(pp=16), ())]
+    assert shares[0] == shares[-1] == 7 and set(shares[1:-1]) == {8}
+    assert sum(shares) == 126
+
+
+def test_dense_layers_before_the_experts_are_told_apart() -> None:
+    found = contents(PRESETS["deepseek-v3"], Layout(pp=4), ())
+    assert found[0].dense == 3 and sum(content.moe for content in found) == pytest.approx(58)

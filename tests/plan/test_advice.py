@@ -1,0 +1,53 @@
+"""What is said about a layout that does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.cost.case import Case
+from phalanx.cost.predict import predict
+from phalanx.job import overrides
+from phalanx.job.load import load_words
+from phalanx.plan.advice import advice, shortfall
+from phalanx.plan.case import case_of
+
+
+def case(*words: str) -> Case:
+    job = load_words(overrides.parse(["train.precision=bf16", *words])).job
+    return case_of(job, job.model.vocab_size or 256)
+
+
+def test_single_changes_that_fit_come_first_and_the_fastest_of_them_first() -> None:
+    tight = case("model=llama3-8b", "cluster=dgx-a100:1", "dp_shard=8", "train.global_batch=16", "micro_batch=2")
+    found = advice(tight)
+    assert not predict(tight).fits
+    assert found and all(one.fits for one in found)
+    assert [one.step_time_s for one in found] == sorted(one.step_time_s for one in found)
+    assert any("recompute=full" in one.change for one in found)
+
+
+def test_what_one_change_does_not_do_several_may() -> None:
+    tight = case("model=llama3-70b", "cluster=dgx-a100:4", "dp_shard=32", "train.global_batch=64", "micro_batch=2")
+    (only,) = advice(tight)
+    assert only.fits and " layout." in only.change
+
+
+def test_the_message_says_how_much_where_and_what_would_help() -> None:
+    text = shortfall(case("model=llama3-70b", "cluster=dgx-a100:1", "pp=8", "train.global_batch=16", "micro_batch=1"))
+    assert "does not fit" in text and "a100-80gb" in text and "too much on pipeline rank" in text
+    assert "the largest part is" in text
+    assert "layout." in text or "no setting helps" in text
+
+
+def test_nothing_helps_a_model_that_is_far_too_large() -> None:
+    huge = case("model=megatron-1008b", "cluster=dgx-a100:1", "dp_shard=8", "train.global_batch=8")
+    assert "fits with" not in shortfall(huge)
+    assert not any(one.fits for one in advice(huge))
+
+
+def test_changes_keep_devices_and_batch() -> None:
+    tight = case("model=llama3-8b", "cluster=dgx-a100:1", "dp_replicate=8", "train.global_batch=64")
+    for one in advice(tight):
+        words = dict(word.split("=") for word in one.change.replace("layout.", "").split())
+        kinds = {name: type(getattr(tight.layout, name))(value) for name, value in words.items()}
+        assert replace(tight.layout, **kinds).world == 8

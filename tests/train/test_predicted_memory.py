@@ -1,0 +1,233 @@
+"""Memory by the cost model next to what real steps take: what blocks with experts and latent attention keep, and the
+fullest moment of a whole step on every rank of a layout."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from parallel.steps import micro_batches
+from phalanx.cost.activations import activation_bytes
+from phalanx.cost.case import Case
+from phalanx.cost.memory import WIDTHS
+from phalanx.cost.stage_memory import rank_memory
+from phalanx.job import batch
+from phalanx.job.cluster import Cluster
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import MLA, Model, MoE
+from phalanx.job.train import Train
+from phalanx.parallel import mesh as meshes
+from phalanx.plan.cut import stages_of
+from phalanx.train import memory
+from phalanx.train.memory import _Made, _tensors, activation_memory, state_memory
+from phalanx.train.step import Stepper
+
+VOCAB = 64
+LLAMA = Model(
+    n_layers=1,
+    d_model=128,
+    n_heads=8,
+    seq_len=64,
+    vocab_size=VOCAB,
+    positions="rope",
+    activation="swiglu",
+    bias=False,
+    tied=False,
+)
+EXPERTS = replace(LLAMA, moe=MoE(n_experts=8, top_k=2, d_ff=64, n_shared=1))
+LATENT = replace(LLAMA, mla=MLA(q_rank=48, kv_rank=32, rope_head_dim=8, nope_head_dim=8, v_head_dim=16))
+BLOCKS = {
+    "llama": LLAMA,
+    "grouped queries": replace(LLAMA, n_kv_heads=2),
+    "latent": LATENT,
+    "latent, queries not compressed": replace(LATENT, mla=replace(LATENT.mla, q_rank=0)),
+    "experts": EXPERTS,
+    "experts, sigmoid and penalties": replace(
+        LLAMA, moe=MoE(n_experts=8, top_k=2, d_ff=64, router="sigmoid", aux_loss=0.01, z_loss=0.01)
+    ),
+    "experts, capacity": replace(LLAMA, moe=MoE(n_experts=8, top_k=2, d_ff=64, capacity=1.5)),
+    "experts, gelu and bias": replace(LLAMA, activation="gelu", bias=True, moe=MoE(n_experts=8, top_k=3, d_ff=64)),
+    "latent with experts": replace(EXPERTS, mla=LATENT.mla),
+}
+
+
+class Pinned(_Made):
+    """Every storage that an operation makes, told from those that operations meet also when these are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pins: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.storages and storage._cdata not in self.pins:
+                self.pins[storage._cdata] = StorageWeakRef(storage)  # keeps the key from being used again
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def kept(ranks, layout: Layout, model: Model, precision) -> int:
+    """What the one block keeps of a micro-batch of 2 sequences."""
+    job = Job(model=model, layout=layout, train=Train(precision=precision, global_batch=2 * layout.data_ranks))
+    mesh = meshes.build(layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
+    transformer = stepper.replica.objective.model
+    (block,) = transformer.blocks.values()
+    micro = stepper.tensors(micro_batches(job, 0, mesh.data_rank, VOCAB)[0][0], 0)
+    x = transformer.embed_tokens(micro.tokens, micro.positions, None).detach().clone().requires_grad_()
+    with mock.patch.object(memory, "_Made", Pinned):
+        found, y = activation_memory(block, x, transformer.rotary(micro.positions, x.dtype), None, None)
+    y.sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("model", BLOCKS.values(), ids=BLOCKS.keys())
+def test_a_block_keeps_what_its_operators_say(ranks, model, precision):
+    """To 2 %: norms' means and deviations, attention's log-sum-exp and the rotary table are not counted."""
+    (found,) = ranks(kept, 1, Layout(), model, precision)
+    expected = activation_bytes(model, Layout(), 2, WIDTHS[precision])
+    print(f"{expected:,} {found:,}")
+    assert expected <= found <= 1.02 * expected
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (EXPERTS, Layout(tp=2)),
+        (EXPERTS, Layout(tp=2, sp=True)),
+        (EXPERTS, Layout(dp_shard=4, ep=4, zero=1)),
+        (EXPERTS, Layout(dp_shard=2, tp=2, ep=2, zero=1)),
+        (EXPERTS, Layout(cp=2, zero=1)),
+        (LATENT, Layout(tp=2)),
+        (LATENT, Layout(tp=4, sp=True)),
+        (LATENT, Layout(cp=2, zero=1)),
+        (BLOCKS["latent with experts"], Layout(dp_shard=2, ep=2, zero=1)),
+    ],
+    ids=lambda value: value.line() if isinstance(value, Layout) else "experts" if value.moe.n_experts else "latent",
+)
+def test_so_it_does_on_every_layout(ranks, model, layout):
+    """Experts get more or fewer tokens than their even share, so that ranks are compared on average."""
+    found = ranks(kept, layout.world, layout, model, "bf16")
+    expected = activation_bytes(model, layout, 2)
+    print(layout.line(), f"{expected:,}", *(f"{size:,}" for size in found), sep="  ")
+    assert sum(found) / len(found) == pytest.approx(expected, rel=0.025)
+
+
+class Live(Pinned):
+    """The most bytes, after any operation, of what operations have made and is still alive, and of what storages that
+    were there before have grown by: FSDP2 empties those of whole parameters and fills them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.collect()
+        there = [x.untyped_storage() for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        self.before = {storage._cdata: (StorageWeakRef(storage), storage.nbytes()) for storage in there}
+        self.alive: dict[int, StorageWeakRef] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = len(self.storages)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.alive |= {key: ref for key, (ref, _) in list(self.storages.items())[known:]}
+        self.alive = {key: ref for key, ref in self.alive.items() if not ref.expired()}
+        made = sum(map(_size, self.alive.values()))
+        grown = sum(_size(ref) for ref, size in self.before.values() if not size and not ref.expired())
+        self.most = max(self.most, made + grown)
+        return result
+
+
+def _size(ref: StorageWeakRef) -> int:
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
+
+
+DEEP = replace(LLAMA, n_layers=4, seq_len=128, norm="layernorm")
+
+
+def stepped(ranks, job: Job) -> int:
+    """The most bytes that this rank has in its second step."""
+    mesh, vocab = meshes.build(job.layout, "cpu"), job.model.vocab_size
+    stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
+    (first, second), (valid, valid_then) = zip(
+        *(micro_batches(job, step, mesh.data_rank, vocab) for step in range(2)), strict=True
+    )
+    stepper.step(first, 0, valid, 1e-3)
+    before = state_memory(stepper.replica, stepper.optimizer)
+    with Live() as live:
+        stepper.step(second, 1, valid_then, 1e-3)
+    return before.total + live.most
+
+
+def compare(ranks, job: Job) -> set[str]:
+    """Holds what every rank takes to what is predicted, and returns the moments that are."""
+    model, layout = job.model, job.layout
+    equation = batch.solve(job.train.global_batch, layout)
+    case = Case(model, Cluster(), layout, equation, "bf16", WIDTHS[job.train.precision])
+    stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else None
+    moments = set()
+    for rank, size in enumerate(ranks(stepped, layout.world, job)):
+        expected = rank_memory(case, rank // (layout.world // layout.pp), stages)
+        print(layout.line(), rank, f"{size:,} {expected.allocated:,} {expected.allocated / size - 1:.1%}", expected)
+        assert expected.allocated == pytest.approx(size, rel=0.04)
+        moments.add(expected.moment)
+    return moments
+
+
+@pytest.mark.parametrize(
+    ("layout", "train"),
+    [
+        (Layout(cp=2, zero=1), {"global_batch": 4}),
+        (Layout(dp_shard=2, dp_replicate=2), {"global_batch": 8}),
+        (Layout(dp_shard=2, pp=2, zero=1, micro_batch=1), {"global_batch": 8, "precision": "bf16"}),
+        (Layout(dp_shard=2, micro_batch=1), {"global_batch": 8}),
+        (Layout(dp_shard=2, micro_batch=1, accumulate="sharded"), {"global_batch": 8}),
+        (Layout(dp_shard=2, reshard=False), {"global_batch": 8}),
+        (Layout(tp=2, sp=True, sp_regather=True, recompute="full"), {"global_batch": 8}),
+        (Layout(pp=2, schedule="zb_h1", micro_batch=1), {"global_batch": 8}),
+        (Layout(), {"global_batch": 4}),
+        (Layout(), {"global_batch": 4, "precision": "bf16"}),
+        (Layout(recompute="full"), {"global_batch": 8}),
+        (Layout(micro_batch=2), {"global_batch": 8}),
+        (Layout(dp_replicate=2), {"global_batch": 8}),
+        (Layout(dp_shard=2, zero=1), {"global_batch": 8, "precision": "bf16"}),
+        (Layout(dp_shard=2, zero=2), {"global_batch": 8}),
+        (Layout(dp_shard=2), {"global_batch": 8}),
+        (Layout(tp=2), {"global_batch": 4}),
+        (Layout(tp=2, sp=True), {"global_batch": 4}),
+        (Layout(pp=2, micro_batch=2), {"global_batch": 8}),
+        (Layout(pp=4, micro_batch=1), {"global_batch": 8}),
+        (Layout(pp=2, schedule="gpipe", micro_batch=2), {"global_batch": 8}),
+        (Layout(pp=2, schedule="interleaved_1f1b", pp_chunks=2, micro_batch=2), {"global_batch": 8}),
+    ],
+    ids=lambda value: value.line() if isinstance(value, Layout) else " ".join(map(str, value.values())),
+)
+def test_the_fullest_moment_of_a_step_is_the_predicted_one(ranks, layout, train):
+    assert compare(ranks, Job(model=DEEP, layout=layout, train=Train(**train))) == {"backward"}
+
+
+WORDS = replace(DEEP, n_layers=1, vocab_size=4000)
+SHORT = replace(DEEP, seq_len=32)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(loss_chunk=128)], ids=Layout.line
+)
+def test_it_may_be_the_loss(ranks, layout, precision):
+    assert compare(ranks, Job(model=WORDS, layout=layout, train=Train(global_batch=16, precision=precision))) == {
+        "loss"
+    }
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=2, zero=1)], ids=Layout.line)
+def test_it_may_be_the_optimizers_step(ranks, layout):
+    assert compare(ranks, Job(model=SHORT, layout=layout, train=Train(global_batch=2, precision="bf16"))) == {
+        "optimizer"
+    }
