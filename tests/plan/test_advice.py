@@ -21,7 +21,8 @@ def test_single_changes_that_fit_come_first_and_the_fastest_of_them_first() -> N
     tight = case("model=llama3-8b", "cluster=dgx-a100:1", "dp_shard=8", "train.global_batch=16", "micro_batch=2")
     found = advice(tight)
     assert not predict(tight).fits
-    assert found and all(one.fits for one in found)
+    assert found
+    assert all(one.fits for one in found)
     assert [one.step_time_s for one in found] == sorted(one.step_time_s for one in found)
     assert any("recompute=full" in one.change for one in found)
 
@@ -29,12 +30,15 @@ def test_single_changes_that_fit_come_first_and_the_fastest_of_them_first() -> N
 def test_what_one_change_does_not_do_several_may() -> None:
     tight = case("model=llama3-70b", "cluster=dgx-a100:4", "dp_shard=32", "train.global_batch=64", "micro_batch=2")
     (only,) = advice(tight)
-    assert only.fits and " layout." in only.change
+    assert only.fits
+    assert " layout." in only.change
 
 
 def test_the_message_says_how_much_where_and_what_would_help() -> None:
     text = shortfall(case("model=llama3-70b", "cluster=dgx-a100:1", "pp=8", "train.global_batch=16", "micro_batch=1"))
-    assert "does not fit" in text and "a100-80gb" in text and "too much on pipeline rank" in text
+    assert "does not fit" in text
+    assert "a100-80gb" in text
+    assert "too much on pipeline rank" in text
     assert "the largest part is" in text
     assert "layout." in text or "no setting helps" in text
 

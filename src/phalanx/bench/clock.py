@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -29,12 +29,20 @@ class Clock:
     def of(device: torch.device, quick: bool) -> Clock:
         return Clock(device, *((3, 0.004) if quick else (7, 0.02)))
 
-    def seconds(self, call: Callable[[], Any]) -> list[float]:
-        """Of one call, the median over the repeats on every rank, by rank."""
-        self._repeat(call, 1)
-        once = max(_everyone(self._repeat(call, 1)))
-        count = max(1, min(MOST_CALLS, ceil(self.least_s / once)))
-        return _everyone(statistics.median(self._repeat(call, count) for _ in range(self.repeats)))
+    def turns(self, calls: Sequence[Callable[[], Any]], tick: Callable[[], None] = lambda: None) -> list[list[float]]:
+        """Of each call the median over the repeats, on every rank, by rank. The calls take turns, so that a machine
+        whose speed wanders is the same for all. `tick` is called after every repeat of a call."""
+        counts: list[int] = []
+        for call in calls:
+            self._repeat(call, 1)
+            once = max(_everyone(self._repeat(call, 1)))
+            counts.append(max(1, min(MOST_CALLS, ceil(self.least_s / once))))
+        found: list[list[float]] = [[] for _ in calls]
+        for _ in range(self.repeats):
+            for times, call, count in zip(found, calls, counts, strict=True):
+                times.append(self._repeat(call, count))
+                tick()
+        return [_everyone(statistics.median(times)) for times in found]
 
     def _repeat(self, call: Callable[[], Any], count: int) -> float:
         """Seconds of a call in `count` of them, begun by all ranks together."""

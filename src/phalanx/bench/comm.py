@@ -101,18 +101,22 @@ def measure(
     keep_freed_memory()
     clock = Clock.of(device, quick)
     cut = partitions(ranks.world, per_node_of(ranks))
-    total = len(cut) * len(collectives) * len(SIZES[quick])
+    total = len(cut) * len(collectives) * len(SIZES[quick]) * clock.repeats
     found: list[Fitted] = []
     done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        progress(f"measuring collectives on {ranks.world} ranks", done, total)
+
     for part in cut:
         axis = _axis(part, ranks.rank)
         transfers: list[Transfer] = []
         for name in collectives:
-            for size in SIZES[quick]:
-                seconds = max(clock.seconds(_call(name, axis, size, device)))
-                transfers.append(Transfer(name, size, part.group, seconds))
-                done += 1
-                progress(f"measuring collectives on {dist.get_world_size()} ranks", done, total)
+            measured = clock.turns([_call(name, axis, size, device) for size in SIZES[quick]], tick)
+            for size, seconds in zip(SIZES[quick], measured, strict=True):
+                transfers.append(Transfer(name, size, part.group, max(seconds)))
         found.append(_fit(part, transfers, per_node_of(ranks)))
     return found
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -72,30 +72,31 @@ def measure(
     wanted = shapes.products(unit, quick)
     lengths = shapes.lengths(unit, quick)
     kernels = {**_tiny_kernels(device, precision), **_streams(device, precision, quick)}
-    total = len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted))
+    total = clock.repeats * (len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted)))
     done = 0
 
-    def timed(call: Call, clock: Clock = clock) -> float:
+    def tick() -> None:
         nonlocal done
-        seconds = statistics.mean(clock.seconds(call))
         done += 1
         progress(f"measuring {precision} on {device.type}", done, total)
-        return seconds
 
-    for shape in wanted:
-        found.products.append(Product(*shape, seconds=timed(_product(shape, device, precision))))
-    for length in lengths:
-        heads, head = HEADS[unit]
-        for backward, call in enumerate(_attention(length, heads, head, device, precision)):
-            found.attentions.append(Attention(length, heads, head, bool(backward), timed(call)))
+    def timed(calls: Sequence[Call], clock: Clock = clock) -> list[float]:
+        return [statistics.mean(seconds) for seconds in clock.turns(calls, tick)]
+
+    multiply = [_product(shape, device, precision) for shape in wanted]
+    for shape, seconds in zip(wanted, timed(multiply), strict=True):
+        found.products.append(Product(*shape, seconds))
+    heads, head = HEADS[unit]
+    attend = [call for length in lengths for call in _attention(length, heads, head, device, precision)]
+    for place, seconds in enumerate(timed(attend)):
+        found.attentions.append(Attention(lengths[place // 2], heads, head, bool(place % 2), seconds))
     for (name, moved), make in kernels.items():
-        found.streams.append(Stream(name, moved, timed(make())))
-    large = sorted(found.products, key=lambda product: product.flops)[-IN_TURNS:]
-    calls = [_product(Shape(p.family, p.m, p.n, p.k), device, precision) for p in large]
-    together = timed(lambda: [call() for call in calls], replace(clock, least_s=LONG_S[quick]))
+        found.streams.append(Stream(name, moved, *timed([make()])))
+    by_size = sorted(zip(found.products, multiply, strict=True), key=lambda pair: pair[0].flops)
+    large = [call for _, call in by_size[-IN_TURNS:]]
+    (together,) = timed([lambda: [call() for call in large]], replace(clock, least_s=LONG_S[quick]))
     # Each alone once more, right after: the machine is then the same one, whatever its neighbours do.
-    alone = sum(timed(call) for call in calls)
-    found.base = replace(found.base, sustained=min(1.0, alone / together))
+    found.base = replace(found.base, sustained=min(1.0, sum(timed(large)) / together))
     return found
 
 

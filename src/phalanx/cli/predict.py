@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.cli.job_words import JobVerb, Option
-from phalanx.cost import prediction_picture, table
+from phalanx.cost import prediction_picture
 from phalanx.cost.calibration import calibrated
 from phalanx.cost.case import Case, Products
 from phalanx.cost.predict import predict
@@ -24,6 +24,7 @@ from phalanx.job.job import Job
 from phalanx.nearest import nearest
 from phalanx.plan.advice import advice, shortfall
 from phalanx.plan.case import case_of
+from phalanx.published import table
 from phalanx.units import gib
 
 VERB = JobVerb(

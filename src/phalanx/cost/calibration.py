@@ -90,6 +90,7 @@ PACES: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
     ("torchtitan", "h100-96gb"): (1.12, ("torchtitan-0002", "torchtitan-0009", "torchtitan-0019")),
     ("torchtitan-compile", "h100-96gb"): (1.12, ("torchtitan-0002", "torchtitan-0009", "torchtitan-0019")),
     ("torchtitan-async", "h100-96gb"): (1.12, ("torchtitan-0002", "torchtitan-0009", "torchtitan-0019")),
+    ("torchtitan-2025", "h100-96gb"): (1.12, ("torchtitan-0002", "torchtitan-0009", "torchtitan-0019")),
     ("torchtitan", "a100-80gb"): (1.16, ("torchtitan-0036", "torchtitan-0040")),
 }
 """By program and device: the pace, and the rows that it was fitted to."""

@@ -104,8 +104,8 @@ def attention_seconds(
     backward: bool,
     generation: int = NEW,
 ) -> float:
-    """Fused causal attention of `heads` heads and `kv_heads` key heads (of all sequences together), of whose pairs of `queries` and `keys` half
-    are left out. The backward pass has five products for two. In 16 bits, or in fp32."""
+    """Fused causal attention of `heads` heads and `kv_heads` key heads, of all sequences together; the mask leaves out
+    half of their pairs of `queries` and `keys`. The backward pass has five products for two. In 16 bits, or in fp32."""
     products = "fp32" if products == "fp32" else "bf16"
     work = 2.5 if backward else 1.0
     flops = work * queries * keys * heads * (head + value_head)

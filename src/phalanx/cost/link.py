@@ -105,7 +105,7 @@ def dispatch_seconds(cluster: Cluster, tokens: float, width: float, copies: int,
     """Tokens of `width` bytes travel to `copies` experts each, evenly over the ranks of `group`.
 
     `once`: a token goes over the network once to each node that has some of its experts, and is passed on there
-    (DeepEP, HybridEP; DeepSeek-V3, section 3.2.2), and in a node once to each device; otherwise once for each expert."""
+    (DeepEP, HybridEP; DeepSeek-V3, section 3.2.2), and in a node once to each device; otherwise once an expert."""
     n = group.ranks
     if n == 1 or tokens <= 0:
         return 0.0

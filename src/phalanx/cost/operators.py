@@ -80,7 +80,7 @@ def block(model: Model, layer: int, layout: Layout, micro_batch: int) -> Work:
     attention, streams, scores = _attention(model, layout, tokens, micro_batch)
     feed, more = _experts(model, layout, tokens) if model.is_moe_layer(layer) else _mlp(model, tokens, t)
     drops = 0.5 if model.dropout else 0
-    # A norm reads and writes; a residual sum reads two and writes one. Backward: gradients of both, and the input again.
+    # A norm reads and writes, a residual sum reads two and writes one; backward, gradients of both and the input again.
     around = (
         Stream("norms", 4 * beside, 6 * beside, 2 if model.norm == "layernorm" else 8),
         Stream("residuals", (6 + 2 * drops) * beside, (4 + 2 * drops) * beside, 4),

@@ -43,7 +43,7 @@ MEGATRON_DEEPSPEED = replace(
 """BLOOM's program (bigscience-workshop/Megatron-DeepSpeed): ZeRO-1 under a pipeline."""
 
 DEEPSPEED_ZERO3 = replace(
-    MEGATRON_2021, name="deepspeed-zero3", passes=1.5, dp_overlaps=False, messages=12, habits=habits.MEGATRON_2021
+    MEGATRON_2021, name="deepspeed-zero3", passes=1.5, dp_overlaps=False, messages=12, habits=habits.DEEPSPEED_ZERO3
 )
 """DeepSpeed's ZeRO-3 of 2021 (Narayanan et al. 2021, table 2)."""
 
@@ -64,7 +64,7 @@ MEGATRON_CORE = Software(
 )
 """Megatron Core with Transformer Engine: fused kernels, flash attention, distributed optimizer that overlaps."""
 
-NEMO = replace(MEGATRON_CORE, name="nemo", tp_hidden=0.7, gathers_narrow=True, ep_once=True)
+NEMO = replace(MEGATRON_CORE, name="nemo", tp_hidden=0.7, gathers_narrow=True, ep_once=True, habits=habits.NEMO)
 """NVIDIA's own recipes (NeMo, Megatron-Bridge, MLPerf): user buffers hide tensor-parallel traffic, CUDA graphs and fp8
 parameters where the recipe has them."""
 
@@ -96,6 +96,9 @@ TORCHTITAN_COMPILE = replace(
 )
 """The same with compiled blocks."""
 
+TORCHTITAN_2025 = replace(TORCHTITAN_COMPILE, name="torchtitan-2025", habits=habits.TORCHTITAN_COMPILED_LOSS)
+"""The same from 2025 on, the loss compiled as well."""
+
 TORCHTITAN_ASYNC = replace(TORCHTITAN_COMPILE, name="torchtitan-async", tp_hidden=0.5)
 """The same with tensor-parallel traffic in pieces beside the products (AsyncTP)."""
 
@@ -125,6 +128,7 @@ SOFTWARE: dict[str, Software] = {
         TORCHTITAN,
         TORCHTITAN_COMPILE,
         TORCHTITAN_ASYNC,
+        TORCHTITAN_2025,
         MAXTEXT,
         replace(MEGATRON_CORE, name="megatron"),
     )

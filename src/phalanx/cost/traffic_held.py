@@ -44,11 +44,6 @@ class Held(NamedTuple):
     def expert(self) -> bool:
         return is_expert(self.name)
 
-    @property
-    def matrix(self) -> bool:
-        """Whether a backward pass in halves leaves its gradient to the second."""
-        return self.group != "around" and len(self.shape) > 1 and self.name.endswith(".weight")
-
     def share(self, ranks: int) -> int:
         """Elements of the share that FSDP2 gives each of `ranks`, padding included: it deals out rows, of all experts'
         matrices together."""

@@ -26,9 +26,6 @@ class Passes:
     """B, or I where the backward pass is in halves."""
     ends: int = 0
     """B, or W: after each the weights' gradients of a micro-batch are there."""
-    ends_with_vectors: int = 0
-    """Of those, the ones before which autograd has run since the one before: in halves, I has the gradients of all
-    parameters but the matrices."""
     last_forward: int = -1
     """Place in the program."""
     last_backward: int = -1
@@ -89,7 +86,6 @@ _worked_before = cache(_worked)
 
 def _work(schedule: Schedule, rank: int) -> Work:
     passes = {stage: Passes() for stage in schedule.held(rank)}
-    fresh = dict.fromkeys(passes, False)
     sends = renewals = 0
     renews = True
     for place, action in enumerate(schedule.programs[rank]):
@@ -104,11 +100,7 @@ def _work(schedule: Schedule, rank: int) -> Work:
         if kind in ("B", "I"):
             here.backward += 1
             here.last_backward = place
-            fresh[stage] = True
-        if kind in ("B", "W"):
-            here.ends += 1
-            here.ends_with_vectors += fresh[stage]
-            fresh[stage] = False
+        here.ends += kind in ("B", "W")
         if kind != "W":
             renewals += renews
             renews = kind != "F"

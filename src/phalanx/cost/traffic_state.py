@@ -121,8 +121,7 @@ def _reductions(parameter: Held, layout: Layout, work: Work) -> int:
     """How often its gradients leave. Those around a pipeline's blocks may be several stages': they wait for all."""
     if layout.accumulate == "local" or (parameter.group == "around" and layout.pp > 1):
         return 1
-    passes = work.passes[parameter.users[0]]
-    return passes.ends if parameter.matrix else passes.ends_with_vectors
+    return work.passes[parameter.users[0]].ends
 
 
 def _mistargeted(runs: Sequence[Run], layout: Layout, work: Work) -> frozenset[int]:

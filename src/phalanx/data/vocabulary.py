@@ -23,6 +23,6 @@ def vocabulary_size(job: Job) -> int:
         return read_index(prepared_path(data)).vocab_size
     except DataError:
         raise JobError(
-            f"model.vocab_size is 0, which means the vocabulary of data.tokenizer={data.tokenizer}, and the data is not "
+            f"model.vocab_size is 0, which means that of data.tokenizer={data.tokenizer}, and the data is not "
             "prepared: set model.vocab_size to a number of tokens, or run `phalanx data` with the same job first"
         ) from None

@@ -23,8 +23,8 @@ def case_of(job: Job, vocab: int) -> Case:
         known = ", ".join(list(CLUSTERS)[:8])
         raise JobError(
             "cluster: nothing is known about the devices; name a machine, such as cluster=dgx-h100:8 (known: "
-            f"{known}, …), describe one under cluster.accelerator, or measure this one with `phalanx bench compute` and "
-            "`phalanx bench comm` and say cluster=local"
+            f"{known}, …), describe one under cluster.accelerator, or measure this one with `phalanx bench compute` "
+            "and `phalanx bench comm` and say cluster=local"
         )
     precision = job.train.precision
     model = replace(job.model, vocab_size=vocab)

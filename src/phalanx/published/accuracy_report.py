@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.cost.accuracy import Errors, Outcome, baseline, by, errors, ranking, verdicts
+from phalanx.published.accuracy import Errors, Outcome, baseline, by, errors, ranking, verdicts
 
 Table = list[tuple[str, ...]]
 

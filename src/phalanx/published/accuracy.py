@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from phalanx.cost.prediction import Prediction
-from phalanx.cost.row import Reading, read
-from phalanx.cost.table import Predict, memory_bytes, step_seconds
 from phalanx.errors import JobError
+from phalanx.published.row import Reading, read
+from phalanx.published.table import Predict, memory_bytes, step_seconds
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost import accuracy_picture, accuracy_report
-from phalanx.cost.accuracy import Outcome, baseline, by, errors, kendall, outcomes, ranking, verdicts
 from phalanx.errors import JobError
+from phalanx.published import accuracy_picture, accuracy_report
+from phalanx.published.accuracy import Outcome, baseline, by, errors, kendall, outcomes, ranking, verdicts
 
 ONE = Outcome(
     row_id="a-1",

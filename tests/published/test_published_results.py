@@ -9,7 +9,6 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-
 from benchmarks.published import LLAMA3, MEGATRON, Published, predicted
 
 ROWS = [*MEGATRON, *LLAMA3]

@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 
 from phalanx.cost.case import Products
-from phalanx.cost.row_cells import Cells
 from phalanx.job.cluster import Accelerator, Cluster
 from phalanx.job.clusters import ACCELERATORS, CLUSTERS
 from phalanx.nearest import nearest
+from phalanx.published.row_cells import Cells
 
 _DEVICES: tuple[tuple[str, str], ...] = (
     ("gb300", "gb300-nvl72"),
@@ -73,6 +73,7 @@ _PROGRAMS: tuple[tuple[str, str], ...] = (
     ("korthikanti|2205\\.05198", "megatron-2022"),
     ("llm-foundry", "fsdp1"),
     ("torchtitan.*async ?tp[,;]", "torchtitan-async"),
+    ("torchtitan.*(_2025|2026).*compile", "torchtitan-2025"),
     ("torchtitan.*compile", "torchtitan-compile"),
     ("torchtitan", "torchtitan"),
     ("maxtext|paxml|\\bpalm\\b", "maxtext"),
@@ -91,7 +92,15 @@ _PROGRAMS: tuple[tuple[str, str], ...] = (
 )
 """What trained there: a pattern of what the row says of its source, and the family of programs."""
 
-SHARDED = ("fsdp1", "torchtitan", "torchtitan-compile", "maxtext", "deepspeed-zero3")
+SHARDED = (
+    "fsdp1",
+    "torchtitan",
+    "torchtitan-compile",
+    "torchtitan-async",
+    "torchtitan-2025",
+    "maxtext",
+    "deepspeed-zero3",
+)
 """Programs that shard parameters where nothing else is said."""
 MODERN = ("nemo", "nemo-2025", "nemo-early-2026", "mlperf", "megatron-core", "llama3", "megascale", "megatron")
 """Megatron's kin since 2022: tensor parallelism comes with sequence parallelism where nothing else is said."""

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cost import table
 from phalanx.cost.case import Case
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
-from phalanx.cost.row import read
 from phalanx.errors import JobError
+from phalanx.published import table
+from phalanx.published.row import read
 
 HEAD = "row_id,model_name,gpu,n_gpus,tp,dp,global_batch_seqs,micro_batch,our_note\n"
 GOOD = "a-1,llama3-8b,H100,8,1,8,16,1,kept as it is\n"

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.cost.convention import convention_of, flops_per_step, peak_tflops
-from phalanx.cost.published import SHAPES, gpt
 from phalanx.job.clusters import ACCELERATORS
+from phalanx.published.convention import convention_of, flops_per_step, peak_tflops
+from phalanx.published.shapes import SHAPES, gpt
 
 B, S, L, H, V = 32, 2048, 24, 2304, 51200
 GPT = gpt(L, H, 24, V, S)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from phalanx.cost.row_cells import Cells
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
+from phalanx.published.row_cells import Cells
 from phalanx.schedule import catalogue
 
 MLPERF_CHUNKS = {96: 6, 126: 8}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from phalanx.cost.accuracy import Outcome, by
 from phalanx.pictures import COLOURS, FONT, NEUTRAL
+from phalanx.published.accuracy import Outcome, by
 
 _SIDE, _LEFT, _TOP, _GAP, _BOTTOM, _LEGEND = 420, 70, 64, 90, 60, 18
 _BAND = 0.1

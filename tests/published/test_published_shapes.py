@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.cost.published import SHAPES, key_of, plain, remark
 from phalanx.job.check_model import model_problems
 from phalanx.job.parameters import count, count_active
+from phalanx.published.shapes import SHAPES, key_of, plain, remark
 
 BILLIONS = {
     # What the papers and model cards print.

@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 from math import sqrt
 
-from phalanx.cost import published
-from phalanx.cost.row_cells import Cells
 from phalanx.job.model import Model
 from phalanx.nearest import nearest
+from phalanx.published import shapes
+from phalanx.published.row_cells import Cells
 
 _COLUMNS = ("n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab", "seq_len", "moe_experts", "moe_topk")
 
@@ -21,15 +21,15 @@ def model_of(cells: Cells, program: str, pp: int) -> Model | None:
     """The row's model with its vocabulary and sequence length; None with a problem told where it is unknown."""
     said = {name: cells.whole(name) for name in _COLUMNS}
     name = cells.text("model_name")
-    key = published.key_of(name)
+    key = shapes.key_of(name)
     if "bloom" in name.lower() and not key:
         base, key = _bloom(said), "bloom"
     elif key:
-        base = published.SHAPES[key]
+        base = shapes.SHAPES[key]
     else:
         base = _unknown(cells, said)
-    if key and published.remark(key):
-        cells.assume(published.remark(key))
+    if key and shapes.remark(key):
+        cells.assume(shapes.remark(key))
     if base is None:
         return None
     if not said["n_layers"] and (cut := re.search(r"-l([0-9]+)\b", name.lower())):
@@ -64,7 +64,7 @@ def _bloom(said: dict[str, int]) -> Model:
     """Candidates for BLOOM: 250 thousand tokens; 14,400 wide they had 96 heads, else 64 where nothing is said
     (bigscience, train/tr11-176B-ml/chronicles-prequel.md)."""
     width = said["hidden"] or 14400
-    return published.gpt(0, width, 96 if width == 14400 else 64, 250000)
+    return shapes.gpt(0, width, 96 if width == 14400 else 64, 250000)
 
 
 def _unknown(cells: Cells, said: dict[str, int]) -> Model | None:
@@ -72,17 +72,17 @@ def _unknown(cells: Cells, said: dict[str, int]) -> Model | None:
     name = cells.text("model_name")
     told = name.lower()
     if not said["hidden"] and not (said["n_layers"] and cells.number("n_params_b")):
-        listed = [published.SHAPES[key] for key in published.SHAPES if key.startswith(("megatron", "gpt3"))]
+        listed = [shapes.SHAPES[key] for key in shapes.SHAPES if key.startswith(("megatron", "gpt3"))]
         billions = cells.number("n_params_b") or 0
         close = [shape for shape in listed if abs(_billions(shape) / billions - 1) < 0.06] if billions else []
         if close and re.search("gpt|megatron", told):
             cells.assume(f"shape blank: the GPT of {_billions(close[0]):.1f} B")
             return close[0]
-        meant = nearest(published.plain(name), published.SHAPES)
+        meant = nearest(shapes.plain(name), shapes.SHAPES)
         hint = f"; did you mean {meant}?" if meant else ""
         cells.problem(
             f"model_name: {name!r} is no model that is known{hint}; give n_layers, hidden and n_heads, or one of "
-            f"{', '.join(published.SHAPES)}"
+            f"{', '.join(shapes.SHAPES)}"
         )
         return None
     modern = (
@@ -92,8 +92,8 @@ def _unknown(cells: Cells, said: dict[str, int]) -> Model | None:
     )
     width = said["hidden"] or 0
     if modern:
-        return published.llama(0, width, 0, 0, 0, 32000)
-    return published.gpt(0, width, 0)
+        return shapes.llama(0, width, 0, 0, 0, 32000)
+    return shapes.gpt(0, width, 0)
 
 
 def _billions(shape: Model) -> float:

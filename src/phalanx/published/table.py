@@ -25,9 +25,9 @@ from typing import Any, BinaryIO, TextIO
 from phalanx.cost import predict as whole
 from phalanx.cost.case import Case
 from phalanx.cost.prediction import Prediction
-from phalanx.cost.row import Reading, read
-from phalanx.cost.row_cells import COLUMNS
 from phalanx.errors import JobError
+from phalanx.published.row import Reading, read
+from phalanx.published.row_cells import COLUMNS
 
 ADDED = (
     *("pred_step_time_s", "pred_tflops_per_gpu", "pred_mfu_pct", "pred_tokens_per_s_per_gpu", "pred_peak_mem_gb"),
@@ -104,13 +104,15 @@ def write(file: BinaryIO, target: TextIO, predict: Predict, progress: Progress =
     summary = Summary(missing=tuple(name for name in COLUMNS if name not in names))
     writer = csv.writer(target, lineterminator="\n")
     writer.writerow([*(header[place] for place in kept), *ADDED])
+    shown = -1
     for cells in rows:
         row = dict(zip(names, [*cells, *[""] * (len(names) - len(cells))], strict=False))
         added = _predicted(row, len(cells) - len(names), predict, summary)
         padded = [*cells, *[""] * (len(names) - len(cells))]
         writer.writerow([*(padded[place] for place in kept), *added])
-        if size:
-            progress("predicting", file.tell(), size)
+        if size and (percent := 100 * file.tell() // size) > shown:
+            shown = percent
+            progress("predicting", percent, 100)
     summary.seconds = time.monotonic() - began
     text.detach()
     return summary

@@ -7,15 +7,15 @@ from dataclasses import replace
 from math import gcd, prod
 from typing import Literal
 
-from phalanx.cost import row_schedule
-from phalanx.cost.row_cells import Cells
-from phalanx.cost.row_machine import DISTRIBUTED, MODERN, SHARDED
 from phalanx.job.batch import Batch
 from phalanx.job.cluster import Cluster
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.parameters import count
 from phalanx.nearest import nearest
+from phalanx.published import row_schedule
+from phalanx.published.row_cells import Cells
+from phalanx.published.row_machine import DISTRIBUTED, MODERN, SHARDED
 
 ROOM = 0.6
 """Share of a device's memory that state may take in a layout that is filled in."""
@@ -204,7 +204,7 @@ def _recompute(cells: Cells, cluster: Cluster, program: str) -> Literal["none", 
     if program in ("megatron-2021", "vtrain", "megatron-deepspeed"):
         cells.assume("recompute blank: full")
         return "full"
-    if program in ("torchtitan", "torchtitan-compile"):
+    if program.startswith("torchtitan"):
         cells.assume("recompute blank: selective")
         return "selective"
     return "none"

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.cost import row_layout, row_machine, row_shape
 from phalanx.cost.calibration import calibrated
 from phalanx.cost.case import Case
-from phalanx.cost.convention import Convention, Counts, convention_of, flops_per_step, peak_tflops
-from phalanx.cost.row_cells import Cells
 from phalanx.errors import JobError
+from phalanx.published import row_layout, row_machine, row_shape
+from phalanx.published.convention import Convention, Counts, convention_of, flops_per_step, peak_tflops
+from phalanx.published.row_cells import Cells
 
 Means = Literal["allocated", "reserved", "device"]
 

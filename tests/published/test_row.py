@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cost.programs import SOFTWARE
-from phalanx.cost.row import read
-from phalanx.cost.row_machine import _PROGRAMS, DISTRIBUTED, MODERN, SHARDED
 from phalanx.errors import JobError
 from phalanx.job.check_layout import context_problems
 from phalanx.job.job import Job
+from phalanx.published.row import read
+from phalanx.published.row_machine import _PROGRAMS, DISTRIBUTED, MODERN, SHARDED
 
 ROW = {
     "model_name": "llama3-8b",

@@ -1,0 +1,1 @@
+"""Tables of measured runs: read, predicted row by row, and compared with what was measured."""
