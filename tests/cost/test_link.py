@@ -72,3 +72,9 @@ def test_beyond_a_pod_bandwidth_is_shared_where_many_rings_leave_it() -> None:
     one_a_pod = seconds(cluster, "all_gather", 1e10, Group(4, 3072))
     many_a_pod = seconds(cluster, "all_gather", 1e10, Group(64, 128))
     assert one_a_pod > 3 * many_a_pod
+
+
+def test_links_that_are_not_described_take_no_time_but_their_latency() -> None:
+    only_inter = replace(CLUSTERS["dgx-a100"], nodes=4, intra=replace(CLUSTERS["dgx-a100"].intra, gbs=0))
+    assert 0 < seconds(only_inter, "all_to_all", 1e9, Group(32)) < 1
+    assert 0 < seconds(only_inter, "all_gather", 1e9, Group(8)) < 1e-3

@@ -34,3 +34,9 @@ def test_precision_is_the_jobs() -> None:
 def test_nothing_known_about_the_devices() -> None:
     with pytest.raises(JobError, match="cluster=dgx-h100:8.*phalanx bench"):
         case_of(job("model=gpt2"), 50257)
+
+
+def test_nothing_known_about_the_links() -> None:
+    words = ("model=gpt2", "dp_shard=2", "cluster.accelerator.name=mine", "cluster.accelerator.bf16_tflops=100")
+    with pytest.raises(JobError, match="links between them"):
+        case_of(job(*words), 50257)

@@ -37,10 +37,11 @@ examples:
   phalanx verify examples/main.yaml                  every technique against one process, about a minute
   phalanx verify job.yaml --layouts tp=2,sp=true dp_shard=4,zero=2
   phalanx generate runs/main --prompt "def " --max-new-tokens 200
+  phalanx predict model=llama3-8b cluster=dgx-h100:1 dp_shard=8 train.precision=bf16 train.global_batch=16
   phalanx schedule show 1f1b --stages 4 --microbatches 8
 
 `phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.
-Exit codes: 0 done, 1 failed, 2 bad usage or job, 4 data or checkpoint invalid, 5 stopped on NaN,
+Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data or checkpoint invalid, 5 stopped on NaN,
 75 stopped cleanly (run the same command again to go on), 128+n ended by signal n.
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, log2
+from math import ceil, inf, log2
 
 from phalanx.cost.traffic import Collective
 from phalanx.job.cluster import Cluster, Link
@@ -68,9 +68,17 @@ def seconds(cluster: Cluster, collective: Collective, payload: float, group: Gro
     return start + min(ring, tree)
 
 
+def load(cluster: Cluster, group: Group) -> float:
+    """How much of what neighbouring devices can exchange a group's collectives do: by as much they slow down what runs
+    beside them. Bytes that come slowly over a network take few cores and little of the memory's bandwidth."""
+    near = group.near(cluster.joined)
+    nodes = ceil(group.ranks / near)
+    return min(1.0, _bandwidth(cluster, group, near, nodes) / _bytes(cluster.intra))
+
+
 def _bytes(link: Link) -> float:
-    """Bytes a second of large messages."""
-    return link.gbs * link.reached * 1e9
+    """Bytes a second of large messages; no end of them where a link is not described."""
+    return link.gbs * link.reached * 1e9 or inf
 
 
 def _bandwidth(cluster: Cluster, group: Group, near: int, nodes: int) -> float:

@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from phalanx.cost import operators
 from phalanx.cost.case import Case
-from phalanx.cost.communication import block_traffic
+from phalanx.cost.communication import block_traffic, group
 from phalanx.cost.layer import Seconds, work_seconds
+from phalanx.cost.link import load
 from phalanx.cost.state_time import Held, StateSeconds, block_held, state_seconds, table_held, zero_three
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
@@ -216,7 +217,7 @@ def _shard(case: Case, moe: bool, forward: float, backward: float) -> tuple[floa
     back = (state.gather if layout.reshard else 0.0) + state.reduce * scatters
     if not software.dp_overlaps:
         return there, back
-    slower = software.interference - 1
+    slower = (software.interference - 1) * load(case.cluster, group(layout, "shard"))
     return (
         max(0.0, there - forward) + slower * min(there, forward),
         max(0.0, back - backward) + slower * min(back, backward),

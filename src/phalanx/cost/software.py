@@ -62,9 +62,10 @@ class Software:
     """What every step costs besides, in milliseconds: the loader, logging, synchronising with the host."""
     interference: float = 1.1
     """What a product takes longer while a collective runs beside it (Galvatron measured 1.13)."""
-    spread: tuple[float, float] = (0.8, 1.3)
-    """Measured over predicted time: the tenth and the ninetieth of a hundred published steps."""
-    memory_spread: tuple[float, float] = (0.9, 1.1)
-    """The same for memory."""
+    spread: tuple[float, float] = (0.91, 1.23)
+    """Measured over predicted time, the tenth and the ninetieth of a hundred: of 765 published steps, calibrated or not
+    (docs/accuracy.md)."""
+    memory_spread: tuple[float, float] = (0.95, 1.05)
+    """The same for memory, of 100 published figures."""
     habits: Habits = field(default_factory=Habits)
     """What it keeps in memory."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from phalanx.cost.case import Case
-from phalanx.cost.communication import boundary_seconds
+from phalanx.cost.communication import boundary_seconds, group
+from phalanx.cost.link import load
 from phalanx.cost.pipeline import pipeline_seconds
 from phalanx.cost.prediction import Parts
 from phalanx.cost.rank_time import Content, RankTime, contents, held_by, rank_time
@@ -71,7 +72,8 @@ def _state(case: Case, content: Content, held: Held, slowest: RankTime) -> tuple
     backward = slowest.total - slowest.forward
     hidden = backward * (1 - 1 / max(2.0, content.blocks))
     ahead = slowest.forward * (1 - 1 / max(2.0, content.blocks))
-    slower = case.software.interference - 1
+    axis = "shard" if layout.shard_ranks > 1 else "replicate"
+    slower = (case.software.interference - 1) * load(case.cluster, group(layout, axis))
     late = max(0.0, state.reduce - hidden) + max(0.0, state.gather - ahead)
     beside = min(state.reduce, hidden) + min(state.gather, ahead)
     # The last bucket, and the first block's parameters, wait for nobody.

@@ -26,6 +26,11 @@ def case_of(job: Job, vocab: int) -> Case:
             f"{known}, …), describe one under cluster.accelerator, or measure this one with `phalanx bench compute` "
             "and `phalanx bench comm` and say cluster=local"
         )
+    if job.layout.world > 1 and not (job.cluster.intra.gbs or job.cluster.inter.gbs):
+        raise JobError(
+            f"cluster: {job.layout.world} devices, and nothing is known about the links between them; set "
+            "cluster.intra.gbs and cluster.inter.gbs, or measure them with `phalanx bench comm`"
+        )
     precision = job.train.precision
     model = replace(job.model, vocab_size=vocab)
     return Case(
