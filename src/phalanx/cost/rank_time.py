@@ -8,9 +8,10 @@ from functools import lru_cache
 from phalanx.cost import operators
 from phalanx.cost.case import Case
 from phalanx.cost.communication import block_traffic, group
+from phalanx.cost.held import block_parameters, outside
 from phalanx.cost.layer import Seconds, work_seconds
 from phalanx.cost.link import load
-from phalanx.cost.state_time import Held, StateSeconds, block_held, state_seconds, table_held, zero_three
+from phalanx.cost.state_time import Held, state_seconds, zero_three
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.stages import parse_cut, ranges
@@ -132,14 +133,19 @@ def _even(model: Model, layout: Layout, dense_layers: int) -> tuple[Content, ...
 def held_by(case: Case, content: Content) -> Held:
     """Parameters of a rank before data ranks shard them."""
     model, layout = case.model, case.layout
-    dense = experts = 0.0
+    dense, experts = float(outside(model, layout.tp, content.embedding, content.head)), 0.0
     for number, moe in ((content.dense, False), (content.moe, True)):
         if number:
-            block = block_held(model, moe, layout.tp, layout.ep)
+            block = block_held(case, moe)
             dense += number * block.dense
             experts += number * block.experts
-    tables = content.embedding + (content.head and not (model.tied and content.embedding))
-    return Held(round(dense) + tables * table_held(model, layout.tp), round(experts))
+    return Held(round(dense), round(experts))
+
+
+def block_held(case: Case, moe: bool) -> Held:
+    """Parameters of one block, with experts or without."""
+    found = block_parameters(case.model, case.layout.tp, case.layout.ep, moe)
+    return Held(found.dense, found.experts)
 
 
 @lru_cache(50_000)
@@ -210,8 +216,7 @@ def _shard(case: Case, moe: bool, forward: float, backward: float) -> tuple[floa
     layout, software = case.layout, case.software
     if not zero_three(layout):
         return 0.0, 0.0
-    held = block_held(case.model, moe, layout.tp, layout.ep)
-    state: StateSeconds = state_seconds(case, held, software.messages)
+    state = state_seconds(case, block_held(case, moe), software.messages)
     scatters = 1.0 if layout.accumulate == "sharded" or case.batch.accumulation == 1 else 1 / case.batch.accumulation
     there = state.gather if layout.reshard or case.batch.accumulation == 1 else state.gather / case.batch.accumulation
     back = (state.gather if layout.reshard else 0.0) + state.reduce * scatters

@@ -5,16 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from phalanx.cost.case import Case
 from phalanx.cost.communication import group
 from phalanx.cost.kernel import stream_seconds
 from phalanx.cost.link import seconds
 from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.parameters import block_shapes, vocabulary
-from phalanx.job.pieces import is_expert, piece
 
 OPTIMIZER_BYTES = 28
 """Bytes that AdamW moves for a parameter: reads fp32 weight, two moments and the gradient, writes the three and a
@@ -29,24 +25,6 @@ class Held:
 
     dense: int
     experts: int = 0
-
-
-@lru_cache(10_000)
-def block_held(model: Model, layer_is_moe: bool, tp: int, ep: int) -> Held:
-    layer = model.n_layers - 1 if layer_is_moe else 0
-    dense = experts = 0
-    for name, shape in block_shapes(model, layer).items():
-        held = prod(piece(name, shape, model, tp, 0).shape)
-        if is_expert(name):
-            experts += held // ep
-        else:
-            dense += held
-    return Held(dense, experts)
-
-
-def table_held(model: Model, tp: int) -> int:
-    """Numbers of an embedding, or of a head, on a tensor rank."""
-    return -(-vocabulary(model) // tp) * model.d_model
 
 
 @dataclass(frozen=True)
