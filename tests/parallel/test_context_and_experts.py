@@ -65,6 +65,10 @@ CASES = [
     ("capacity", "cp=2,cp_ulysses=2,ep=2"),
     ("capacity", "dp_shard=2,tp=2,ep=2,recompute=full"),
     ("capacity", "cp=4,ep=2,zero=1"),
+    # No two ranks of a replica hold the same experts: only the replicas sum their gradients.
+    ("mixtral", "dp_replicate=2,dp_shard=2,ep=2,zero=2,accumulate=sharded,accumulation=2"),
+    ("mixtral", "dp_replicate=2,dp_shard=2,ep=2,zero=3,accumulate=sharded,accumulation=2"),
+    ("mixtral", "dp_replicate=2,dp_shard=2,ep=2,pp=2,zero=2,accumulate=sharded,schedule=zb_h1,accumulation=2"),
     ("deepseek", "tp=4,sp=true"),
     ("deepseek", "cp=2,dp_replicate=2,ep=2,recompute=selective"),
     ("deepseek", "dp_shard=2,cp=2,tp=2,ep=2,zero=2"),

@@ -85,6 +85,7 @@ COMPOSITIONS = [
     ("gpt", {"dp_shard": 2, "zero": 1, **SMALL}),
     ("llama", {"dp_shard": 2, "zero": 2, **HALVES, **SMALL}),
     ("gpt", {"dp_shard": 2, **VEE}),
+    ("gpt", {**HYBRID, "accumulate": "sharded", **VEE}),
     ("llama", {**TP, **VEE}),
     ("gpt", {**SP, **HALVES, "loss_chunk": 7}),
     ("llama", {"dp_shard": 2, "reshard": False, "tiles": 2, **INTERLEAVED}),
@@ -169,11 +170,22 @@ def test_replicas_that_agree_now_and_then_may_be_pipelines(ranks, sync):
     assert [loss for loss, _ in results[1][0]] == pytest.approx([loss for loss, _ in expected[1][0]], rel=1e-9)
 
 
-def test_gradients_may_be_added_up_in_fp32(ranks, reference):
-    layout = Layout(pp=2, dp_shard=2, zero=2, schedule="zb_v", accumulation=3, accumulate="sharded")
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"zero": 2, **VEE, "accumulate": "sharded"},
+        VEE,
+        {**VEE, "accumulation": 1},
+        {"schedule": "v_half", "accumulate": "sharded"},
+        {"dp_replicate": 2, **BOTH, "tiles": 2},
+    ],
+    ids=str,
+)
+def test_gradients_may_be_added_up_in_fp32(ranks, reference, values):
+    layout = Layout(**{"pp": 2, "dp_shard": 2, "accumulation": 3} | values)
     job = job_of(DEEP["llama"], layout)
     job = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="bf16", gradients="fp32"))
-    shown, _, _ = ranks(steps, 4, job, VOCAB)[0]
+    shown, _, _ = ranks(steps, layout.world, job, VOCAB)[0]
     for found, wanted in zip(shown, reference(DEEP["llama"])[0], strict=True):
         assert found == pytest.approx(wanted, rel=2e-2)
 

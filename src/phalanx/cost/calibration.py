@@ -96,9 +96,15 @@ PACES: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
 """By program and device: the pace, and the rows that it was fitted to."""
 
 
-MOE_PACES: dict[str, tuple[float, tuple[str, ...]]] = {
-    "nemo-2025": (1.5, ("nemo_megatron_bridge-0248", "nemo_megatron_bridge-0262")),
-    "nemo-early-2026": (
+_HOPPER_MOE = (
+    "nemo_megatron_bridge-0112",
+    "nemo_megatron_bridge-0147",
+    "nemo_megatron_bridge-0155",
+    "nemo_megatron_bridge-0223",
+)
+MOE_PACES: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
+    ("nemo-2025", ""): (1.5, ("nemo_megatron_bridge-0248", "nemo_megatron_bridge-0262")),
+    ("nemo-early-2026", ""): (
         1.4,
         (
             "nemo_megatron_bridge-0109",
@@ -109,14 +115,17 @@ MOE_PACES: dict[str, tuple[float, tuple[str, ...]]] = {
             "nemo_megatron_bridge-0202",
         ),
     ),
+    # Hopper keeps the older dispatcher, also in containers since.
+    ("nemo-early-2026", "h100-80gb"): (1.91, _HOPPER_MOE),
+    ("nemo", "h100-80gb"): (1.91, _HOPPER_MOE),
 }
-"""By program: `Software.moe_pace`, and the rows that it was fitted to."""
+"""By program and device, "" all others: `Software.moe_pace`, and the rows that it was fitted to."""
 
 
 def calibrated(program: str, device: Accelerator) -> Software:
     """The program of that name on that device."""
     pace, _ = PACES.get((program, device.name), (1.0, ()))
-    moe_pace, _ = MOE_PACES.get(program, (1.0, ()))
+    moe_pace, _ = MOE_PACES.get((program, device.name), MOE_PACES.get((program, ""), (1.0, ())))
     software = SOFTWARE[program]
     return replace(software, pace=pace * software.pace, moe_pace=moe_pace)
 

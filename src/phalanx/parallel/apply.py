@@ -14,14 +14,14 @@ from phalanx.errors import JobError
 from phalanx.job import batch
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
-from phalanx.job.pieces import padded_vocabulary
+from phalanx.job.pieces import BALANCING, WITHIN, padded_vocabulary
 from phalanx.job.pipeline import schedule_of
 from phalanx.model.init import initial_value
 from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import context, expert, tensor, vocabulary
 from phalanx.parallel.data import Partial, Pieces, Replica, ThreadReplicas
-from phalanx.parallel.fragments import BALANCING, by_whole
+from phalanx.parallel.fragments import by_whole
 from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import WeightGradients, collect, onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
@@ -128,7 +128,7 @@ def _cut(
         partials.append(Partial(mesh.neighbours("tp", copies), shared))
         log.info("tensor parallel: each key/value head on %d ranks", copies)
     whole = (name for name, piece in pieces.items() if piece[0].dim is None and not name.endswith(BALANCING))
-    partials.append(Partial(tp, frozenset(name for name in whole if layout.sp or name.endswith(tensor.WITHIN))))
+    partials.append(Partial(tp, frozenset(name for name in whole if layout.sp or name.endswith(WITHIN))))
     if layout.sp:
         log.info("sequence parallel: %d tokens of a sequence a rank", model.model.seq_len // tp.size)
     return pieces, partials, taken

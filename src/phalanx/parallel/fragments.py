@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.job.pieces import Piece
+from phalanx.job.pieces import BALANCING, Piece
 from phalanx.parallel.mesh import Mesh
-
-BALANCING = "router.bias"
-"""How the names of balancing biases end: every rank that computes a router finds the whole of their gradients."""
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,16 +64,19 @@ class ShardedReplica(Replica):
         self.experts: tuple[Axis, Axis] | None = None
         # A processor has no streams for FSDP2 to overlap by: there collectives go on by themselves.
         defers = shard.gloo and replicate.size == 1 and not self.every_micro_batch and gradient_dtype is None
-        dense = of_experts = _ReduceScatter(shard, replicate, defers)
+        dense = of_experts = _ReduceScatter(shard, defers)
         if layout.ep > 1:
             self.experts = mesh.axis("ep"), mesh.axis("edp")
-            of_experts = _ReduceScatter(mesh.axis("edp"), replicate, defers)
+            of_experts = _ReduceScatter(mesh.axis("edp"), defers)
         self.scatters = {dense, of_experts}
         for group in self.groups:
             scatter = of_experts if isinstance(group, Experts) else dense
             group._set_unshard_async_op(shard.gloo)
             group.set_custom_all_gather(_AllGather(scatter.shard))
             group.set_custom_reduce_scatter(scatter)
+            if replicate.size > 1:
+                # FSDP2 sums over replicas (HSDP) by itself, whether or not it had to reduce and scatter before.
+                group.set_all_reduce_hook(partial(replicate.count, "all_reduce"))
             # Plain sums: what they are divided by is the trainer's concern.
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
@@ -88,20 +92,19 @@ class ShardedReplica(Replica):
         super().__init__(objective, pieces, tp, partials)
 
     def begin_backward(self, stage: int, *, last: bool) -> None:
-        sends = last or self.every_micro_batch
-        self.root.set_requires_all_reduce(last)
-        self._all_reduces(last)
         if not self.stages:
-            self.root.set_requires_gradient_sync(sends)
             self.root.set_is_last_backward(last)
-            return
-        for module in self.stages[stage]:
-            module.set_requires_gradient_sync(sends)
+        for module in self.stages.get(stage, [self.root]):
+            module.set_requires_gradient_sync(last or self.every_micro_batch)
+            # After the other, which says the same of both: replicas sum their shares once, when they are complete.
+            module.set_requires_all_reduce(last)
 
     def end_backward(self, stage: int, *, last: bool) -> None:
-        if self.stages and (last or self.every_micro_batch):
-            for module in self.stages[stage]:
-                # Gradients of weights that were put off come when autograd, and FSDP2 with it, is through.
+        for module in self.stages.get(stage, ()):
+            # Gradients of weights that were put off come when autograd, and FSDP2 with it, is through.
+            _widen(module)
+            if last or self.every_micro_batch:
+                _complete(module)
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     group.post_backward()
                 module.set_requires_gradient_sync(False)
@@ -110,9 +113,8 @@ class ShardedReplica(Replica):
         if self.stages:
             # What lies around the blocks may be several stages': it is reduced when all are done.
             self.root.set_requires_gradient_sync(True)
-            self.root.set_requires_all_reduce(True)
             self.root.set_is_last_backward(True)
-            self._all_reduces(True)
+            _widen(self.root)
             self.root._get_fsdp_state()._root_post_backward_final_callback()
             for group in self.groups:
                 group.reshard()
@@ -130,10 +132,6 @@ class ShardedReplica(Replica):
             self.root.set_requires_gradient_sync(False)
             self.root.set_is_last_backward(False)
             self.root.set_reshard_after_backward(self.reshard)
-
-    def _all_reduces(self, does: bool) -> None:
-        for scatter in self.scatters:
-            scatter.all_reduces = does
 
     def loss(self, micro: MicroTensors) -> Tensor:
         found = super().loss(micro)
@@ -200,6 +198,28 @@ def _shard(
     return [*groups, *(group for of_block in blocks for group in of_block), root]
 
 
+def _widen(module: FSDPModule) -> None:
+    """Add what autograd did not bring to what FSDP2 adds up, in the type in which gradients are added up: it sends
+    those of a group together, and they have to be of one type."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def _complete(module: FSDPModule) -> None:
+    """Have all gradients of a group travel where one does. A backward pass in halves may have brought some with an
+    earlier one; but replicas add up the shares of micro-batches, which have to be alike."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        empty = [
+            p for p in group.fsdp_params if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None
+        ]
+        if len(empty) < len(group.fsdp_params):
+            for parameter in empty:
+                zeros = torch.zeros_like(parameter._unsharded_param, dtype=parameter.reduce_dtype)
+                parameter.unsharded_accumulated_grad = zeros
+
+
 def _give_up(module: nn.Module, *_: Any) -> None:
     assert isinstance(module, FSDPModule), "the hook of a tile"
     module.reshard()
@@ -242,18 +262,14 @@ class _ReduceScatter(_Allocates, ReduceScatter):
     """`defers`: nothing reads a group's gradient before the backward pass ends (it is not added to another, not cast,
     not reduced again), so it may arrive while the next group is computed."""
 
-    def __init__(self, shard: Axis, replicate: Axis, defers: bool):
-        self.shard, self.replicate, self.defers = shard, replicate, defers
-        self.all_reduces = True
-        """HSDP: FSDP2 follows up with an all-reduce of its own, which is counted here."""
+    def __init__(self, shard: Axis, defers: bool):
+        self.shard, self.defers = shard, defers
         self.under_way: Pending | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         work = self.shard.reduce_scatter(output_tensor, input_tensor)
-        if self.replicate.size > 1 and self.all_reduces:
-            self.replicate.count("all_reduce", output_tensor)
         if self.defers:
             self.settle()  # one at a time: each keeps a group's whole gradient
             self.under_way = work

@@ -93,14 +93,6 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[Piece, ...]]
     return pieces
 
 
-WITHIN = (
-    *("attn.wq_a.weight", "attn.wq_a.bias", "attn.q_norm.weight", "attn.q_norm.bias"),
-    *("attn.wkv_a.weight", "attn.wkv_a.bias", "attn.kv_norm.weight", "attn.kv_norm.bias"),
-    *("moe.router.weight", "moe.experts.down.bias", "moe.shared.down.bias"),
-)
-"""Parameters that are whole on every rank but lie between cut ones: each rank finds its own part of their gradients."""
-
-
 def connect(model: Transformer, how: Tensors) -> set[nn.Module]:
     """Have the layers of `model`, whose parameters are cut, communicate. Returns the linear layers whose products are
     made here.

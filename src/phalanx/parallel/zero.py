@@ -44,8 +44,8 @@ class BucketReplica(Replica):
         holders: Callable[[str], Sequence[int]] = lambda name: (0,),
     ):
         """`zero` 1 keeps whole gradients until the optimizer is done, 2 only shares of them. `gradient_dtype` is that
-        in which gradients are added up and sent, by default the parameters'. `every_micro_batch` reduces the gradients
-        of each micro-batch instead of once a step: less memory with ZeRO-2, more traffic. `experts` are ep, among
+        in which gradients are added up and sent, by default the parameters'. `every_micro_batch` has ZeRO-2 reduce the
+        gradients of each micro-batch instead of once a step: less memory, more traffic. `experts` are ep, among
         whose ranks experts are dealt out, and edp, which has the state of the same experts in `shard`'s place. `users`
         tells which of a pipeline's stages here compute with a parameter: a bucket's gradients come together. `holders`
         tells which of its ranks hold it: a bucket is cut alike on all that have to sum its shares."""
@@ -67,9 +67,7 @@ class BucketReplica(Replica):
                 if len(stages) == 1:
                     self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
         self.filling: list[Bucket] = []
-        """What the present backward pass fills and has not been sent, in the order of sending."""
-        self.sends = False
-        """Whether the present micro-batch's gradients are reduced."""
+        """What is to be reduced after the present backward pass and has not been sent, in the order of sending."""
         self.slots: dict[Tensor, tuple[Bucket, Slot]] = {
             slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }
@@ -80,26 +78,28 @@ class BucketReplica(Replica):
         super().__init__(objective, pieces, tp, partials)
 
     def begin_backward(self, stage: int, *, last: bool) -> None:
-        self.sends = last or self.every_micro_batch
-        self.filling = list(self.of_stage.get(stage, ()))
-        for bucket in self.filling:
+        for bucket in self.of_stage.get(stage, ()):
             bucket.expect()
+        self.filling = self._reduced(stage, last)
 
     def end_backward(self, stage: int, *, last: bool) -> None:
-        if not self.sends:
-            return
         for bucket in self.filling:
             bucket.reduce()
-        self.sends, self.filling = False, []
+        self.filling = []
         if not last:
-            for bucket in self.of_stage.get(stage, ()):
+            for bucket in self._reduced(stage, last):
                 bucket.settle()
+
+    def _reduced(self, stage: int, last: bool) -> list[Bucket]:
+        """The stage's buckets that are reduced after a micro-batch, the last one or not."""
+        # A buffer that stays is reduced once: the next micro-batch's gradients would be added to what has been summed.
+        return [b for b in self.of_stage.get(stage, ()) if last or (self.every_micro_batch and b.transient)]
 
     def arrived(self, weight: Tensor) -> None:
         """A parameter's gradient of this micro-batch is complete. Buckets are sent in their order, on every rank."""
         bucket, slot = self.slots[weight]
         bucket.take(slot)
-        while self.sends and self.filling and not self.filling[0].waiting:
+        while self.filling and not self.filling[0].waiting:
             self.filling.pop(0).reduce()
 
     def publish(self) -> None:

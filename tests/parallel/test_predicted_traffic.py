@@ -1,0 +1,283 @@
+"""What is predicted that ranks send in a step is what they send: every byte, on every axis and by every collective."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+from unittest import mock
+
+import pytest
+import torch
+
+from parallel.steps import micro_batches
+from phalanx.comm.axis import Axis
+from phalanx.cost.traffic_step import step_traffic
+from phalanx.cost.traffic_table import Traffic
+from phalanx.job import batch, layout_line
+from phalanx.job.check import problems_of, untrainable
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import MLA, Model, MoE
+from phalanx.job.pipeline import schedule_of
+from phalanx.job.train import Train
+from phalanx.model.experts import Sizes
+from phalanx.parallel import expert
+from phalanx.parallel import mesh as meshes
+from phalanx.parallel.pipedream import PipeDream
+from phalanx.plan.cut import stages_of
+from phalanx.train.step import Stepper
+from phalanx.train.stream import Stream
+
+Precision = Literal["fp64", "fp32", "bf16"]
+Gradients = Literal["same", "fp32"]
+VOCAB = 29
+"""A prime: nothing divides by the ranks, so that padding is at work everywhere."""
+SEQUENCES = 2
+"""In a micro-batch."""
+GPT = Model(n_layers=3, d_model=24, n_heads=4, seq_len=16, tied=True)
+LLAMA = Model(
+    n_layers=2, d_model=20, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=36, seq_len=16,
+    norm="rmsnorm", positions="rope", activation="swiglu", bias=False, tied=False,
+)  # fmt: skip
+DEEP = dataclasses.replace(LLAMA, n_layers=4)
+ONE_KEY = dataclasses.replace(LLAMA, n_kv_heads=1)
+DROPS = dataclasses.replace(GPT, dropout=0.1)
+MIXTRAL = dataclasses.replace(LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=12, aux_loss=0.01), n_layers=3)
+SWITCH = dataclasses.replace(
+    MIXTRAL,
+    moe=MoE(
+        n_experts=4,
+        top_k=1,
+        d_ff=12,
+        capacity=1.25,
+        renormalise=False,
+        n_dense_layers=1,
+        n_shared=1,
+        bias_balanced=True,
+    ),
+)
+DEEPSEEK = dataclasses.replace(
+    SWITCH, mla=MLA(q_rank=12, kv_rank=10, rope_head_dim=4, nope_head_dim=6, v_head_dim=5), n_kv_heads=4, bias=True
+)
+DROPPING = dataclasses.replace(SWITCH, dropout=0.1)
+
+
+def counted(ranks, job: Job) -> tuple[Traffic, float]:
+    """What this rank's ledger has of a step (the mean, where steps differ), and the rows that it sent in it to other
+    ranks' experts, or as theirs back."""
+    mesh = meshes.build(job.layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
+    steps = job.layout.sync_every if job.layout.apart > 1 else 1
+    rows, table_of = [], expert._sizes_of_all
+
+    def sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:
+        table = table_of(ep, sizes)
+        experts = [expert.experts_of(len(table[0]), ep.size, rank) for rank in range(ep.size)]
+        away = [(a, b) for a in range(ep.size) for b in range(ep.size) if a != b and ep.rank in (a, b)]
+        rows.append(sum(table[a][n] for a, b in away for n in experts[b]))
+        return table
+
+    mesh.ledger.clear()
+    with mock.patch.object(expert, "_sizes_of_all", sizes_of_all):
+        if isinstance(stepper.replica.runner, PipeDream):
+            steps = 3
+            stream(job, stepper, steps)
+        else:
+            for step in range(steps):
+                batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
+                stepper.step(batches, step, valid, 1e-2)
+    return mesh.ledger.traffic(steps), sum(rows) / steps / (2 if job.layout.recompute == "full" else 1)
+
+
+def stream(job: Job, stepper: Stepper, steps: int) -> None:
+    """A run of steps without a flush."""
+    assert isinstance(stepper.replica.runner, PipeDream)
+    steps_on = Stream(stepper, stepper.replica.runner)
+    for step in range(steps):
+        batches, valid = micro_batches(job, step, stepper.mesh.data_rank, VOCAB)
+        following, _ = micro_batches(job, step + 1, stepper.mesh.data_rank, VOCAB)
+        steps_on.step(batches, step, valid, 1e-2, False, (lambda more=following: more) if step + 1 < steps else None)
+
+
+def job_of(model: Model, layout: Layout, precision: Precision = "fp32", gradients: Gradients = "same") -> Job:
+    micro = layout.accumulation or 1
+    layout = dataclasses.replace(layout, accumulation=micro, micro_batch=layout.micro_batch or SEQUENCES)
+    size = layout.micro_batch * micro * layout.data_ranks
+    return Job(model=model, layout=layout, train=Train(global_batch=size, precision=precision, gradients=gradients))
+
+
+def check(ranks, job: Job) -> None:
+    """Compare every rank's bytes."""
+    assert not [*problems_of(job), *untrainable(job)]
+    layout, equation = job.layout, batch.solve(job.train.global_batch, job.layout)
+    stages = None
+    if layout.pp > 1:
+        stages = stages_of(job.model, layout, schedule_of(layout, equation.accumulation).stages, VOCAB)
+    known = layout.ep > 1 and not job.model.moe.capacity
+    for rank, (found, rows) in enumerate(ranks(counted, layout.processes, job)):
+        expected = step_traffic(
+            job.model,
+            layout,
+            equation,
+            precision=job.train.precision,
+            gradients=job.train.gradients,
+            vocab=VOCAB,
+            stages=stages,
+            rank=rank,
+            rows=rows if known else None,
+        )
+        # The ledger has entries for collectives of nothing, such as a share of few rows.
+        real = {axis: {name: sent for name, sent in by.items() if sent} for axis, by in found.items()}
+        exactly = {
+            axis: {name: pytest.approx(sent, 1e-13) for name, sent in by.items()} for axis, by in expected.items()
+        }
+        assert {axis: by for axis, by in real.items() if by} == exactly, f"rank {rank}"
+
+
+DATA = [
+    (GPT, "dp_replicate=3,accumulation=2"),
+    (GPT, "dp_replicate=2,accumulation=2,data_parallel=threads"),
+    (GPT, "dp_shard=3,zero=1,accumulation=2"),
+    (GPT, "dp_shard=3,zero=2,accumulation=2"),
+    (GPT, "dp_shard=3,zero=2,accumulation=2,accumulate=sharded"),
+    (GPT, "dp_shard=3,accumulation=2"),
+    (LLAMA, "dp_shard=3,accumulation=2,accumulate=sharded,recompute=full"),
+    (LLAMA, "dp_shard=4,accumulation=2,reshard=false"),
+    (GPT, "dp_shard=2,prefetch=0,accumulation=2"),
+    (GPT, "dp_replicate=2,dp_shard=2,zero=1"),
+    (GPT, "dp_replicate=2,dp_shard=2,zero=2,accumulate=sharded,accumulation=2"),
+    (GPT, "dp_replicate=2,dp_shard=2,accumulation=2"),
+    (GPT, "dp_replicate=2,dp_shard=2,accumulation=2,accumulate=sharded"),
+    (GPT, "dp_shard=2,tiles=2,accumulation=2"),
+    (LLAMA, "dp_shard=2,tiles=3,recompute=full"),
+    (GPT, "dp_shard=2,tiles=3,recompute=full"),
+    (DROPS, "dp_shard=2,tiles=3,recompute=full"),
+    (GPT, "dp_shard=2,tiles=2,zero=1"),
+]
+TENSOR = [
+    (GPT, "tp=2,accumulation=2"),
+    (GPT, "tp=4,loss_chunk=8"),
+    (LLAMA, "tp=4"),
+    (ONE_KEY, "tp=2"),
+    (ONE_KEY, "tp=4,sp=true,dp_shard=2"),
+    (GPT, "tp=2,sp=true,sp_regather=true,recompute=selective"),
+    (GPT, "tp=2,sp=true,sp_regather=true,recompute=full"),
+    (DROPS, "tp=2,sp=true,recompute=full"),
+    (GPT, "tp=2,recompute=full,loss_chunk=8"),
+    (LLAMA, "tp=4,sp=true,dp_replicate=2"),
+    (GPT, "tp=2,sp=true,dp_shard=2,zero=1"),
+    (DEEPSEEK, "tp=2"),
+    (DEEPSEEK, "tp=2,sp=true,sp_regather=true"),
+    (DEEPSEEK, "tp=2,sp=true,recompute=full"),
+    (DEEPSEEK, "tp=2,recompute=full"),
+    (DROPPING, "tp=2,recompute=full"),
+    (MIXTRAL, "tp=2,sp=true,sp_regather=true"),
+]
+CONTEXT = [
+    (LLAMA, "cp=2"),
+    (LLAMA, "cp=4,zero=1"),
+    (LLAMA, "cp=2,recompute=selective"),
+    (LLAMA, "cp=2,recompute=full"),
+    (LLAMA, "cp=2,cp_ulysses=2"),
+    (LLAMA, "cp=2,cp_ulysses=2,recompute=selective"),
+    (DROPS, "cp=2,cp_ulysses=2,recompute=selective"),
+    (LLAMA, "cp=4,cp_ulysses=4"),
+    (LLAMA, "cp=4,cp_ulysses=2"),
+    (LLAMA, "cp=4,cp_ulysses=2,cp_inner=ring"),
+    (LLAMA, "cp=2,tp=4,sp=true"),
+    (MIXTRAL, "cp=2"),
+    (SWITCH, "cp=2,recompute=full"),
+    (DEEPSEEK, "cp=4,cp_ulysses=2"),
+    (GPT, "dp_replicate=2,cp=2"),
+]
+EXPERTS = [
+    (SWITCH, "dp_shard=4,ep=2"),
+    (SWITCH, "dp_shard=4,ep=2,zero=2,accumulation=2,accumulate=sharded"),
+    (SWITCH, "dp_shard=4,ep=2,recompute=full"),
+    (SWITCH, "dp_shard=4,ep=2,reshard=false,accumulation=2"),
+    (SWITCH, "cp=2,ep=2"),
+    (SWITCH, "cp=2,ep=2,cp_ulysses=2,zero=1,recompute=full"),
+    (SWITCH, "dp_shard=2,ep=2,tp=2,sp=true"),
+    (DEEPSEEK, "dp_shard=2,ep=2,tp=2,recompute=full"),
+    (SWITCH, "dp_replicate=2,dp_shard=2,ep=2,zero=1"),
+    (SWITCH, "dp_replicate=2,dp_shard=4,ep=2"),
+    # Experts that only replicas share: edp is one rank.
+    (SWITCH, "dp_replicate=2,dp_shard=2,ep=2"),
+    (SWITCH, "dp_replicate=2,dp_shard=2,ep=2,accumulation=2,accumulate=sharded"),
+    (SWITCH, "dp_replicate=2,dp_shard=2,ep=2,zero=2,accumulation=2,accumulate=sharded"),
+]
+PIPELINES = [
+    (GPT, "pp=3,accumulation=4,schedule=gpipe"),
+    (GPT, "pp=2,accumulation=4,schedule=zb_h1,tp=2,sp=true"),
+    (DEEP, "pp=2,accumulation=4,schedule=interleaved_1f1b,recompute=full,tp=2"),
+    (DEEP, "pp=2,accumulation=4,schedule=zb_v"),
+    (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2"),
+    (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2,cp=2"),
+    (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2,cp=2,cp_ulysses=2,recompute=selective"),
+    (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2,tp=2,sp=true"),
+    (GPT, "pp=2,accumulation=3,dp_replicate=2"),
+    (GPT, "pp=2,accumulation=3,dp_shard=2,zero=1"),
+    (GPT, "pp=2,accumulation=3,dp_shard=2,zero=2,accumulate=sharded"),
+    (GPT, "pp=2,accumulation=3,dp_shard=2"),
+    (GPT, "pp=2,accumulation=3,dp_shard=2,accumulate=sharded"),
+    (GPT, "pp=2,accumulation=3,dp_replicate=2,dp_shard=2,accumulate=sharded"),
+    (DEEP, "pp=2,accumulation=4,dp_replicate=2,dp_shard=2,schedule=zb_v,accumulate=sharded"),
+    (DEEP, "pp=2,accumulation=4,dp_shard=2,reshard=false"),
+    (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=interleaved_1f1b"),
+    (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=zb_h1"),
+    (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=zb_h1,accumulate=sharded"),
+    (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=zb_v"),
+    (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=dualpipe"),
+    (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=dualpipe,prefetch=2"),
+    (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=interleaved_1f1b,prefetch=0"),
+    (dataclasses.replace(SWITCH, n_layers=4), "pp=2,accumulation=2,dp_shard=2,ep=2"),
+    (dataclasses.replace(GPT, n_layers=4), "pp=2,accumulation=4,schedule=interleaved_1f1b,dp_shard=2,tp=2,sp=true"),
+    (GPT, "pp=2,accumulation=2,dp_shard=2,tiles=2,recompute=full"),
+    (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=dualpipe,tiles=2"),
+    (DEEP, "pp=2,accumulation=4,schedule=dualpipe,tiles=2"),
+]
+
+
+OTHERS = [
+    (GPT, "dp_replicate=2,sync=local_sgd,sync_every=2"),
+    (GPT, "dp_replicate=2,dp_shard=2,sync=diloco,sync_every=3,zero=1"),
+    (GPT, "dp_replicate=2,dp_shard=2,sync=local_sgd,sync_every=2"),
+    (GPT, "dp_replicate=2,tp=2,sync=local_sgd,sync_every=2"),
+    (GPT, "dp_replicate=2,pp=2,sync=diloco,sync_every=2,accumulation=2"),
+    (GPT, "pp=3,schedule=pipedream,accumulation=4"),
+    (GPT, "pp=2,schedule=pipedream,accumulation=2,dp_replicate=2"),
+    (GPT, "pp=2,schedule=pipedream,accumulation=2,tp=2,sp=true"),
+    (MIXTRAL, "dp_shard=2,ep=2"),
+    (MIXTRAL, "dp_shard=4,ep=4,recompute=full,zero=1"),
+    (MIXTRAL, "cp=4,ep=2,cp_ulysses=2"),
+    (MIXTRAL, "dp_shard=2,ep=2,pp=2,accumulation=2"),
+    (MIXTRAL, "dp_shard=2,ep=2,tp=2,sp=true,accumulation=2"),
+]
+
+
+CASES = DATA + TENSOR + CONTEXT + EXPERTS + PIPELINES + OTHERS
+
+
+@pytest.mark.parametrize(("model", "line"), CASES, ids=[line for _, line in CASES])
+def test_every_byte(ranks, model, line):
+    check(ranks, job_of(model, layout_line.parse(line)))
+
+
+WIDTHS: list[tuple[str, Precision, Gradients]] = [
+    ("dp_replicate=2", "bf16", "fp32"),
+    ("dp_replicate=2,dp_shard=2,zero=1", "bf16", "fp32"),
+    ("dp_replicate=2,dp_shard=2", "bf16", "fp32"),
+    ("dp_replicate=2,sync=local_sgd,sync_every=2", "bf16", "same"),
+    ("tp=2,sp=true", "bf16", "fp32"),
+    ("tp=2,sp=true,dp_shard=2,zero=1", "bf16", "fp32"),
+    ("tp=4,dp_shard=2", "bf16", "fp32"),
+    ("cp=2", "bf16", "same"),
+    ("pp=2,accumulation=2,dp_shard=2", "bf16", "fp32"),
+    ("cp=2,tp=2", "fp64", "same"),
+    ("dp_shard=2,zero=2", "fp64", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("line", "precision", "gradients"), WIDTHS)
+def test_in_other_precisions(ranks, line, precision, gradients):
+    check(ranks, job_of(LLAMA, layout_line.parse(line), precision, gradients))
