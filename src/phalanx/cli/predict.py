@@ -15,7 +15,7 @@ from phalanx.cost.calibration import calibrated
 from phalanx.cost.case import Case, Products
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
-from phalanx.cost.programs import SOFTWARE
+from phalanx.cost.programs import PHALANX, SOFTWARE
 from phalanx.cost.traffic_step import step_traffic
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
@@ -75,7 +75,7 @@ def _asked(case: Case, products: Products | Literal["job"], program: str) -> Cas
         meant = nearest(program, SOFTWARE)
         hint = f"; did you mean {meant}?" if meant else ""
         raise JobError(f"--program: {program!r} is not known{hint} (known: {', '.join(SOFTWARE)})")
-    software = calibrated(program, case.cluster.accelerator)
+    software = calibrated(program, case.cluster.accelerator) if program != PHALANX.name else case.software
     return replace(case, software=software, products=case.products if products == "job" else products)
 
 

@@ -78,15 +78,17 @@ def product_seconds(device: Accelerator, products: str, m: int, n: int, k: int, 
     if not m or not n or not k or not count:
         return 0.0
     moved = count * ((m * k + k * n) * WIDTHS[products] + m * n * max(2, WIDTHS[products]))
-    core = rate(device, products) * (1 + FILLING / BEST_INNER) / device.cores
+    plain = products == "fp32"  # vector units, of a processor or beside tensor cores: no tile to fill, no alignment
+    filling = 0 if plain else FILLING
+    core = rate(device, products) * (1 + filling / BEST_INNER) / device.cores
     best = float("inf")
     for rows, columns, relative in TILES:
         tiles = count * ceil(m / rows) * ceil(n / columns)
         for split in SPLITS if tiles < device.cores else SPLITS[:1]:
             waves = ceil(tiles * split / device.cores)
-            seconds = waves * 2 * rows * columns * (k / split + FILLING) / (core * relative)
+            seconds = waves * 2 * rows * columns * (k / split + filling) / (core * relative)
             best = min(best, seconds)
-    slow = UNALIGNED_RATE.get(min(x & -x for x in (n, k)), 1.0)
+    slow = 1.0 if plain else UNALIGNED_RATE.get(min(x & -x for x in (n, k)), 1.0)
     return max(best / slow, moved / (device.bandwidth_gbs * 1e9 * READ), device.launch_us * 1e-6)
 
 

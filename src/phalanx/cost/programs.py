@@ -16,6 +16,16 @@ PHALANX = Software(name="phalanx", pace=1.14, interference=1.5, passes=2.0, habi
 """This program: operations in torch's eager mode, flash attention, everything overlapped. On GPUs it has not been
 measured: pace and interference are those of torchtitan, which runs the same kernels of the same library."""
 
+PHALANX_CPU = replace(
+    PHALANX,
+    name="phalanx-cpu",
+    pace=1.0,
+    interference=1.1,
+    habits=replace(habits.PHALANX, context_mib=380, communicator_mib=0, reserve=1.0),
+)
+"""This program on processors: their rates are measured on the machine itself, and memory is what the process has beside
+its tensors (a Python with torch and gloo: 380 MiB)."""
+
 MEGATRON_2021 = Software(
     name="megatron-2021",
     attention="unfused",
@@ -111,6 +121,7 @@ SOFTWARE: dict[str, Software] = {
     one.name: one
     for one in (
         PHALANX,
+        PHALANX_CPU,
         MEGATRON_2021,
         MEGATRON_2022,
         VTRAIN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.cost.case import Case
-from phalanx.cost.programs import PHALANX
+from phalanx.cost.programs import PHALANX, PHALANX_CPU
 from phalanx.errors import JobError
 from phalanx.job import batch
 from phalanx.job.clusters import CLUSTERS
@@ -40,7 +40,7 @@ def case_of(job: Job, vocab: int) -> Case:
         batch=batch.solve(job.train.global_batch, job.layout),
         products="fp32" if precision in ("fp32", "fp64") else precision,
         width={"fp64": 8, "fp32": 4}.get(precision, 2),
-        software=PHALANX,
+        software=PHALANX_CPU if job.cluster.device == "cpu" else PHALANX,
         stages=stages(model, job.layout),
     )
 

@@ -129,4 +129,5 @@ def _tidy(layout: Layout) -> Layout:
     layout = replace(layout, cp_ulysses=gcd(layout.cp_ulysses, layout.cp), ep=gcd(layout.ep, layout.shard_ranks))
     without = ["cp_inner"] if layout.cp == 1 else []
     without += ["schedule", "pp_chunks", "pp_slices", "pp_cut"] if layout.pp == 1 else []
+    without += ["accumulate"] if layout.shard_ranks == 1 else []
     return replace(layout, **{name: getattr(Layout(), name) for name in without})
