@@ -177,7 +177,7 @@ def test_replicas_that_agree_now_and_then_may_be_pipelines(ranks, sync):
         VEE,
         {**VEE, "accumulation": 1},
         {"schedule": "v_half", "accumulate": "sharded"},
-        {"dp_replicate": 2, **BOTH, "tiles": 2},
+        {**BOTH, "tiles": 2},
     ],
     ids=str,
 )

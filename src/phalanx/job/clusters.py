@@ -32,6 +32,8 @@ ACCELERATORS: dict[str, Accelerator] = {
         Accelerator("h100-pcie-80gb", 756, 756, 1513, 0, 51, 0.75, 0.66, 79.1, 2000, 114, 0.82, 0.62, 3.0),
         Accelerator("h800-80gb", 989, 989, 1979, 0, 67, 0.803, 0.709, 79.1, 3350, 132, 0.82, 0.62, 3.0),
         Accelerator("h200", 989, 989, 1979, 0, 67, 0.803, 0.734, 139.8, 4800, 132, 0.82, 0.62, 3.0),
+        # The Hopper of a Grace Hopper superchip, with 96 GB of HBM3.
+        Accelerator("gh200", 989, 989, 1979, 0, 67, 0.838, 0.776, 94.5, 4000, 132, 0.82, 0.62, 3.0),
         Accelerator("b200", 2250, 2250, 4500, 9000, 80, 0.776, 0.763, 178.4, 8000, 148, 0.62, 0.35, 3.0),
         Accelerator("b300", 2250, 2250, 4500, 13500, 80, 0.786, 0.745, 268.0, 8000, 148, 0.66, 0.35, 3.0),
         Accelerator("gb200", 2500, 2500, 5000, 10000, 80, 0.729, 0.723, 184.0, 8000, 152, 0.72, 0.35, 3.0),
@@ -40,6 +42,8 @@ ACCELERATORS: dict[str, Accelerator] = {
         Accelerator("mi250x-gcd", 191.5, 191.5, 0, 0, 23.9, 0.75, 0.7, 64.0, 1638, 110, 0.9, 1.0, 5.0),
         Accelerator("mi300x", 1307, 1307, 2615, 0, 163.4, 0.514, 0.45, 191.5, 5300, 304, 0.9, 1.0, 5.0),
         Accelerator("mi325x", 1307, 1307, 2615, 0, 163.4, 0.604, 0.5, 255.5, 6000, 304, 0.9, 1.0, 5.0),
+        # Air-cooled: the same chip as the MI355X with 1,000 W instead of 1,400; ceiling by the cube root of the power.
+        Accelerator("mi350x", 2300, 2300, 4600, 9200, 144.2, 0.61, 0.58, 287.5, 8000, 256, 0.9, 1.0, 5.0),
         Accelerator("mi355x", 2300, 2300, 4600, 9200, 157.3, 0.68, 0.65, 287.5, 8000, 256, 0.9, 1.0, 5.0),
         # One of the two tiles of a Max 1550. 256 TFLOP/s in bf16 is what ALCF measured (Aurora user guide); the peak is
         # half of the data sheet's 839.
@@ -91,9 +95,12 @@ _MACHINES: dict[str, Cluster] = {
     "dgx-v100": _machine("v100-32gb", 8, NVLINK2, _network(100, 2)),
     "dgx-a100": _machine("a100-80gb", 8, NVLINK3, _network(200)),
     "dgx-a100-40gb": _machine("a100-40gb", 8, NVLINK3, _network(200)),
+    "a800": _machine("a100-80gb", 8, replace(NVLINK3, gbs=200), _network(200)),
     "a100-pcie": _machine("a100-pcie-80gb", 8, Link(32, 10, 0.75), _network(200, 8)),
     "dgx-h100": _machine("h100-80gb", 8, NVLINK4, _network(400)),
+    "dgx-h100-nvl256": _machine("h100-80gb", 8, NVLINK4, _network(400), domain=256),
     "h100-pcie": _machine("h100-pcie-80gb", 8, Link(64, 10, 0.75), _network(400, 8)),
+    "gh200": _machine("gh200", 1, NVLINK4, _network(400)),
     "dgx-h200": _machine("h200", 8, NVLINK4, _network(400)),
     "h800": _machine("h800-80gb", 8, replace(NVLINK4, gbs=200), _network(400)),
     "dgx-b200": _machine("b200", 8, NVLINK5, _network(400)),
@@ -102,6 +109,7 @@ _MACHINES: dict[str, Cluster] = {
     "gb300-nvl72": _machine("gb300", 4, NVLINK5, _network(800), domain=72),
     "mi300x": _machine("mi300x", 8, Link(448, 8, 0.7, pair_gbs=64), _network(400)),
     "mi325x": _machine("mi325x", 8, Link(448, 8, 0.7, pair_gbs=64), _network(400)),
+    "mi350x": _machine("mi350x", 8, Link(537, 8, 0.7, pair_gbs=76.8), _network(400)),
     "mi355x": _machine("mi355x", 8, Link(537, 8, 0.7, pair_gbs=76.8), _network(400)),
     "gaudi2": _machine("gaudi2", 8, Link(262, 8, 0.85), _network(300, 1)),
     "gaudi3": _machine("gaudi3", 8, Link(525, 8, 0.85), _network(600, 1)),
