@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +72,11 @@ class BucketReplica(Replica):
         self.slots: dict[Tensor, tuple[Bucket, Slot]] = {
             slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }
+        # Weakly: the garbage collector does not see what a parameter's hook holds, and with the replica its process
+        # groups and their threads would live on.
+        arrived = WeakMethod(self.arrived)
         for parameter in self.slots:
-            parameter.register_post_accumulate_grad_hook(self.arrived)
+            parameter.register_post_accumulate_grad_hook(lambda weight: tell(weight) if (tell := arrived()) else None)
         if self.sharded:
             self._wait_where_needed(objective)
         super().__init__(objective, pieces, tp, partials)
