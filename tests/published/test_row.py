@@ -80,7 +80,7 @@ def test_figures_that_contradict_each_other_are_told():
         ("H100 PCIe", "h100-pcie-80gb", 8),
         ("H100-SXM-96GB-HBM2e-500W", "h100-96gb", 8),
         ("NVIDIA H200-SXM5-141GB", "h200", 8),
-        ("GH200 120GB", "h200", 1),
+        ("GH200 120GB", "gh200", 1),
         ("A100", "a100-80gb", 8),
         ('A100 ("NVIDIA Ampere")', "a100-80gb", 8),
         ("A100-SXM4-40GB", "a100-40gb", 8),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import resource
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,10 @@ from phalanx.units import gib
 
 REFUSALS = ("can't allocate memory", "DefaultCPUAllocator")
 """What torch says, in a RuntimeError, where a CPU has no memory left."""
+
+LOOKS, LOOK_S = 10, 0.01
+"""How often one looks what is alive, and how long apart, in seconds: the thread of a collective lets go of its tensors
+a little after it has said that they are there."""
 
 
 def state_memory(replica: Replica, optimizer: AdamW) -> StateBytes:
@@ -60,8 +66,12 @@ def activation_memory(block: nn.Module, x: Tensor, *others: Any) -> tuple[int, T
         y = block(x, *others)
     gc.collect()
     output = y.untyped_storage()._cdata
-    kept = sum(size for key, (ref, size) in made.storages.items() if key != output and not ref.expired())
-    return kept + x.untyped_storage().nbytes(), y
+    least = inf
+    for _ in range(LOOKS):
+        kept = sum(size for key, (ref, size) in made.storages.items() if key != output and not ref.expired())
+        least = min(least, kept)
+        time.sleep(LOOK_S)
+    return int(least) + x.untyped_storage().nbytes(), y
 
 
 @dataclass(frozen=True)
@@ -154,21 +164,24 @@ class Memory:
 
 
 class _Made(TorchDispatchMode):
-    """Every storage that an operation makes; not those that operations meet."""
+    """Every storage that an operation makes; not those that operations meet. Weak references keep the key of a storage
+    from being used again for another."""
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.met: set[int] = set()
+        self.met: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.met |= {t.untyped_storage()._cdata for t in _tensors((args, kwargs))} - self.storages.keys()
+        for tensor in _tensors((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.storages and storage._cdata not in self.met:
+                self.met[storage._cdata] = StorageWeakRef(storage)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.met:
-                # The weak reference keeps the key from being used again.
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
