@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import itertools
 import multiprocessing
 import os
@@ -224,7 +223,6 @@ def _serve(connection: Connection, stacks: str) -> None:
             connection.recv()
             if dist.is_initialized():
                 process_group.shutdown()
-            gc.collect()  # groups live as long as what refers to them, each with threads that never sleep
             os.environ.clear()
             os.environ.update(environment)
 
@@ -236,7 +234,6 @@ def _answer(ranks: Ranks, store: str, timeout_s: float, call: bytes) -> _Answer:
     torch.set_default_dtype(torch.float32)
     try:
         fn, args, kwargs = pickle.loads(call)
-        gc.freeze()  # modules stay: the collection after the call need not look at them
         process_group.init(ranks, device=torch.device("cpu"), timeout_s=timeout_s)
         return _Result(pickle.dumps(fn(ranks, *args, **kwargs)))
     except BaseException as error:
