@@ -82,7 +82,8 @@ def whole_values(ranks, layout: Layout):
         model = Transformer(SHAPE, VOCAB).double()
     mesh = build(layout, "cpu")
     job = Job(model=SHAPE, layout=layout, train=Train(seed=3))
-    fragments = apply(model, job, mesh, torch.device("cpu")).fragments
+    replica = apply(model, job, mesh, torch.device("cpu"))  # kept: its groups go with it
+    fragments = replica.fragments
     last = ranks.rank == ranks.world - 1
     found = dict(wholes(fragments, {f.name: f.value for f in fragments}, mesh, last))
     elements = torch.zeros(len(fragments))
@@ -134,7 +135,8 @@ def pipeline_values(ranks, layout: Layout, shape: Model):
         model = Transformer(shape, VOCAB).double()
     mesh = build(layout, "cpu")
     job = Job(model=shape, layout=layout, train=Train(seed=3, global_batch=layout.data_ranks * layout.accumulation))
-    fragments = apply(model, job, mesh, torch.device("cpu")).fragments
+    replica = apply(model, job, mesh, torch.device("cpu"))  # kept: its groups go with it
+    fragments = replica.fragments
     found = dict(wholes(fragments, {f.name: f.value for f in fragments}, mesh, ranks.rank == 0))
     return found, [(f.whole_name, f.value.numel()) for f in counted(fragments)], [f.whole_name for f in fragments]
 
