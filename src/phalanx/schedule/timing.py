@@ -6,15 +6,14 @@ links are the matter of `phalanx simulate`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phalanx.schedule.events import run
 from phalanx.schedule.schedule import Action, Schedule
 
 UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """Each matrix product as long as every other: a backward pass has two for one of the forward pass."""
-NOT_YET = math.inf
 
 
 @dataclass(frozen=True)
@@ -55,47 +54,11 @@ class Timing:
 
 
 def time(schedule: Schedule, costs: Mapping[str, float] = UNIT) -> Timing:
-    """Every rank does its actions in their order, each as soon as what it needs is there.
+    """Every rank does its actions in their order, each as soon as what it needs is there (events.py).
 
-    One visit an action, so that 10^5 of them take a fraction of a second. Where ranks wait for each other in a circle,
-    or for what no rank does, the result is not `complete`."""
-    # When a pass is done, by its place; forward and backward passes (or their I) have a place each.
-    micros, slices, last = schedule.micro_batches, schedule.slices, schedule.stages - 1
-    layer, backward = micros * slices, schedule.stages * micros * slices
-    ends = [NOT_YET] * (2 * backward)
-    waiting: dict[int, int] = {}
-    clocks = [0.0] * schedule.ranks
-    starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
-    ready = list(range(schedule.ranks))
-    while ready:
-        rank = ready.pop()
-        program, clock, begun = schedule.programs[rank], clocks[rank], starts[rank]
-        for number in range(len(begun), len(program)):
-            kind, stage, micro, part = program[number]
-            place = (stage * micros + micro) * slices + part
-            if kind == "F":
-                needs = (place - layer if stage else -1, place - 1 if part else -1)
-            elif kind == "W":
-                needs = (backward + place,)
-            else:
-                above = backward + place + layer if stage < last else -1
-                needs = (place, above, backward + place + 1 if part < slices - 1 else -1)
-            begins = clock
-            for need in needs:
-                if need >= 0 and (end := ends[need]) > begins:
-                    begins = end
-            if begins == NOT_YET:
-                waiting[next(need for need in needs if need >= 0 and ends[need] == NOT_YET)] = rank
-                break
-            begun.append(begins)
-            clock = begins + costs[kind]
-            if kind != "W":
-                done = place if kind == "F" else backward + place
-                ends[done] = clock
-                if (other := waiting.pop(done, -1)) >= 0:
-                    ready.append(other)
-        clocks[rank] = clock
-    return Timing(schedule, costs, tuple(map(tuple, starts)))
+    Where ranks wait for each other in a circle, or for what no rank does, the result is not `complete`."""
+    alike = {kind: (cost,) * schedule.stages for kind, cost in costs.items()}
+    return Timing(schedule, costs, run(schedule, (alike,) * schedule.ranks).starts)
 
 
 def waits_for(timing: Timing) -> list[tuple[int, Action, tuple[Action, ...]]]:

@@ -1,0 +1,107 @@
+"""When every action of a schedule begins: every rank does its actions in their order, each as soon as what it needs is
+there. The one event loop, for unit costs (timing.py) and for real stages on real links (phalanx.simulate)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.schedule.schedule import Action, Schedule
+
+NOT_YET = math.inf
+Durations = Mapping[str, Sequence[float]]
+"""Of one rank: by kind of action, how long it takes at each stage."""
+
+
+@dataclass(frozen=True)
+class Events:
+    """A schedule run through."""
+
+    schedule: Schedule
+    starts: tuple[tuple[float, ...], ...]
+    """By rank, when each action begins: of a rank that waits for ever, only of those before."""
+    arrivals: Sequence[float]
+    """By `place`, when the result of a pass is where the next stage needs it."""
+
+    def arrival(self, action: Action) -> float:
+        """When the result of a pass (F, B or I) is on the rank that needs it."""
+        return self.arrivals[_place(self.schedule, action)]
+
+
+def run(
+    schedule: Schedule,
+    durations: Sequence[Durations],
+    hops: Mapping[tuple[int, int], float] | None = None,
+    floors: Sequence[Sequence[float]] | None = None,
+    blocks: bool = False,
+) -> Events:
+    """The schedule with the `durations` of each rank's passes.
+
+    `hops` are the times of a message from one rank to another, by default none; messages from a rank to another go one
+    after the other, beside the passes, or, with `blocks`, while the sender waits. `floors` say, by rank and stage, before
+    when no forward pass begins. One visit an action, so that 10^5 of them take a fraction of a second. Where ranks wait
+    for each other in a circle, or for what no rank does, some have fewer starts than actions."""
+    micros, slices, last = schedule.micro_batches, schedule.slices, schedule.stages - 1
+    layer, backward = micros * slices, schedule.stages * micros * slices
+    ends = [NOT_YET] * (2 * backward)
+    there = ends if not hops else list(ends)
+    waiting: dict[int, int] = {}
+    clocks = [0.0] * schedule.ranks
+    starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
+    channels = dict.fromkeys(hops or (), 0.0)
+    ready = list(range(schedule.ranks))
+    while ready:
+        rank = ready.pop()
+        program, clock, begun, seconds = schedule.programs[rank], clocks[rank], starts[rank], durations[rank]
+        floor = floors[rank] if floors else None
+        for number in range(len(begun), len(program)):
+            kind, stage, micro, part = program[number]
+            place = (stage * micros + micro) * slices + part
+            begins, missing = clock, -1
+            if kind == "F":
+                if floor and floor[stage] > begins:
+                    begins = floor[stage]
+                if stage and (end := there[place - layer]) > begins:
+                    begins, missing = end, place - layer
+                if part and (end := ends[place - 1]) > begins:
+                    begins, missing = end, place - 1
+            elif kind == "W":
+                if (end := ends[backward + place]) > begins:
+                    begins, missing = end, backward + place
+            else:
+                if (end := ends[place]) > begins:
+                    begins, missing = end, place
+                if stage < last and (end := there[backward + place + layer]) > begins:
+                    begins, missing = end, backward + place + layer
+                if part < slices - 1 and (end := ends[backward + place + 1]) > begins:
+                    begins, missing = end, backward + place + 1
+            if begins == NOT_YET:
+                waiting[missing] = rank
+                break
+            begun.append(begins)
+            clock = begins + seconds[kind][stage]
+            if kind == "W":
+                continue
+            done = place if kind == "F" else backward + place
+            ends[done] = clock
+            if hops:
+                to = stage + 1 if kind == "F" else stage - 1
+                other = schedule.rank_of(to, micro) if 0 <= to <= last else rank
+                arrival = clock
+                if hop := hops.get((rank, other)):
+                    arrival = max(clock, channels[rank, other]) + hop
+                    channels[rank, other] = arrival
+                    if blocks:
+                        clock = arrival
+                there[done] = arrival
+            if (other := waiting.pop(done, -1)) >= 0:
+                ready.append(other)
+        clocks[rank] = clock
+    return Events(schedule, tuple(map(tuple, starts)), there)
+
+
+def _place(schedule: Schedule, action: Action) -> int:
+    """Where the time of a pass stands; forward and backward passes (or their I) have a place each."""
+    forward = (action.stage * schedule.micro_batches + action.micro) * schedule.slices + action.slice
+    return forward if action.kind == "F" else schedule.stages * schedule.micro_batches * schedule.slices + forward
