@@ -10,11 +10,11 @@ import phalanx
 ROOT = Path(phalanx.__file__).parent
 FLOORS = [
     *("cli", "bench", "generate", "verify", "train", "parallel", "comm", "launch", "model", "data", "published"),
-    *("plan", "cost"),
+    *("plan", "simulate", "cost"),
     *("job", "schedule"),
 ]
 """Packages from the top down: a package may import those after it, and itself."""
-WITHOUT_TORCH = ["job", "schedule", "cost", "plan", "published", "data"]
+WITHOUT_TORCH = ["job", "schedule", "cost", "simulate", "plan", "published", "data"]
 
 
 def imported(path: Path) -> set[str]:
