@@ -57,7 +57,7 @@ class RankTime:
     @property
     def device(self) -> float:
         """Time of the device, which nothing keeps waiting."""
-        return self.products + self.streams + self.recompute + self.tp + self.cp + self.ep + self.shard
+        return self.products + self.streams + self.recompute + self.communication
 
     @property
     def host(self) -> float:
@@ -67,6 +67,20 @@ class RankTime:
     @property
     def total(self) -> float:
         return self.device + self.host
+
+    @property
+    def forward_seconds(self) -> float:
+        """The forward pass, with what the device waits for its program."""
+        return self.forward + _waits(self.forward, self.host_forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        return self.total - self.forward_seconds
+
+    @property
+    def communication(self) -> float:
+        """What of it nothing hides."""
+        return self.tp + self.cp + self.ep + self.shard
 
     def scaled(self, factor: float) -> RankTime:
         return RankTime(**{f.name: factor * getattr(self, f.name) for f in fields(self)})

@@ -1,0 +1,70 @@
+"""What goes wrong with a machine: a device that is slower than the others, a link that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.cost.case import Case
+from phalanx.cost.communication import boundary_seconds
+from phalanx.errors import JobError
+from phalanx.schedule.schedule import Schedule
+
+AXES = ("tp", "cp", "ep", "dp")
+"""Axes whose links can be slow: dp are the collectives of the state, dp_shard and dp_replicate."""
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Slow devices and links, in one of the replicas: the others wait for it once a step."""
+
+    slow: tuple[tuple[int, float], ...] = ()
+    """Pipeline rank, and what its passes take longer as a factor."""
+    links: tuple[tuple[tuple[int, int], float], ...] = ()
+    """Two pipeline ranks, and the factor on messages between them, both ways."""
+    axes: tuple[tuple[str, float], ...] = ()
+    """Axis of the mesh, and the factor on what its collectives take."""
+
+    def device(self, rank: int) -> float:
+        """Factor on the passes of a pipeline rank."""
+        return dict(self.slow).get(rank, 1.0)
+
+    def axis(self, name: str) -> float:
+        """Factor on the collectives of an axis."""
+        return dict(self.axes).get(name, 1.0)
+
+    def hops(self, case: Case, schedule: Schedule) -> dict[tuple[int, int], float]:
+        """Seconds of a message from a pipeline rank to another, for all that exchange any."""
+        seconds = boundary_seconds(case) / schedule.slices
+        slow = {frozenset(pair): factor for pair, factor in self.links}
+        pairs = {
+            (one, other)
+            for placement in schedule.placements
+            for a, b in zip(placement, placement[1:], strict=False)
+            for one, other in ((a, b), (b, a))
+            if one != other
+        }
+        return {pair: seconds * slow.get(frozenset(pair), 1.0) for pair in pairs} if seconds else {}
+
+
+def check(disturbance: Disturbance, case: Case) -> None:
+    """Raises JobError with everything that a case does not have."""
+    if problems := list(_problems(disturbance, case)):
+        raise JobError(problems)
+
+
+def _problems(disturbance: Disturbance, case: Case) -> Iterator[str]:
+    pp = case.layout.pp
+    ranks = "the pipeline has rank 0 alone" if pp == 1 else f"pipeline ranks are 0 to {pp - 1}"
+    for rank, factor in disturbance.slow:
+        if not 0 <= rank < pp:
+            yield f"--straggler {rank}={factor:g}: {ranks}"
+    for (one, other), factor in disturbance.links:
+        if not (0 <= one < pp and 0 <= other < pp) or one == other:
+            yield f"--slow-link {one}-{other}={factor:g}: {ranks}; a link joins two of them"
+    for axis, factor in disturbance.axes:
+        if axis not in AXES:
+            yield f"--slow-link {axis}={factor:g}: axes are {', '.join(AXES)}; between pipeline ranks: 2-3={factor:g}"
+    for name, factor in (*disturbance.slow, *disturbance.links, *disturbance.axes):
+        if factor <= 0:
+            yield f"{name}: the factor {factor:g} must be more than 0; 2 is twice as slow"

@@ -1,0 +1,146 @@
+"""What the passes of a pipeline rank, its share of the state's collectives and its optimizer take, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from phalanx.cost.case import Case
+from phalanx.cost.communication import group
+from phalanx.cost.link import load
+from phalanx.cost.rank_time import Content, RankTime, held_by, rank_time
+from phalanx.cost.state_time import Held, StateSeconds, optimizer_seconds, state_seconds, zero_three
+from phalanx.job.stages import even, parse_cut, ranges
+from phalanx.schedule.schedule import Schedule
+from phalanx.simulate.disturbance import Disturbance
+from phalanx.simulate.timeline import Span
+
+
+@dataclass(frozen=True)
+class RankSeconds:
+    """One pipeline rank. What is by stage has an entry for every stage of the pipeline, 0 where the rank has it not."""
+
+    durations: Mapping[str, tuple[float, ...]]
+    """Of a pass of each kind, by stage; of a slice its part."""
+    exposed: Mapping[str, tuple[float, ...]]
+    """What of that is communication that nothing hides."""
+    gather: Mapping[int, float]
+    """Parameters of each stage, gathered beside the first passes; without entries, nothing is."""
+    reduce: Mapping[int, float]
+    """Gradients of each stage."""
+    blocks: Mapping[int, float]
+    """Blocks of each stage: gathered and reduced one after the other."""
+    optimizer: float
+    late_gather: float
+    """Parameters gathered after the optimizer, where nothing hides them."""
+    slower: float
+    """Seconds that passes lose for every second of a collective beside them."""
+    reduces_after: bool
+    """Gradients are reduced after the last pass, not beside it."""
+
+    @property
+    def floors(self) -> dict[int, float]:
+        """Of each stage, before when its first pass cannot begin: its first block's parameters have to be there, and
+        the last block's before the pass ends."""
+        found: dict[int, float] = {}
+        for span in self.gathers():
+            part, forward = 1 / max(1.0, self.blocks[span.stage]), self.durations["F"][span.stage]
+            found[span.stage] = max(span.start + span.seconds * part, span.end - forward * (1 - part))
+        return found
+
+    def gathers(self) -> Iterator[Span]:
+        """The stages' parameters, one stage after the other from the beginning of the step."""
+        start = 0.0
+        for stage, seconds in sorted(self.gather.items()):
+            if seconds:
+                yield Span(start, seconds, "gather", stage)
+                start += seconds
+
+
+def rank_seconds(case: Case, schedule: Schedule, rank: int, disturbance: Disturbance) -> RankSeconds:
+    """The times of a pipeline rank."""
+    stages = stages_of_case(case, schedule.stages)
+    held = schedule.held(rank)
+    contents = {stage: content_of(case, stages[stage]) for stage in held}
+    factor = disturbance.device(rank) / schedule.slices
+    empty = [0.0] * schedule.stages
+    durations = {kind: list(empty) for kind in "FBIW"}
+    exposed = {kind: list(empty) for kind in "FBIW"}
+    for stage in held:
+        time = _disturbed(stage_time(case, contents[stage]), disturbance)
+        passes = {
+            "F": time.forward_seconds,
+            "B": time.backward_seconds,
+            "I": time.backward_seconds - time.weights,
+            "W": time.weights,
+        }
+        # Communication lies in both passes as the rest of them does, none in the gradients of weights.
+        share = time.communication / (time.total - time.weights) if time.total > time.weights else 0.0
+        for kind, seconds in passes.items():
+            durations[kind][stage] = seconds * factor
+            exposed[kind][stage] = share * (seconds - (time.weights if kind == "B" else 0)) / schedule.slices
+        exposed["W"][stage] = 0.0
+    state = {stage: _state(case, contents[stage], disturbance) for stage in held}
+    three, overlaps = zero_three(case.layout), case.software.dp_overlaps
+    whole = Held(
+        *map(sum, zip(*((h.dense, h.experts) for h in (held_by(case, contents[s]) for s in held)), strict=True))
+    )
+    axis = "shard" if case.layout.shard_ranks > 1 else "replicate"
+    after = not overlaps and not three
+    return RankSeconds(
+        durations={kind: tuple(seconds) for kind, seconds in durations.items()},
+        exposed={kind: tuple(seconds) for kind, seconds in exposed.items()},
+        gather={} if after else {stage: seconds.gather for stage, seconds in state.items()},
+        reduce={stage: seconds.reduce for stage, seconds in state.items()},
+        blocks={stage: 1.0 if three else contents[stage].blocks for stage in held},
+        optimizer=optimizer_seconds(case, whole) * disturbance.device(rank),
+        late_gather=sum(seconds.gather for seconds in state.values()) if after else 0.0,
+        slower=0.0 if three else (case.software.interference - 1) * load(case.cluster, group(case.layout, axis)),
+        reduces_after=after or three,
+    )
+
+
+def stages_of_case(case: Case, stages: int) -> tuple[range, ...]:
+    """The layers of every stage."""
+    if case.layout.pp == 1:
+        return (range(case.model.n_layers),)
+    if case.stages:
+        return case.stages
+    return ranges(parse_cut(case.layout.pp_cut)) if case.layout.pp_cut else even(case.model.n_layers, stages)
+
+
+def content_of(case: Case, stage: range) -> Content:
+    """What a stage has of the model."""
+    moe = sum(case.model.is_moe_layer(layer) for layer in stage)
+    return Content(len(stage) - moe, moe, 0 in stage, case.model.n_layers - 1 in stage)
+
+
+@lru_cache(20_000)
+def stage_time(case: Case, content: Content) -> RankTime:
+    """A micro-batch through a stage."""
+    return rank_time(case, content)
+
+
+def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:
+    """With the collectives of slow axes: each pass is longer by its share of what they take more."""
+    if not disturbance.axes:
+        return time
+    more = {
+        field: getattr(time, field) * disturbance.axis(axis)
+        for field, axis in (("tp", "tp"), ("cp", "cp"), ("ep", "ep"), ("shard", "dp"))
+    }
+    slow = replace(time, **more)
+    return replace(slow, forward=time.forward * slow.device / time.device)
+
+
+def _state(case: Case, content: Content, disturbance: Disturbance) -> StateSeconds:
+    """The state's collectives of a stage, once a step: of zero 3 what lies around its blocks, the rest is in the
+    passes."""
+    held, factor = held_by(case, content), disturbance.axis("dp")
+    if zero_three(case.layout):
+        found = state_seconds(case, held, max(1, round(content.blocks)))
+        once = (found.gather + found.reduce) / max(1.0, content.blocks)
+        return StateSeconds(once * factor, once * factor)
+    found = state_seconds(case, held, max(1, round(content.blocks / 4)))
+    return StateSeconds(found.gather * factor, found.reduce * factor)

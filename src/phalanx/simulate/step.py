@@ -1,0 +1,200 @@
+"""One training step, event by event: the schedule's own program with the times that the cost model gives each stage,
+messages between stages, the state's collectives beside the passes, and the optimizer.
+
+One pipeline stands for all: replicas are alike, and where one of them is slower all wait for it. Inside a pass the cost
+model has weighed computation, collectives of its axes and the host already (cost/rank_time.py); what the simulation adds
+is when passes, messages and the state's collectives meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from phalanx.cost.case import Case
+from phalanx.errors import JobError
+from phalanx.job.pipeline import is_file, schedule_of
+from phalanx.schedule import catalogue
+from phalanx.schedule.events import Events, run
+from phalanx.schedule.schedule import Action, Schedule
+from phalanx.simulate.disturbance import Disturbance
+from phalanx.simulate.stage_seconds import RankSeconds, rank_seconds
+from phalanx.simulate.timeline import Span, Timeline
+
+SETTLED = 4
+"""Micro-batches a pipeline rank after which a schedule repeats itself."""
+
+
+def simulate(case: Case, disturbance: Disturbance | None = None) -> Timeline:
+    """Every span of the step. Raises JobError for what has no such step (`refusals`), or where the schedule does not go
+    with the number of micro-batches."""
+    if problems := list(refusals(case)):
+        raise JobError(problems)
+    return _Step(case, _schedule(case, case.batch.accumulation), disturbance or Disturbance()).timeline()
+
+
+def step_seconds(case: Case, disturbance: Disturbance | None = None) -> float:
+    """The duration of a step, without its spans. From 6 micro-batches a pipeline rank on it is extrapolated from fewer:
+    by then schedules repeat themselves (tests hold the difference). Raises as `simulate` does."""
+    if problems := list(refusals(case)):
+        raise JobError(problems)
+    disturbance = disturbance or Disturbance()
+    m, period = case.batch.accumulation, 2 * case.layout.pp
+    more = SETTLED * case.layout.pp + m % period
+    if m <= more or is_file(case.layout.schedule):
+        return _Step(case, _schedule(case, m), disturbance).seconds()
+    fewer, some = (_Step(case, _schedule(case, n), disturbance).seconds() for n in (more - period, more))
+    return some + (some - fewer) * (m - more) / period
+
+
+def refusals(case: Case) -> Iterator[str]:
+    """What of a layout has no step that can be simulated: the field and why."""
+    layout = case.layout
+    if layout.sync != "bsp":
+        yield (
+            f"layout.sync: {layout.sync} replicas do not meet in every step, so that none is like the next; a step of "
+            "one replica: sync=bsp with dp_replicate=1"
+        )
+    if layout.data_parallel == "threads":
+        yield "layout.data_parallel: threads share one interpreter, which no cost model knows; data_parallel=ddp"
+
+
+def _schedule(case: Case, micro_batches: int) -> Schedule:
+    if case.layout.pp == 1:
+        return catalogue.build("1f1b", 1, micro_batches)
+    return schedule_of(case.layout, micro_batches)
+
+
+class _Step:
+    """One simulation: the costs of its ranks, the events, and what follows after the last pass."""
+
+    def __init__(self, case: Case, schedule: Schedule, disturbance: Disturbance):
+        self.case, self.schedule = case, schedule
+        self.ranks: list[RankSeconds] = [
+            rank_seconds(case, schedule, rank, disturbance) for rank in range(schedule.ranks)
+        ]
+        self.hops = disturbance.hops(case, schedule)
+        blocks = not case.software.pp_overlaps
+        floors = [[one.floors.get(stage, 0.0) for stage in range(schedule.stages)] for one in self.ranks]
+        durations = [one.durations for one in self.ranks]
+        self.events: Events = run(schedule, durations, self.hops, floors, blocks)
+        self.reduced = [list(self._reduce(rank)) for rank in range(schedule.ranks)]
+        # Clipping wants the norm of all gradients: no rank's optimizer begins before the last gradient is there.
+        self.meet = max(self._ready(rank) for rank in range(schedule.ranks))
+
+    def seconds(self) -> float:
+        """From the first pass to the end of the last optimizer, a step."""
+        return max(self.meet + one.optimizer + one.late_gather for one in self.ranks) / self.schedule.steps
+
+    def timeline(self) -> Timeline:
+        ranks = range(self.schedule.ranks)
+        whole = self.seconds() * self.schedule.steps
+        return Timeline(
+            self.schedule, tuple(map(self._device, ranks)), tuple(tuple(sorted(self._network(r))) for r in ranks), whole
+        )
+
+    def _ends(self, rank: int) -> float:
+        """When the rank's last pass is over."""
+        last = self.schedule.programs[rank][-1]
+        return self.events.starts[rank][-1] + self.ranks[rank].durations[last.kind][last.stage]
+
+    def _ready(self, rank: int) -> float:
+        reduced = self.reduced[rank]
+        slowed = sum(self.ranks[rank].slower * span.seconds for span in reduced if span.start < self._ends(rank))
+        return max([self._ends(rank) + slowed, *(span.end for span in reduced)])
+
+    def _reduce(self, rank: int) -> Iterator[Span]:
+        """Gradients of each stage, from the first block's of the last micro-batch on, one stage after the other."""
+        costs, free = self.ranks[rank], 0.0
+        for stage, (begins, ends) in sorted(self._last_passes(rank).items(), key=lambda item: item[1]):
+            seconds = costs.reduce[stage]
+            if not seconds:
+                continue
+            if costs.reduces_after:
+                start = max(free, self._ends(rank))
+                free = start + seconds
+            else:
+                part = 1 / max(2.0, costs.blocks[stage])
+                start = max(free, begins + (ends - begins) * part)
+                # The last block's gradients are there when the pass ends.
+                free = max(start + seconds, ends + seconds * part)
+                start = free - seconds
+            yield Span(start, seconds, "reduce", stage)
+
+    def _last_passes(self, rank: int) -> dict[int, tuple[float, float]]:
+        """Of each stage of a rank, when the pass that ends its gradients begins and ends."""
+        found: dict[int, tuple[float, float]] = {}
+        durations = self.ranks[rank].durations
+        for action, start in zip(self.schedule.programs[rank], self.events.starts[rank], strict=True):
+            if action.kind in ("B", "W"):
+                found[action.stage] = (start, start + durations[action.kind][action.stage])
+        return found
+
+    def _device(self, rank: int) -> tuple[Span, ...]:
+        costs = self.ranks[rank]
+        spans = [
+            Span(
+                start,
+                costs.durations[kind][stage],
+                kind,
+                stage,
+                micro,
+                part,
+                costs.exposed[kind][stage],
+            )
+            for (kind, stage, micro, part), start in zip(
+                self.schedule.programs[rank], self.events.starts[rank], strict=True
+            )
+        ]
+        return (*spans, Span(self.meet, costs.optimizer, "optimizer"))
+
+    def _network(self, rank: int) -> Iterator[Span]:
+        costs = self.ranks[rank]
+        yield from (span for span in costs.gathers())
+        for action in self.schedule.programs[rank]:
+            if (other := self._receiver(rank, action)) is not None:
+                hop = self.hops[rank, other]
+                arrival = self.events.arrival(action)
+                yield Span(arrival - hop, hop, "send", action.stage, action.micro, action.slice, to=other)
+        yield from self.reduced[rank]
+        if costs.late_gather:
+            yield Span(self.meet + costs.optimizer, costs.late_gather, "gather")
+
+    def _receiver(self, rank: int, action: Action) -> int | None:
+        """The rank to which the result of an action is sent, if to any."""
+        to = action.stage + (1 if action.kind == "F" else -1)
+        if action.kind == "W" or not 0 <= to < self.schedule.stages:
+            return None
+        other = self.schedule.rank_of(to, action.micro)
+        return other if self.hops.get((rank, other)) else None
+
+
+def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
+    """Of each pipeline rank: seconds busy, in communication that nothing hides, and idle, and the micro-batches (each
+    stage's counted) that it has in flight at most."""
+    return [
+        {
+            "busy_s": timeline.busy(rank),
+            "communication_s": timeline.communication(rank),
+            "idle_s": timeline.idle(rank),
+            "peak_in_flight": timeline.schedule.peak(rank) / timeline.schedule.slices,
+        }
+        for rank in range(timeline.schedule.ranks)
+    ]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a simulation says in numbers."""
+
+    step_time_s: float
+    bubble: float
+    """Idle time over the rest, on the rank that is idle longest."""
+    ranks: list[Mapping[str, float]]
+
+
+def figures(timeline: Timeline) -> Figures:
+    ranks = rank_figures(timeline)
+    idle = max(rank["idle_s"] for rank in ranks)
+    step = timeline.seconds / timeline.schedule.steps
+    return Figures(step, idle / (timeline.seconds - idle), ranks)
