@@ -1,6 +1,6 @@
 """Memory of a pipeline rank: its own stages, and the micro-batches that it has in flight."""
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ GPT = Model(n_layers=8, d_model=64, n_heads=4, seq_len=16)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("pp_cut", [(2, 2, 2, 2), (1, 3, 3, 1)])
 def test_the_stages_together_have_the_state_of_the_model_and_of_a_tied_matrix_twice(tied, pp_cut):
-    model = Model(**{**vars(GPT), "tied": tied})
+    model = replace(GPT, tied=tied)
     parts = [state_bytes(model, Layout(pp=4), "bf16", vocab=VOCAB, stages=[stage]) for stage in ranges(pp_cut)]
     embedding = VOCAB * model.d_model if tied else 0
     parameters = count(model, VOCAB) + embedding

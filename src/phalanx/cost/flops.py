@@ -44,6 +44,7 @@ def train_flops_per_token(
     return (1 + BACKWARD_PER_FORWARD) * forward_flops_per_token(model, vocab_size, seq_len, attention)
 
 
+@lru_cache(1024)
 def train_flops_per_step(
     model: Model,
     sequences: int,
@@ -56,6 +57,7 @@ def train_flops_per_step(
     return tokens * train_flops_per_token(model, vocab_size, seq_len, attention)
 
 
+@lru_cache(4096)
 def hardware_flops_per_step(
     model: Model,
     layout: Layout,
@@ -81,6 +83,7 @@ def block_flops_per_token(model: Model, layer: int, seq_len: int | None = None, 
     return matrix_flops_per_token(model, layer) + attention_flops_per_token(model, seq_len, attention)
 
 
+@lru_cache(1024)
 def matrix_flops_per_token(model: Model, layer: int) -> int:
     """Forward FLOPs a token of the weight matrices of one block."""
     weights = sum(
@@ -91,6 +94,7 @@ def matrix_flops_per_token(model: Model, layer: int) -> int:
     return 2 * weights
 
 
+@lru_cache(1024)
 def attention_flops_per_token(model: Model, seq_len: int | None = None, attention: Attention = "full") -> int:
     """Forward FLOPs a token of one layer's scores (queries by keys) and of their product with the values."""
     keys = seq_len or model.seq_len

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from phalanx.hashed import hashed_once
+
 MIB = 2**20
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Habits:
     """What a program keeps. The defaults are our own runtime's, on a GPU."""

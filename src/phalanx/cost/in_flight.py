@@ -35,9 +35,9 @@ def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
     name = layout.schedule
     if is_file(name):
         return _flights(name, layout.pp, 0, 0, 0)
-    chunks = catalogue.chunks_of(name, layout.pp_chunks) if name in catalogue.SCHEDULES else 1
+    directions = catalogue.SCHEDULES[name].directions if name in catalogue.SCHEDULES else 1
     # From then on programs repeat themselves: there are not more in flight.
-    enough = 2 * layout.pp * chunks
+    enough = 2 * layout.pp * directions
     if name in GROWING:
         found = _flights(name, layout.pp, min(micro_batches, enough), layout.pp_chunks, 0)
         return tuple(one._replace(most=((float(micro_batches),) * len(one.held),)) for one in found)
@@ -55,13 +55,16 @@ def _flights(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -
 def _flight(schedule: Schedule, rank: int) -> Flight:
     held = schedule.held(rank)
     places = {stage: place for place, stage in enumerate(held)}
-    now, found = [0] * len(held), set[tuple[int, ...]]()
+    now, found, more = [0] * len(held), set[tuple[int, ...]](), False
     for kind, stage, _, _ in schedule.programs[rank]:
         if kind == "F":
             now[places[stage]] += 1
-            found.add(tuple(now))
+            more = True
         elif kind != "I":
+            if more:  # the last before there are fewer
+                found.add(tuple(now))
             now[places[stage]] -= 1
+            more = False
     most = [one for one in found if not any(one != other and _within(one, other) for other in found)]
     return Flight(tuple(held), tuple(tuple(n / schedule.slices for n in one) for one in most), schedule.stages)
 

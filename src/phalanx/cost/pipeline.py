@@ -7,6 +7,7 @@ for each rank it stays as it is, or grows evenly with their number.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from phalanx.job.layout import Layout
@@ -14,6 +15,10 @@ from phalanx.job.pipeline import is_file, schedule_of
 from phalanx.schedule import catalogue
 from phalanx.schedule.timing import time
 
+CLOSED = ("1f1b", "gpipe")
+"""Schedules whose idle time is p - 1 micro-batches, however long their passes are."""
+WIDEST = 16
+"""Ranks of a pipeline up to which its program is run; beyond, idle time grows with p - 1."""
 GRID = 8
 """Costs of forward passes, and of weight gradients, are rounded to so many parts of a whole micro-batch, so that few
 programs need to be run."""
@@ -46,6 +51,13 @@ def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: flo
         return 0.0
     if is_file(layout.schedule):
         return _run(layout.schedule, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices, forward, weights)
+    if layout.schedule in CLOSED:
+        return float(layout.pp - 1)
+    if layout.pp > WIDEST:
+        # In a pipeline of the same kind with fewer ranks and as many micro-batches for each of them.
+        narrow = replace(layout, pp=WIDEST)
+        fewer = max(1, round(micro_batches * WIDEST / layout.pp))
+        return idle(narrow, fewer, forward, weights) * (layout.pp - 1) / (WIDEST - 1)
     few, more = 2 * layout.pp, 4 * layout.pp
     shape = (layout.schedule, layout.pp)
     rest = (layout.pp_chunks, layout.pp_slices, forward, weights)

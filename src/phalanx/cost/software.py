@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.cost.habits import Habits
+from phalanx.hashed import hashed_once
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Software:
     """A training program, as far as time and memory depend on it."""

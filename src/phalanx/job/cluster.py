@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from phalanx.hashed import hashed_once
 
+
+@hashed_once
 @dataclass(frozen=True)
 class Accelerator:
     """One device, as its data sheet and one run of a matrix product describe it."""
@@ -59,6 +62,7 @@ class Link:
     """The switch adds (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once instead of twice."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Cluster:
     """The machine: nodes × devices a node, and what they and their links can do."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
+
+from phalanx.hashed import hashed_once
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh's axes, outermost first; `ep` is carved out of dp_shard × cp and multiplies nothing."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Layout:
     """How the model is spread over the devices."""
@@ -111,7 +114,7 @@ class Layout:
         default = Layout()
         shown = [
             f"{name}={str(value).lower() if isinstance(value, bool) else value}"
-            for name, value in vars(self).items()
+            for name, value in ((field.name, getattr(self, field.name)) for field in fields(self))
             if value != getattr(default, name) and name != "bucket_mb"
         ]
         return ",".join(shown) or "dp_replicate=1"

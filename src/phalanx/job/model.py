@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
 
+from phalanx.hashed import hashed_once
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -89,6 +91,7 @@ class MLA:
     """Size of a value head."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Model:
     """The model's shape."""

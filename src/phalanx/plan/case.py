@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from phalanx.cost.case import Case
 from phalanx.cost.programs import PHALANX, PHALANX_CPU
@@ -55,4 +56,9 @@ def stages(model: Model, layout: Layout) -> tuple[range, ...]:
         count = schedule_of(layout, 1).stages
     else:
         count = catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks)
-    return stages_of(model, layout, count)
+    return _stages(model, count, layout.pp_cut)
+
+
+@lru_cache(4096)
+def _stages(model: Model, count: int, pp_cut: str) -> tuple[range, ...]:
+    return stages_of(model, Layout(pp_cut=pp_cut), count)

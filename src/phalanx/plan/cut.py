@@ -12,6 +12,9 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.cost.flops import block_flops_per_token, head_flops_per_token
 from phalanx.errors import JobError
 from phalanx.job.layout import Layout
@@ -97,26 +100,24 @@ def _best(
 
     `before[n]` is the cost of the first n layers. A stage can have `room` layers more than one, so stage s ends after
     s + 1 to s + 1 + room layers: rows are indexed by how many of the room the stages up to s have taken."""
-    row = [0.0] + [inf] * room
-    taken: list[list[int]] = []
+    fronts, ends = np.array(before[:-1]), np.array(before[1:])
+    row = np.full(room + 1, inf)
+    row[0] = 0.0
+    later = np.triu(np.ones((room + 1, room + 1), bool), 1)
+    """By what is used and what was used before: the stages before have more than all."""
+    taken: list[NDArray[np.intp]] = []
     for stage, more in enumerate(extra):
-        best_row, choices = [], []
-        for used in range(room + 1):
-            best, choice, better = inf, 0, inf
-            end = before[stage + 1 + used] + more
-            for earlier in range(used + 1):  # the fewest to the stages before, among equals
-                cost = end - before[stage + earlier]
-                if cost > limit or row[earlier] == inf:
-                    continue
-                value = row[earlier] + cost * cost if squares else max(row[earlier], cost)
-                if value < better:
-                    best, choice, better = value, earlier, value * (1 - ROUNDING)
-            best_row.append(best)
-            choices.append(choice)
-        row = best_row
-        taken.append(choices)
+        places = slice(stage, stage + room + 1)
+        cost = ends[places, None] + more - fronts[None, places]
+        value = row + cost * cost if squares else np.maximum(row, cost)
+        value[later | (cost > limit)] = inf
+        best = value.min(axis=1)
+        # The fewest to the stages before, among equals.
+        choice = np.argmax(value <= best[:, None] * (1 + ROUNDING), axis=1)
+        row = value[np.arange(room + 1), choice]
+        taken.append(choice)
     sizes, used = [], room
     for choices in reversed(taken):
-        sizes.append(1 + used - choices[used])
+        sizes.append(int(1 + used - choices[used]))
         used = choices[used]
-    return row[room], sizes[::-1]
+    return float(row[room]), sizes[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class Disturbance:
         pairs = {
             (one, other)
             for placement in schedule.placements
-            for a, b in zip(placement, placement[1:], strict=False)
+            for a, b in itertools.pairwise(placement)
             for one, other in ((a, b), (b, a))
             if one != other
         }

@@ -71,7 +71,7 @@ def _combinations(max_ranks: int) -> list[_Combination]:
 @cache
 def _settings(entry: str) -> dict[str, Any]:
     """What an entry changes of the default."""
-    return {name: value for name, value in vars(layout_line.parse(entry)).items() if value != getattr(Layout(), name)}
+    return {name: value for name, value in asdict(layout_line.parse(entry)).items() if value != getattr(Layout(), name)}
 
 
 @cache

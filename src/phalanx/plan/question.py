@@ -1,0 +1,78 @@
+"""What a search is asked: everything of a case but its layout, and what of the layout is settled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from phalanx.cost.case import Case, Products
+from phalanx.cost.software import Software
+from phalanx.errors import JobError
+from phalanx.job import batch
+from phalanx.job.cluster import Cluster
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.plan.case import case_of, stages
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which layout is the fastest that fits?"""
+
+    model: Model
+    """With its vocabulary written out."""
+    cluster: Cluster
+    global_batch: int
+    """Sequences of a step."""
+    products: Products = "bf16"
+    width: int = 2
+    """Bytes of a parameter and of an activation."""
+    software: Software = field(default_factory=Software)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the layout that are not open, and their values."""
+    worlds: tuple[int, ...] = ()
+    """Numbers of devices that may be used; empty means all of the cluster's."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Numbers of devices that may be used."""
+        return self.worlds or (self.cluster.devices,)
+
+    def case(self, layout: Layout) -> Case:
+        """The case of one layout. Raises JobError or ValueError where it does not go with model or batch."""
+        solved = batch.solve(self.global_batch, layout)
+        complete = replace(layout, micro_batch=solved.micro_batch, accumulation=solved.accumulation)
+        return Case(
+            self.model,
+            self.cluster,
+            complete,
+            solved,
+            self.products,
+            self.width,
+            self.software,
+            stages(self.model, complete),
+        )
+
+
+def question_of(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -> Question:
+    """What a job leaves open. Raises JobError where nothing is known about the devices, or how many there are."""
+    if not job.cluster.devices:
+        raise JobError("cluster: how many devices are there? Set cluster.devices_per_node, or name a machine")
+    # A case of the simplest layout has everything that does not depend on the layout.
+    case = case_of(replace(job, layout=Layout()), vocab)
+    if job.cluster.devices > 1 and not (job.cluster.intra.gbs or job.cluster.inter.gbs):
+        raise JobError(
+            f"cluster: {job.cluster.devices} devices, and nothing is known about the links between them; set "
+            "cluster.intra.gbs and cluster.inter.gbs, or measure them with `phalanx bench comm`"
+        )
+    return Question(
+        case.model,
+        case.cluster,
+        job.train.global_batch or batch.DEFAULT_GLOBAL_BATCH,
+        case.products,
+        case.width,
+        case.software,
+        dict(fixed or {}),
+    )
