@@ -188,8 +188,8 @@ def _alternatives(plan: Plan) -> Iterator[str]:
     """A row each, its bar as long as its step beside the slowest."""
     factors = [slower(each, plan) for each in plan.alternatives]
     longest = max([1.0, *(factor for factor in factors if factor)])
-    yield "<div class='scroll'><table><thead><tr><th class='words'>layout</th><th>step</th><th>against the best</th>"
-    yield "<th></th><th class='words'>why</th></tr></thead><tbody>"
+    yield "<div class='scroll'><table class='stacks'><thead><tr><th class='words'>layout</th><th>step</th>"
+    yield "<th>against the best</th><th></th><th class='words'>why</th></tr></thead><tbody>"
     if plan.best:
         yield "<tr class='first'><td class='words'>the plan</td>"
         yield f"<td>{duration(plan.best[0].seconds)}</td><td>1.00 ×</td>"
@@ -208,9 +208,9 @@ def _rejected(plan: Plan) -> Iterator[str]:
     """A row a reason, its bar as long as its count beside the largest."""
     reasons = largest_first(plan.rejected)
     most = max(1, reasons[0][1])
-    yield "<div class='scroll'><table><tbody>"
+    yield "<div class='scroll'><table class='stacks'><tbody>"
     for reason, count in reasons:
-        yield f"<tr><td>{count:,}</td><td class='track'>{_bar(count / most, 'bar')}</td>"
+        yield f"<tr><td class='count'>{count:,}</td><td class='track'>{_bar(count / most, 'bar')}</td>"
         yield f"<td class='words'>{escape(reason)}</td></tr>"
     yield "</tbody></table></div>"
 

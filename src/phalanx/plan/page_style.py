@@ -43,9 +43,18 @@ th[aria-sort=descending]::after { content: " ↓"; }
 .bar { display: block; height: .65rem; min-width: 2px; border-radius: 2px; background: var(--bar); }
 .bar.best { background: var(--best); }
 td.track { width: 26%; min-width: 6rem; padding-top: .7rem; }
+td.count { width: 5rem; }
 .bad { color: var(--bad); }
 ul { margin: .3rem 0; padding-left: 1.2rem; }
-@media (max-width: 560px) { body { font-size: 14px; } th, td { padding: .3rem .4rem; } }
+@media (max-width: 640px) {
+  body { font-size: 14px; }
+  th, td { padding: .3rem .4rem; }
+  .stacks thead { display: none; }
+  .stacks tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line); }
+  .stacks td { display: inline-block; border: 0; padding: 0 1rem 0 0; }
+  .stacks td.words, .stacks td.track { display: block; width: 100%; padding: .1rem 0; }
+  .stacks td:empty { display: none; }
+}
 """
 
 SCRIPT = """

@@ -36,7 +36,7 @@ def space_picture(plan: Plan) -> str:
     if not places:
         raise ValueError("the plan has no layouts to draw")
     limit = plan.question.cluster.accelerator.memory_gib * 2**30
-    xs, ys = _span([x for x, _ in places]), _span([limit, *(y for _, y in places)])
+    xs, ys = _span([x for x, _ in places]), _span([*([limit] if limit else []), *(y for _, y in places)])
     across, up = _scale(xs, _LEFT, _RIGHT), _scale(ys, _BOTTOM, _TOP)
     colours = _colours(plan.points)
     title = f"The space of layouts: {len(plan.points):,} of {plan.searched:,}"
@@ -47,7 +47,7 @@ def space_picture(plan: Plan) -> str:
         [
             text(_LEFT, 20, title, "font-size='14' font-weight='600'"),
             *_axes(xs, ys, across, up),
-            *_limit(limit, up),
+            *(_limit(limit, up) if limit else []),
             # Those that fit lie over those that do not.
             *(_dot(point, across, up, colours) for point in sorted(plan.points, key=lambda each: each.fits)),
             *_marks(plan, across, up),
@@ -134,7 +134,7 @@ def _legend(plan: Plan, colours: dict[str, str]) -> Iterator[str]:
 def _colours(points: Sequence[Point]) -> dict[str, str]:
     """A colour a family, the most frequent first; where colours do not suffice, the last of them are `others`."""
     families = [family for family, _ in Counter(point.family for point in points).most_common()]
-    found = dict(zip(families, COLOURS, strict=False))
+    found: dict[str, str] = dict(zip(families, COLOURS, strict=False))
     return found if len(found) == len(families) else {**found, _OTHERS: NEUTRAL}
 
 
