@@ -36,8 +36,10 @@ def memory_lines(prediction: Prediction) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """The time of a step to four digits: "13.77 s", "14.2 ms"."""
-    return f"{seconds:.4g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+    """The time of a step to four digits: "13.70 s", "14.2 ms"."""
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds:#.4g} s"
 
 
 def document(prediction: Prediction) -> dict[str, Any]:

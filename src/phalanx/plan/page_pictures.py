@@ -66,6 +66,11 @@ def framed(title: str, width: float, height: float, parts: Iterable[str]) -> str
     )
 
 
+def shorten(words: str, letters: int) -> str:
+    """The beginning of what is longer than that."""
+    return words if len(words) <= letters else words[: letters - 1] + "…"
+
+
 def _label(rank: int, candidate: Candidate) -> str:
     return f"{rank}  {short_line(candidate.layout)}"
 
@@ -104,9 +109,8 @@ def _bar(
 ) -> Iterator[str]:
     """The label, the end in words, and below them the bar."""
     room = int((_WIDTH - 2 * _LEFT) / _LETTER)
-    label = row.label if len(row.label) <= room else row.label[: room - 1] + "…"
     yield f"<title>{escape(row.label)}</title>"
-    yield text(_LEFT, top + 13, label, "font-size='11'")
+    yield text(_LEFT, top + 13, shorten(row.label, room), "font-size='11'")
     yield text(_RIGHT + 8, top + 30, row.whole, "font-size='11' font-weight='600'")
     x, whole = float(_LEFT), sum(size for _, size in row.parts)
     for name, size in row.parts:

@@ -147,11 +147,11 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 def _where(first: Candidate) -> list[str]:
     """The time and the memory of the best."""
     prediction = first.prediction
-    low, high = (factor * first.seconds for factor in prediction.spread)
+    low, high = (duration(factor * first.seconds) for factor in prediction.spread)
     return [
         f"the first: {first.layout.line()}",
         first.case.batch.equation(),
-        f"step time: {duration(first.seconds)} simulated ({low:.4g} to {high:.4g}), "
+        f"step time: {duration(first.seconds)} simulated ({low} to {high}), "
         f"{duration(prediction.step_time_s)} by the cost model, of which:",
         *time_lines(prediction),
         "",

@@ -12,13 +12,13 @@ from math import ceil, floor, log10
 
 from phalanx.cost.roofline_picture import rule, seconds, text
 from phalanx.pictures import COLOURS, NEUTRAL, ticks
-from phalanx.plan.page_pictures import framed
+from phalanx.plan.page_pictures import framed, shorten
 from phalanx.plan.plan import Plan, Point
 from phalanx.units import gib
 
-_WIDTH, _HEIGHT = 1140, 500  # pixels
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 900, 40, 440  # of the plot
-_LEGEND = 924
+_WIDTH, _HEIGHT = 1160, 500  # pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 850, 40, 440  # of the plot
+_LEGEND, _LETTERS = 876, 40  # where it begins, and how many letters it holds in a line
 _LIMIT = COLOURS[1]
 _OTHERS = "others"
 _ROUND = (1, 2, 5)
@@ -112,7 +112,7 @@ def _legend(plan: Plan, colours: dict[str, str]) -> Iterator[str]:
     y = _TOP + 12
     for family, colour in colours.items():
         yield f"<circle cx='{_LEGEND + 6}' cy='{y - 4}' r='4' fill='{colour}'/>"
-        yield text(_LEGEND + 20, y, family)
+        yield text(_LEGEND + 20, y, shorten(family, _LETTERS))
         y += 20
     y += 10
     yield f"<circle cx='{_LEGEND + 6}' cy='{y - 4}' r='4' fill='none' stroke='{NEUTRAL}'/>"
