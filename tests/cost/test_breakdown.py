@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cost.test_step_time import case
 
+from cost.test_step_time import case
 from phalanx.cost.breakdown import duration, memory_lines, question, time_lines
 from phalanx.cost.predict import predict
 from phalanx.job.layout import Layout
