@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from phalanx.cli.job_words import JobVerb, Option
 from phalanx.cost import prediction_picture
+from phalanx.cost.breakdown import document, memory_lines, question, time_lines
 from phalanx.cost.calibration import calibrated
 from phalanx.cost.case import Case, Products
 from phalanx.cost.predict import predict
@@ -92,71 +93,27 @@ def _traffic(job: Job, case: Case) -> dict[str, dict[str, float]]:
 
 def as_json(case: Case, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The document of `--json` (docs/predict.md)."""
-    fullest = prediction.fullest
-    low, high = prediction.spread
-    least, most = prediction.memory_spread
-    return {
-        "step_time_s": prediction.step_time_s,
-        "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
-        "tflops_per_device": prediction.tflops_per_device,
-        "mfu": prediction.mfu,
-        "hfu": prediction.hfu,
-        "bubble": prediction.bubble,
-        "exposed_comm_s": prediction.parts.exposed,
-        "time_s": dict(prediction.parts.items()),
-        "memory": {**dict(fullest.parts()), "peak": fullest.peak},
-        "memory_by_rank": [{**dict(rank.parts()), "peak": rank.peak} for rank in prediction.memory],
-        "memory_limit": prediction.memory_limit,
-        "fits": prediction.fits,
-        "traffic_bytes": traffic,
-        "interval": {
-            "step_time_s": [low * prediction.step_time_s, high * prediction.step_time_s],
-            "peak": [least * fullest.peak, most * fullest.peak],
-        },
-        "model_flops": prediction.model_flops,
-        "hardware_flops": prediction.hardware_flops,
-        "advice": [] if prediction.fits else [vars(one) for one in advice(case)],
-    }
+    hints = [] if prediction.fits else [vars(one) for one in advice(case)]
+    return {**document(prediction), "traffic_bytes": traffic, "advice": hints}
 
 
 def report(case: Case, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> str:
     """The figures for a person."""
-    cluster, layout = case.cluster, case.layout
     low, high = prediction.spread
     step = prediction.step_time_s
     lines = [
-        f"{case.model.preset or 'model'} on {layout.world} × {cluster.accelerator.name} "
-        f"({cluster.preset or 'own cluster'}): {layout.line()}",
+        f"{question(case, case.layout.world)}: {case.layout.line()}",
         case.batch.equation(),
         "",
         f"step time: {step:.4g} s ({low * step:.4g} to {high * step:.4g})  "
         f"tps: {prediction.tokens_per_s_per_device:,.0f} a device  tflops: {prediction.tflops_per_device:.1f}  "
         f"mfu: {prediction.mfu:.1%}  hfu: {prediction.hfu:.1%}  bubble: {prediction.bubble:.1%}",
-    ]
-    lines += _bars({name: seconds for name, seconds in prediction.parts.items() if seconds > 1e-3 * step}, _seconds)
-    fullest = prediction.fullest
-    rank = f", pipeline rank {prediction.memory.index(fullest)}" if layout.pp > 1 else ""
-    lines += [
+        *time_lines(prediction),
         "",
-        f"memory: {gib(fullest.peak)} of {gib(prediction.memory_limit)}, at most in the {fullest.moment}{rank}: "
-        + ("fits" if prediction.fits else "does not fit"),
+        *memory_lines(prediction),
     ]
-    lines += _bars({name: size for name, size in fullest.parts() if size}, gib)
     lines += ["", "traffic a step, sent by the first rank:" if traffic else "traffic: none"]
     for axis, collectives in traffic.items():
         for collective, sent in collectives.items():
             lines.append(f"  {axis:<14} {collective.replace('_', '-'):<16} {gib(sent)}")
     return "\n".join(lines)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.4g} s" if value >= 0.1 else f"{value * 1e3:.3g} ms"
-
-
-def _bars(values: dict[str, float], shown: Any) -> list[str]:
-    """A line each: name, value, share and a bar."""
-    whole = sum(values.values())
-    return [
-        f"  {name:<20} {shown(value):>9}  {value / whole:>4.0%}  {'█' * round(40 * value / whole)}"
-        for name, value in values.items()
-    ]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 
 from phalanx.cost import roofline_picture
+from phalanx.cost.breakdown import question
 from phalanx.cost.case import Case
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.roofline_picture import rule, seconds, text
@@ -32,8 +33,7 @@ _SHOWN = 5e-4  # of the step: a part that is at least that is not 0.0 %
 
 def svg(case: Case, prediction: Prediction) -> str:
     """Time by part, memory by part and pipeline rank, and the roofline of a block, as an SVG document."""
-    machine = f"{case.layout.world:,} × {case.cluster.accelerator.name}"
-    title = f"{case.model.preset or 'model'} on {machine} ({case.cluster.preset or 'own cluster'})"
+    title = question(case, case.layout.world)
     caption = list(_caption(case, prediction))
     top = 40 + _LINE * len(caption) + 34
     time, lower = _time(prediction, top)
@@ -73,13 +73,13 @@ def _time(prediction: Prediction, top: float) -> tuple[list[str], float]:
         if spent >= _SHOWN * step:
             shown, width = f"{seconds(spent)}, {spent / step:.1%}", spent * scale
             drawn.append(text(_TIME - 8, y + 12, name, "text-anchor='end'"))
-            drawn.append(_box(x, y, max(1.0, width), 14, _part_style(name), f"{name}: {shown}"))
+            drawn.append(box(x, y, max(1.0, width), 14, time_fill(name), f"{name}: {shown}"))
             drawn.append(text(x + width + 8, y + 12, shown, "font-size='11'"))
             y += 21
         x += spent * scale
     ends = [_TIME + factor * step * scale for factor in (low, high)]
     drawn.append(text(_TIME - 8, y + 12, "step", "text-anchor='end' font-weight='600'"))
-    drawn.append(_box(_TIME, y, step * scale, 14, f"fill='{NEUTRAL}' fill-opacity='.4'", f"step: {seconds(step)}"))
+    drawn.append(box(_TIME, y, step * scale, 14, f"fill='{NEUTRAL}' fill-opacity='.4'", f"step: {seconds(step)}"))
     whisker = f"M{ends[0]:.1f},{y + 3:.1f} v8 m0,-4 H{ends[1]:.1f} m0,-4 v8"
     drawn.append(f"<path class='interval' d='{whisker}' fill='none' stroke='{NEUTRAL}' stroke-width='1.5'/>")
     drawn.append(text(ends[1] + 8, y + 12, f"{seconds(low * step)} to {seconds(high * step)}", "font-size='11'"))
@@ -93,7 +93,8 @@ def _time(prediction: Prediction, top: float) -> tuple[list[str], float]:
     return drawn, y
 
 
-def _part_style(name: str) -> str:
+def time_fill(name: str) -> str:
+    """The colour of a part of a step's time, as attributes."""
     if name == "bubble":
         return _fill(NEUTRAL, pale=True)
     return _fill(_EXPOSED if name.endswith("exposed") else _TIME_COLOURS.get(name, COLOURS[0]))
@@ -136,7 +137,7 @@ def _bars(prediction: Prediction, base: float, scale: float) -> Iterator[str]:
         for name, size in memory.parts():
             y -= size * scale
             if size > 0:
-                yield _box(x + gap / 2, y, each - gap, size * scale, _fill(_MEMORY_COLOURS[name], name == "reserved"))
+                yield box(x + gap / 2, y, each - gap, size * scale, memory_fill(name))
         yield "</g>"
         if rank in numbered:
             yield text(x + each / 2, base + 16, str(rank), "text-anchor='middle'")
@@ -150,7 +151,7 @@ def _legend(prediction: Prediction, y: float) -> Iterator[str]:
     yield text(_LEGEND, y, heading, "font-weight='600'")
     for name, size in reversed(fullest.parts()):
         y += 20
-        yield _box(_LEGEND, y - 10, 12, 12, _fill(_MEMORY_COLOURS[name], name == "reserved"))
+        yield box(_LEGEND, y - 10, 12, 12, memory_fill(name))
         yield text(_LEGEND + 18, y, name)
         yield text(_RIGHT, y, gib(size), "text-anchor='end' font-size='11'")
     y += 20
@@ -162,14 +163,20 @@ def _legend(prediction: Prediction, y: float) -> Iterator[str]:
     yield text(_LEGEND, y + 39, f"{gib(least * fullest.peak)} to {gib(most * fullest.peak)}", "font-size='11'")
 
 
+def memory_fill(name: str) -> str:
+    """The colour of a part of the memory, as attributes."""
+    return _fill(_MEMORY_COLOURS[name], pale=name == "reserved")
+
+
 def _fill(colour: str, pale: bool = False) -> str:
     """What nothing uses is pale, with a border."""
     return f"fill='{colour}' fill-opacity='.25' stroke='{colour}' stroke-width='.5'" if pale else f"fill='{colour}'"
 
 
-def _box(x: float, y: float, width: float, height: float, style: str, tip: str = "") -> str:
-    box = f"<rect x='{x:.1f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' {style}"
-    return f"{box}><title>{escape(tip)}</title></rect>" if tip else f"{box}/>"
+def box(x: float, y: float, width: float, height: float, style: str, tip: str = "") -> str:
+    """A rectangle; `tip` is what a pointer on it shows."""
+    drawn = f"<rect x='{x:.1f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' {style}"
+    return f"{drawn}><title>{escape(tip)}</title></rect>" if tip else f"{drawn}/>"
 
 
 def _group(name: str, parts: Iterable[str]) -> Iterator[str]:

@@ -1,0 +1,78 @@
+"""A prediction in words: the lines that a terminal shows of it, and its document for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.cost.case import Case
+from phalanx.cost.prediction import Prediction
+from phalanx.units import gib
+
+_BAR = 40  # letters of all bars of a breakdown together
+
+
+def question(case: Case, devices: int) -> str:
+    """What is predicted: "llama3-70b on 64 × h100-80gb (dgx-h100:8)"."""
+    machine = f"{devices:,} × {case.cluster.accelerator.name}"
+    return f"{case.model.preset or 'model'} on {machine} ({case.cluster.preset or 'own cluster'})"
+
+
+def time_lines(prediction: Prediction) -> list[str]:
+    """Where the time of a step goes, a line a part that is at least a thousandth."""
+    step = prediction.step_time_s
+    return _bars({name: spent for name, spent in prediction.parts.items() if spent > 1e-3 * step}, duration)
+
+
+def memory_lines(prediction: Prediction) -> list[str]:
+    """The memory of the fullest rank in one line, then a line a part."""
+    fullest = prediction.fullest
+    rank = f", pipeline rank {prediction.memory.index(fullest)}" if len(prediction.memory) > 1 else ""
+    whole = (
+        f"memory: {gib(fullest.peak)} of {gib(prediction.memory_limit)}, at most in the {fullest.moment}{rank}: "
+        + ("fits" if prediction.fits else "does not fit")
+    )
+    return [whole, *_bars({name: size for name, size in fullest.parts() if size}, gib)]
+
+
+def duration(seconds: float) -> str:
+    """The time of a step to four digits: "13.70 s", "14.2 ms"."""
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds:#.4g} s"
+
+
+def document(prediction: Prediction) -> dict[str, Any]:
+    """The figures for a program (docs/predict.md), in seconds, bytes and FLOPs."""
+    fullest = prediction.fullest
+    low, high = prediction.spread
+    least, most = prediction.memory_spread
+    return {
+        "step_time_s": prediction.step_time_s,
+        "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
+        "tflops_per_device": prediction.tflops_per_device,
+        "mfu": prediction.mfu,
+        "hfu": prediction.hfu,
+        "bubble": prediction.bubble,
+        "exposed_comm_s": prediction.parts.exposed,
+        "time_s": dict(prediction.parts.items()),
+        "memory": {**dict(fullest.parts()), "peak": fullest.peak},
+        "memory_by_rank": [{**dict(rank.parts()), "peak": rank.peak} for rank in prediction.memory],
+        "memory_limit": prediction.memory_limit,
+        "fits": prediction.fits,
+        "interval": {
+            "step_time_s": [low * prediction.step_time_s, high * prediction.step_time_s],
+            "peak": [least * fullest.peak, most * fullest.peak],
+        },
+        "model_flops": prediction.model_flops,
+        "hardware_flops": prediction.hardware_flops,
+    }
+
+
+def _bars(values: dict[str, float], shown: Callable[[float], str]) -> list[str]:
+    """A line each: name, value, share and a bar."""
+    whole = sum(values.values())
+    return [
+        f"  {name:<20} {shown(value):>9}  {value / whole:>4.0%}  {'█' * round(_BAR * value / whole)}".rstrip()
+        for name, value in values.items()
+    ]

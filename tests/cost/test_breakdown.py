@@ -1,0 +1,32 @@
+"""A prediction in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from cost.test_step_time import case
+from phalanx.cost.breakdown import duration, memory_lines, question, time_lines
+from phalanx.cost.predict import predict
+from phalanx.job.layout import Layout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(13.7, "13.70 s"), (0.1, "0.1000 s"), (123.456, "123.5 s"), (12345.6, "12,346 s"), (0.0142, "14.2 ms")],
+)
+def test_durations_have_as_many_digits_as_can_be_told_apart(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_bars_are_as_long_as_their_share() -> None:
+    asked = case(Layout(tp=8, pp=2, dp_shard=4, micro_batch=1), 64)
+    prediction = predict(asked)
+    assert question(asked, 64) == "llama3-8b on 64 × h100-80gb (dgx-h100:8)"
+    bars = {line[2:22].strip(): line.count("█") for line in time_lines(prediction)}
+    for name, spent in prediction.parts.items():
+        if spent > 1e-3 * prediction.step_time_s:
+            assert bars[name] == pytest.approx(40 * spent / prediction.step_time_s, abs=0.6)
+    whole, *parts = memory_lines(prediction)
+    assert "pipeline rank" in whole
+    assert whole.endswith(": fits")
+    assert len(parts) == sum(1 for _, size in prediction.fullest.parts() if size)
