@@ -27,7 +27,7 @@ class Window:
             start, end = max(span.start, self.begin), min(span.end, self.end)
             if start == span.start and end == span.end and span.seconds > 0:
                 yield span
-            elif end > start:
+            elif end - start > 1e-9 * (self.end - self.begin):  # not what only rounding has inside
                 exposed = min(end - start, max(0.0, end - (span.end - span.exposed)))
                 yield span._replace(start=start, seconds=end - start, exposed=exposed)
 
