@@ -145,7 +145,7 @@ def text(goodput: Goodput) -> str:
     return "\n".join(
         [
             f"{who:<28} {g.interruptions_per_day:.3g} a day, one in {seconds(g.mtbf_s)}",
-            f"{'best time between saves':<28} {seconds(g.interval_s)}, each save {seconds(g.checkpoint_s)}",
+            f"{'training between saves':<28} {seconds(g.interval_s)}, each save {seconds(g.checkpoint_s)}",
             f"{'of the time trains':<28} {g.fraction:.1%}",
             f"{'lost to':<28} {', '.join(f'{name} {share:.2%}' for name, share in lost.items())}",
         ]
