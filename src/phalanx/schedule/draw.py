@@ -183,7 +183,7 @@ def keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
     if count > 1:
         by = "direction" if len(schedule.placements) > 1 else "stage of the rank"
         label = f"the lighter, the later the {by}" if count > 2 else f"lighter: second {by}"
-        yield x + 7 * len(label) + 12, f"<text x='{x:g}' y='11'>{label}</text>"
+        yield x + 7 * len(label), f"<text x='{x:g}' y='11'>{label}</text>"
 
 
 def _keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
