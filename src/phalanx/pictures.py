@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 
 # White digits are legible on them, and they are on white and on black.
@@ -28,6 +28,8 @@ class Panel:
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     """By name, the points (x, y) in order. The same name has the same colour in every panel."""
+    marks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By the name of a line, a point of it that a dot shows."""
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
@@ -85,6 +87,9 @@ def _panel(panel: Panel, colours: dict[str, str]) -> list[str]:
     for name, line in panel.lines.items():
         path = " ".join(f"{_place(x, xs) * _WIDTH:.1f},{_HEIGHT - _place(y, ys) * _HEIGHT:.1f}" for x, y in line)
         parts.append(f"<polyline points='{path}' fill='none' stroke='{colours[name]}' stroke-width='2'/>")
+    for name, (x, y) in panel.marks.items():
+        at = f"cx='{_place(x, xs) * _WIDTH:.1f}' cy='{_HEIGHT - _place(y, ys) * _HEIGHT:.1f}'"
+        parts.append(f"<circle {at} r='4' fill='{colours[name]}'/>")
     return parts
 
 

@@ -24,19 +24,20 @@ _KINDS = {
 _LEFT, _RIGHT, _MARGIN, _TOP = 72, 104, 16, 68  # pixels
 _ROW, _CELL = 28, 22  # from row to row; the height of a cell
 _WIDEST = 2400  # of the cells together, where they need not be narrower than a pixel a unit of time
-_DIGIT = 6.2
+DIGIT = 6.2
+"""Pixels of a digit in a cell."""
 
 
 def svg(timing: Timing) -> str:
     """The picture of a schedule that was run through, as an SVG document."""
     schedule, duration = timing.schedule, timing.duration
     # As wide as the longest number needs in the shortest cell, in a picture that is not too wide.
-    longest = max(len(_number(action, schedule)) for program in schedule.programs for action in program)
-    unit = max(1.0, min(max(16.0, longest * _DIGIT + 7), _WIDEST / duration))
+    longest = max(len(number(action, schedule)) for program in schedule.programs for action in program)
+    unit = max(1.0, min(max(16.0, longest * DIGIT + 7), _WIDEST / duration))
     bottom = _TOP + schedule.ranks * _ROW
-    keys, foot, title = list(_keys(schedule)), _foot(timing), f"{schedule.name}: {size(schedule)}"
+    legend, foot, title = list(_keys(schedule)), _foot(timing), f"{schedule.name}: {size(schedule)}"
     words = max(8.5 * len(title), 7 * len(summary(timing)), 7 * len(foot))
-    width = max(_LEFT + duration * unit + _RIGHT, _MARGIN + words, keys[-1][0])
+    width = max(_LEFT + duration * unit + _RIGHT, _MARGIN + words, legend[-1][0])
     height = bottom + 72
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height}' width='{width:.0f}' "
@@ -53,7 +54,7 @@ def svg(timing: Timing) -> str:
         parts.append(f"<line x1='{x:.1f}' y1='{bottom}' x2='{x:.1f}' y2='{bottom + 4}' stroke='{NEUTRAL}'/>")
         parts.append(f"<text x='{x:.1f}' y='{bottom + 16}' text-anchor='middle'>{tick:g}</text>")
     parts.append(f"<text x='{_MARGIN}' y='{bottom + 36}'>{foot}</text>")
-    parts.append(f"<g class='keys' transform='translate(0 {bottom + 48})'>{''.join(key for _, key in keys)}</g>")
+    parts.append(f"<g class='keys' transform='translate(0 {bottom + 48})'>{''.join(key for _, key in legend)}</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -107,7 +108,8 @@ def _foot(timing: Timing) -> str:
     return f"time: for one stage {costs}; messages take none"
 
 
-def _number(action: Action, schedule: Schedule) -> str:
+def number(action: Action, schedule: Schedule) -> str:
+    """What stands in a cell."""
     return f"{action.micro}.{action.slice}" if schedule.slices > 1 else str(action.micro)
 
 
@@ -130,13 +132,13 @@ def _rank(timing: Timing, rank: int, most: int, unit: float) -> Iterator[str]:
         cost = timing.costs[action.kind]
         x, width = _LEFT + start * unit, cost * unit
         fill, ink = shade(action.kind, found[schedule.direction(action.micro)][action.stage], count)
-        number = _number(action, schedule)
+        label = number(action, schedule)
         yield (
             f"<rect x='{x + gap / 2:.2f}' y='{top}' width='{width - gap:.2f}' height='{_CELL}' fill='{fill}'>"
             f"<title>{action}: {start:g} to {start + cost:g}</title></rect>"
         )
-        if len(number) * _DIGIT + 2 <= width:
-            yield f"<text x='{x + width / 2:.1f}' y='{text:g}' fill='{ink}'>{number}</text>"
+        if len(label) * DIGIT + 2 <= width:
+            yield f"<text x='{x + width / 2:.1f}' y='{text:g}' fill='{ink}'>{label}</text>"
     yield "</g>"
     if schedule.steps > 1:
         for end in _updates(timing, rank):
@@ -163,8 +165,8 @@ def _update(x: float, top: float) -> str:
     )
 
 
-def _keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
-    """The legend: each entry and where it ends."""
+def keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
+    """The legend of the passes: each entry and where it ends."""
     found = variants(schedule)
     count = 1 + max(found[-1])
     x = float(_MARGIN)
@@ -182,7 +184,13 @@ def _keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
         by = "direction" if len(schedule.placements) > 1 else "stage of the rank"
         label = f"the lighter, the later the {by}" if count > 2 else f"lighter: second {by}"
         yield x + 7 * len(label), f"<text x='{x:g}' y='11'>{label}</text>"
-        x += 7 * len(label) + 12
+
+
+def _keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
+    """The legend: each entry and where it ends."""
+    x = float(_MARGIN)
+    for x, key in keys(schedule):
+        yield x, key
     if schedule.steps > 1:
         label = "optimizer step"
         yield x + 20 + 7 * len(label), f"{_update(x + 6, -4)}<text x='{x + 16:g}' y='11'>{label}</text>"

@@ -3,34 +3,94 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.timing import Timing
 
 _MICROSECONDS = 1000.0
 """As which one unit of time is shown: the viewers measure in microseconds."""
 
 
+class Event(NamedTuple):
+    """Something that takes time. No two of a row at once."""
+
+    name: str
+    category: str
+    start: float
+    """Microseconds, as every time here."""
+    end: float
+    args: dict[str, Any]
+
+
+class Arrow(NamedTuple):
+    """From the event that begins at one moment to one that begins later, each in the row of that number."""
+
+    name: str
+    row: int
+    start: float
+    to_row: int
+    to_start: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the viewers call a thread."""
+
+    name: str
+    events: Iterable[Event]
+
+
 def text(timing: Timing) -> str:
     """The events of every action as one JSON document."""
-    events: list[dict[str, object]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"pipeline {timing.schedule.name}"}}
-    ]
-    for rank, (program, starts) in enumerate(zip(timing.schedule.programs, timing.starts, strict=True)):
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
-        events.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
-        for action, start in zip(program, starts, strict=True):
-            kind, stage, micro, part = action
-            of_slice = f".{part}" if timing.schedule.slices > 1 else ""
-            events.append(
-                {
-                    "name": f"{kind}{micro}{of_slice} stage {stage}",
-                    "cat": kind,
-                    "ph": "X",
-                    "ts": start * _MICROSECONDS,
-                    "dur": timing.costs[kind] * _MICROSECONDS,
-                    "pid": 0,
-                    "tid": rank,
-                    "args": {"stage": stage, "micro_batch": micro, "slice": part},
-                }
+    schedule = timing.schedule
+    rows = []
+    for rank, (program, starts) in enumerate(zip(schedule.programs, timing.starts, strict=True)):
+        events = [
+            Event(
+                pass_name(schedule, *action),
+                action.kind,
+                start * _MICROSECONDS,
+                (start + timing.costs[action.kind]) * _MICROSECONDS,
+                pass_args(action.stage, action.micro, action.slice),
             )
+            for action, start in zip(program, starts, strict=True)
+        ]
+        rows.append(Row(f"rank {rank}", events))
+    return document(f"pipeline {schedule.name}", rows)
+
+
+def pass_name(schedule: Schedule, kind: str, stage: int, micro: int, part: int) -> str:
+    """What a pass is called: "F3 stage 1", or of slices "F3.0 stage 1"."""
+    of_slice = f".{part}" if schedule.slices > 1 else ""
+    return f"{kind}{micro}{of_slice} stage {stage}"
+
+
+def pass_args(stage: int, micro: int, part: int) -> dict[str, Any]:
+    return {"stage": stage, "micro_batch": micro, "slice": part}
+
+
+def document(name: str, rows: Sequence[Row], arrows: Iterable[Arrow] = ()) -> str:
+    """The rows of one process as a JSON document, in their order."""
+    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": name}}]
+    for number, row in enumerate(rows):
+        place = {"pid": 0, "tid": number}
+        events.append({"name": "thread_name", "ph": "M", **place, "args": {"name": row.name}})
+        events.append({"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": number}})
+        for event in row.events:
+            start, end = _nanosecond(event.start), _nanosecond(event.end)
+            words = {"name": event.name, "cat": event.category, "ph": "X"}
+            events.append({**words, "ts": start, "dur": _nanosecond(end - start), **place, "args": event.args})
+    for number, arrow in enumerate(arrows):
+        words = {"name": arrow.name, "cat": "arrow", "id": number, "pid": 0}
+        events.append({**words, "ph": "s", "tid": arrow.row, "ts": _nanosecond(arrow.start)})
+        # bp "e": to the event that begins there, not to the next one.
+        events.append({**words, "ph": "f", "bp": "e", "tid": arrow.to_row, "ts": _nanosecond(arrow.to_start)})
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
+
+
+def _nanosecond(microseconds: float) -> float:
+    """Rounded as the viewers do, so that what ends where another begins does not overlap it by an error of rounding."""
+    return round(microseconds, 3)

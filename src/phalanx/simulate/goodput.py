@@ -1,0 +1,166 @@
+"""How much of its time a job trains where devices fail, and how often it had better save its state.
+
+Failures come as a Poisson process of rate lam for all devices together. A job trains tau seconds, stands still for a
+save of delta seconds, and begins again; a failure, also in the middle of a save, throws away what came after the last
+save, and a restart of R seconds (notice, replace, load, warm up) follows, which may fail too and then begins anew.
+
+With s = tau + delta an attempt succeeds with probability exp(-lam s). The expected time E from one save to the next is
+s after a success, and t + E_R + E after a failure at t:
+
+    E = s exp(-lam s) + integral from 0 to s of lam exp(-lam t) (t + E_R + E) dt
+    E_R = (exp(lam R) - 1) / lam                          the same with s = R, and nothing but the restart to repeat
+    E = exp(lam R) (exp(lam s) - 1) / lam
+
+which is the complete model of Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps)
+for one segment. Of E, tau is productive and delta saves. exp(lam s) - 1 attempts fail on average, so restarts take
+(exp(lam s) - 1) E_R, and rework what is left, (exp(lam s) - 1) / lam - s. Hence, of the whole time,
+
+    fraction = exp(-lam R)  *  tau / s  *  lam s / (exp(lam s) - 1)
+               restarting      saving      rework
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.errors import JobError
+from phalanx.units import seconds
+
+DAY = 86400.0
+LLAMA_3 = 419 / 54 / 16384
+"""Unexpected interruptions a device and day: Llama 3 team 2024 (The Llama 3 herd of models), section 3.3.4 and table 5,
+419 in 54 days on 16,384 H100."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time of a job goes. The fraction that trains and the three that are lost add up to one."""
+
+    devices: int
+    checkpoint_s: float
+    restart_s: float
+    mtbf_s: float
+    """Mean time between failures of any of the devices; infinite where none fails."""
+    interval_s: float
+    """Training between two saves; infinite where it is best never to save."""
+    fraction: float
+    """Productive: spent on steps whose result is kept."""
+    saving: float
+    rework: float
+    """Training and saving that a failure threw away."""
+    restarting: float
+
+    @property
+    def interruptions_per_day(self) -> float:
+        return DAY / self.mtbf_s
+
+
+def at(
+    interval_s: float, devices: int, failures_per_device_day: float, checkpoint_s: float, restart_s: float
+) -> Goodput:
+    """The expected shares of time with a save after every `interval_s` seconds of training.
+
+    Raises JobError where a figure is impossible."""
+    rate = _rate(devices, failures_per_device_day, checkpoint_s, restart_s)
+    if not 0 < interval_s < math.inf:
+        raise JobError(f"the time between checkpoints is {interval_s:g} s: it has to be more than 0 and finite")
+    segment = interval_s + checkpoint_s
+    running = math.exp(-rate * restart_s)
+    # u / (exp(u) - 1) written so that it does not overflow where almost no attempt succeeds.
+    u = rate * segment
+    kept = u * math.exp(-u) / -math.expm1(-u) if u else 1.0
+    return Goodput(
+        devices,
+        checkpoint_s,
+        restart_s,
+        mtbf_s=1 / rate if rate else math.inf,
+        interval_s=interval_s,
+        fraction=running * kept * interval_s / segment,
+        saving=running * kept * checkpoint_s / segment,
+        rework=running * (1 - kept),
+        restarting=1 - running,
+    )
+
+
+def best(
+    devices: int, failures_per_device_day: float, checkpoint_s: float, restart_s: float, step_s: float = 0.0
+) -> Goodput:
+    """The shares of time with the interval that trains most, in whole steps of `step_s` seconds where that is given.
+
+    Where nothing fails no save is needed, and where saves cost nothing and steps no time there is nothing to lose by
+    saving all the time: the interval is infinite or zero then. Raises JobError where a figure is impossible."""
+    rate = _rate(devices, failures_per_device_day, checkpoint_s, restart_s)
+    if not 0 <= step_s < math.inf:
+        raise JobError(f"a step takes {step_s:g} s: it has to be 0 (not given) or more, and finite")
+    if rate == 0:
+        return Goodput(devices, checkpoint_s, restart_s, math.inf, math.inf, 1.0, 0.0, 0.0, 0.0)
+    exact = exact_interval(checkpoint_s, 1 / rate)
+    if step_s == 0 and exact == 0:
+        running = math.exp(-rate * restart_s)
+        return Goodput(devices, checkpoint_s, restart_s, 1 / rate, 0.0, running, 0.0, 0.0, 1 - running)
+    # The fraction has one maximum, so that the best number of steps is next to it.
+    below = max(1, math.floor(exact / step_s)) if step_s else 0
+    choices = [step_s * below, step_s * (below + 1)] if step_s else [exact]
+    found = [at(interval, devices, failures_per_device_day, checkpoint_s, restart_s) for interval in choices]
+    return max(found, key=lambda goodput: goodput.fraction)
+
+
+def exact_interval(checkpoint_s: float, mtbf_s: float) -> float:
+    """The interval tau at which the fraction is largest: its derivative is zero where, in units of the mean time
+    between failures, 1 - tau = exp(-tau - delta). Restarts do not matter."""
+    delta = checkpoint_s / mtbf_s
+    # f(tau) = 1 - tau - exp(-tau - delta) is concave and falls from above zero; Young's interval and 1 are not below
+    # its zero, so that Newton's steps come down to it without ever passing it.
+    tau = min(1.0, math.sqrt(2 * delta))
+    while tau > 0:
+        value = -tau - math.expm1(-tau - delta)
+        after = tau - value / math.expm1(-tau - delta)
+        if not after < tau * (1 - 1e-15):
+            break
+        tau = after
+    return tau * mtbf_s
+
+
+def young_interval(checkpoint_s: float, mtbf_s: float) -> float:
+    """Young 1974, A first order approximation to the optimum checkpoint interval: sqrt(2 delta M)."""
+    return math.sqrt(2 * checkpoint_s * mtbf_s)
+
+
+def daly_interval(checkpoint_s: float, mtbf_s: float) -> float:
+    """Daly 2006, the higher-order estimate: the same by a series in sqrt(delta / 2M)."""
+    if checkpoint_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = checkpoint_s / (2 * mtbf_s)
+    return young_interval(checkpoint_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_s
+
+
+def text(goodput: Goodput) -> str:
+    """The figures in lines for a terminal."""
+    g = goodput
+    who = f"failures of {g.devices:,} devices"
+    if math.isinf(g.mtbf_s):
+        return "no failures: nothing to save against, all of the time trains"
+    lost = {"saving": g.saving, "rework": g.rework, "restarting": g.restarting}
+    return "\n".join(
+        [
+            f"{who:<28} {g.interruptions_per_day:.3g} a day, one in {seconds(g.mtbf_s)}",
+            f"{'training between saves':<28} {seconds(g.interval_s)}, each save {seconds(g.checkpoint_s)}",
+            f"{'of the time trains':<28} {g.fraction:.1%}",
+            f"{'lost to':<28} {', '.join(f'{name} {share:.2%}' for name, share in lost.items())}",
+        ]
+    )
+
+
+def _rate(devices: int, failures_per_device_day: float, checkpoint_s: float, restart_s: float) -> float:
+    """Failures a second of all devices. Raises JobError with every figure that is impossible."""
+    figures = {
+        "failures a device and day": failures_per_device_day,
+        "seconds of a checkpoint": checkpoint_s,
+        "seconds of a restart": restart_s,
+    }
+    problems = [] if devices >= 1 else [f"devices: {devices}, where at least 1 is needed"]
+    problems += [f"{n}: {v:g}, where 0 or more is needed" for n, v in figures.items() if not 0 <= v < math.inf]
+    if problems:
+        raise JobError(problems)
+    return devices * failures_per_device_day / DAY
