@@ -169,11 +169,11 @@ def compare(ranks, job: Job) -> set[str]:
     """Holds what every rank takes to what is predicted, and returns the moments that are."""
     model, layout = job.model, job.layout
     equation = batch.solve(job.train.global_batch, layout)
-    case = Case(model, Cluster(), layout, equation, "bf16", WIDTHS[job.train.precision])
-    stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else None
+    stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else ()
+    case = Case(model, Cluster(), layout, equation, "bf16", WIDTHS[job.train.precision], stages=stages)
     moments = set()
     for rank, size in enumerate(ranks(stepped, layout.world, job)):
-        expected = rank_memory(case, rank // (layout.world // layout.pp), stages)
+        expected = rank_memory(case, rank // (layout.world // layout.pp))
         print(layout.line(), rank, f"{size:,} {expected.allocated:,} {expected.allocated / size - 1:.1%}", expected)
         assert expected.allocated == pytest.approx(size, rel=0.04)
         moments.add(expected.moment)

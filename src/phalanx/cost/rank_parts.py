@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from phalanx.cost.activations import block
 from phalanx.cost.case import Case
 from phalanx.cost.habits import MIB
 from phalanx.cost.held import BlockParameters, block_parameters, kinds_of, outside, table
-from phalanx.cost.in_flight import Flight, flights
+from phalanx.cost.in_flight import Flight
 from phalanx.cost.memory import STATE_WIDTHS
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
+from phalanx.cost.placed import placed
 from phalanx.job.pipeline import flushes
-from phalanx.job.stages import even, written_stages
 
 TRANSIT = 2
 """Messages between stages that a rank has under way at a time: one that comes and one that goes."""
@@ -46,15 +42,14 @@ class Kind:
 class Step:
     """What all ranks of a step have in common."""
 
-    def __init__(self, case: Case, stages: Sequence[range] | None):
+    def __init__(self, case: Case):
         self.case, self.habits = case, case.software.habits
         if case.products == "fp16":
             self.habits = self.habits.fp16 or self.habits
         if case.software.attention == "unfused" and self.habits.scores != "always":
             self.habits = replace(self.habits, scores="always")
         layout = case.layout
-        self.flights = flights(layout, case.batch.accumulation)
-        self.cut = _cut(case.model, layout, self.flights[0].stages) if stages is None else tuple(stages)
+        self.cut, self.flights = placed(case)
         self.tokens = case.batch.micro_batch * case.model.seq_len / layout.cp
         self.share = layout.tp if layout.sp else 1
         self.stream = self.tokens * case.model.d_model * case.width
@@ -198,10 +193,3 @@ def by_stage(zero: int, ranks: int, parameter: float, gradient: float, optimizer
         gradient / (ranks if zero >= 2 else 1),
         optimizer / (ranks if zero >= 1 else 1),
     )
-
-
-@lru_cache(maxsize=1024)
-def _cut(model: Model, layout: Layout, stages: int) -> tuple[range, ...]:
-    if layout.pp_cut:
-        return written_stages(layout.pp_cut, stages, model.n_layers)
-    return even(model.n_layers, stages)
