@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.case import Case
+from phalanx.cost.placed import contents
 from phalanx.cost.predict import predict
 from phalanx.cost.programs import MEGATRON_CORE, PHALANX
-from phalanx.cost.rank_time import contents, rank_time
+from phalanx.cost.rank_time import rank_time
 from phalanx.cost.software import Software
 from phalanx.cost.step_time import step_parts
 from phalanx.job import batch

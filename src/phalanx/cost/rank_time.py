@@ -11,28 +11,12 @@ from phalanx.cost.communication import block_traffic, group
 from phalanx.cost.held import block_parameters, outside
 from phalanx.cost.layer import Seconds, work_seconds
 from phalanx.cost.link import load
-from phalanx.cost.placed import placed
+from phalanx.cost.placed import Content
 from phalanx.cost.state_time import Held, state_seconds, zero_three
 from phalanx.job.layout import Layout
 
 BLEND = 2.2
 """Power mean of a pass's times on device and host: 1 is their sum (nothing runs ahead), infinity the longer of both."""
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a pipeline rank has of the model, in blocks of each kind."""
-
-    dense: int
-    moe: int
-    embedding: bool
-    head: bool
-    share: float = 1.0
-    """Of the micro-batches, those that pass each of its stages."""
-
-    @property
-    def blocks(self) -> int:
-        return self.dense + self.moe
 
 
 @dataclass(frozen=True)
@@ -94,19 +78,6 @@ def _waits(device: float, host: float) -> float:
     """What a pass of `device` seconds takes longer when the host needs `host` seconds to start it. Where kernels are
     long the host runs ahead, where they are short it falls behind: between the longer of both and their sum."""
     return (device**BLEND + host**BLEND) ** (1 / BLEND) - device if host else 0.0
-
-
-@lru_cache(10_000)
-def contents(case: Case) -> tuple[Content, ...]:
-    """What each pipeline rank has."""
-    model = case.model
-    stages, ranks = placed(case)
-    found = []
-    for rank in ranks:
-        layers = [layer for stage in rank.held for layer in stages[stage]]
-        moe = sum(map(model.is_moe_layer, layers))
-        found.append(Content(len(layers) - moe, moe, 0 in rank.held, len(stages) - 1 in rank.held, rank.share))
-    return tuple(found)
 
 
 def held_by(case: Case, content: Content) -> Held:

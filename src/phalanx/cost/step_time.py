@@ -6,8 +6,9 @@ from phalanx.cost.case import Case
 from phalanx.cost.communication import boundary_seconds, group
 from phalanx.cost.link import load
 from phalanx.cost.pipeline import pipeline_seconds
+from phalanx.cost.placed import Content, contents
 from phalanx.cost.prediction import Parts
-from phalanx.cost.rank_time import Content, RankTime, contents, held_by, rank_time
+from phalanx.cost.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.state_time import Held, optimizer_seconds, state_seconds, zero_three
 from phalanx.schedule import catalogue
 
