@@ -1,5 +1,5 @@
-"""What each rank of a case's pipeline has of the model, for time and memory alike; which rank holds which stages is said
-by in_flight.py."""
+"""What each rank of a case's pipeline has of the model, for time and memory alike; which rank holds which stages is read
+off the schedule (in_flight.py)."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def placed(case: Case) -> tuple[tuple[range, ...], tuple[Flight, ...]]:
 
 
 def stages_of_case(case: Case, stages: int) -> tuple[range, ...]:
-    """The layers of each of so many stages: `case.stages`, else those of `layout.pp_cut`, else as even as can be. Raises
-    JobError where pp_cut does not fit."""
+    """The layers of each of so many stages: `case.stages`, else those of `layout.pp_cut`, else as even as can be.
+    Raises JobError where pp_cut does not fit."""
     return case.stages or _cut(case.layout.pp_cut if case.layout.pp > 1 else "", stages, case.model.n_layers)
 
 
