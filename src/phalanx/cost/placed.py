@@ -1,14 +1,17 @@
-"""What each rank of a case's pipeline has of the model, for time and memory alike; which rank holds which stages is read
-off the schedule (in_flight.py)."""
+"""What each rank of a case's pipeline has of the model, for time and memory alike. Which rank holds which stages
+is read off the schedule (in_flight.py)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from phalanx.cost.case import Case
+from phalanx.cost.held import BlockKind, block_kinds
 from phalanx.cost.in_flight import Flight, flights
+from phalanx.job.recompute import written
 from phalanx.job.stages import even, written_stages
 
 
@@ -16,8 +19,7 @@ from phalanx.job.stages import even, written_stages
 class Content:
     """What a pipeline rank, or one stage, has of the model, in blocks of each kind."""
 
-    dense: int
-    moe: int
+    kinds: tuple[tuple[BlockKind, int], ...]
     embedding: bool
     head: bool
     share: float = 1.0
@@ -25,7 +27,16 @@ class Content:
 
     @property
     def blocks(self) -> int:
-        return self.dense + self.moe
+        return sum(many for _, many in self.kinds)
+
+    @property
+    def moe(self) -> int:
+        """Blocks with experts."""
+        return sum(many for kind, many in self.kinds if kind.experts)
+
+    @property
+    def dense(self) -> int:
+        return self.blocks - self.moe
 
 
 @lru_cache(10_000)
@@ -37,9 +48,9 @@ def contents(case: Case) -> tuple[Content, ...]:
 
 def content_of(case: Case, stages: Sequence[range], held: Sequence[int], share: float = 1.0) -> Content:
     """What is in some of the `stages` by their numbers."""
-    layers = [layer for stage in held for layer in stages[stage]]
-    moe = sum(map(case.model.is_moe_layer, layers))
-    return Content(len(layers) - moe, moe, 0 in held, len(stages) - 1 in held, share)
+    every = block_kinds(case.model, written(case.layout))
+    kinds = Counter(every[layer] for stage in held for layer in stages[stage])
+    return Content(tuple(sorted(kinds.items())), 0 in held, len(stages) - 1 in held, share)
 
 
 def placed(case: Case) -> tuple[tuple[range, ...], tuple[Flight, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from phalanx.cost import operators
@@ -14,6 +14,7 @@ from phalanx.cost.link import load
 from phalanx.cost.placed import Content
 from phalanx.cost.state_time import Held, state_seconds, zero_three
 from phalanx.job.layout import Layout
+from phalanx.job.recompute import Mode, alike
 
 BLEND = 2.2
 """Power mean of a pass's times on device and host: 1 is their sum (nothing runs ahead), infinity the longer of both."""
@@ -100,7 +101,7 @@ def block_held(case: Case, moe: bool) -> Held:
 
 @lru_cache(50_000)
 def block_time(case: Case, moe: bool) -> RankTime:
-    """One block with its communication."""
+    """One block with its communication; what it recomputes is what `layout.recompute` says."""
     model, layout, software = case.model, case.layout, case.software
     layer = model.n_layers - 1 if moe else 0
     work = operators.block(model, layer, layout, case.batch.micro_batch)
@@ -134,6 +135,11 @@ def block_time(case: Case, moe: bool) -> RankTime:
         forward=forward + shard_forward,
         weights=seconds.weights,
     )
+
+
+def _alike(case: Case, mode: Mode) -> Case:
+    """The case with all blocks recomputing the same."""
+    return replace(case, layout=alike(case.layout, mode)) if case.layout.recompute_cut else case
 
 
 def _collectives(layout: Layout, moe: bool) -> int:
@@ -202,8 +208,6 @@ def around_time(case: Case, content: Content) -> RankTime:
 def rank_time(case: Case, content: Content) -> RankTime:
     """A micro-batch on a rank with `content`; where only some pass it, their share of one."""
     found = around_time(case, content)
-    if content.dense:
-        found += block_time(case, False).scaled(content.dense)
-    if content.moe:
-        found += block_time(case, True).scaled(content.moe)
+    for kind, many in content.kinds:
+        found += block_time(_alike(case, kind.recompute), kind.experts).scaled(many)
     return found if content.share == 1 else found.scaled(content.share)

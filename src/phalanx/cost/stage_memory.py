@@ -96,13 +96,13 @@ def _fullest(step: Step, flight: Flight) -> RankMemory:
     habits, rank = step.habits, Rank(step, flight)
     parameters, gradients, optimizer = rank.state()
     kept, in_flight = rank.kept()
-    again, moving = rank.backward()
     logits, hidden = rank.logits()
     whole = rank.whole()
     # Where all are in flight at once, none has left gradients yet.
     passes = step.case.batch.accumulation * len(flight.held)
     stays = habits.gradients_stay or passes > max(map(sum, flight.most))
     early = max(rank.unsent(), gradients if stays else rank.bucket())
+    again, moving = rank.backward(stays or rank.unsent() > 0)
     copied = rank.copied()
     moments: list[tuple[Moment, float, float, float, float]] = [
         ("backward", early, kept + again, 0, whole + moving),

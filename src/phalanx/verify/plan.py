@@ -121,7 +121,10 @@ def _notes(plan: Plan, job: Job) -> Iterator[str]:
             "pipelines without a flush are compared with one process whose gradients are one update late, as theirs are"
         )
     models = [plan.case(layout).model for layout in plan.layouts]
-    if deepened := sum(model.n_layers > job.model.n_layers for model in models):
+    if cut := sum(bool(layout.recompute_cut) for layout in plan.layouts):
+        yield f"model.n_layers: {job.model.n_layers} in the job, those of recompute_cut in {counted(cut, 'layout')}"
+    pairs = zip(plan.layouts, models, strict=True)
+    if deepened := sum(model.n_layers > job.model.n_layers for layout, model in pairs if not layout.recompute_cut):
         yield (
             f"model.n_layers: {job.model.n_layers} in the job, a layer a stage in {counted(deepened, 'layout')} with "
             "more stages than that"
@@ -152,6 +155,7 @@ def _own(plan: Plan, job: Job, max_ranks: int) -> None:
         micro_batch=0,
         accumulation=_accumulation(layout, accumulation),
         pp_cut=layout.pp_cut if plan.proof.job.model.n_layers == job.model.n_layers else "",
+        recompute_cut=layout.recompute_cut if plan.proof.job.model.n_layers == job.model.n_layers else "",
         loss_chunk=min(layout.loss_chunk, max(1, plan.proof.job.model.seq_len // 2)),
         bucket_mb=Layout.bucket_mb,
     )
