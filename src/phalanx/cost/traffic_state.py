@@ -103,8 +103,8 @@ def _fsdp(table: Table, runs: Sequence[Run], spread: Spread, work: Work) -> Coun
 
 
 def _gathers(parameter: Held, spread: Spread, work: Work, full: bool) -> int:
-    """How often FSDP makes a parameter whole in a step; `full`: of a block that is computed again. A pipeline that keeps
-    them does so until the step's end."""
+    """How often FSDP makes a parameter whole in a step; `full`: of a block that is computed again. A pipeline that
+    keeps them does so until the step's end."""
     layout = spread.layout
     if parameter.group == "around":
         return work.renewals if layout.pp == 1 or layout.reshard else 1

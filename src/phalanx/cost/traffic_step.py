@@ -47,8 +47,8 @@ def step_traffic(
     do not share evenly are summed over tp or pp. `precision` and `gradients` are `train`'s, `vocab` the tokenizer's
     vocabulary where the model leaves it open. `stages` are the layers of each pipeline stage
     (phalanx.plan.cut.stages_of); None: `layout.pp_cut`'s. `rows` are those that this rank sent to other ranks' experts,
-    or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, where they are known: an
-    equal share of them in each layer, which matters where layers recompute differently.
+    or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, where they are known:
+    an equal share of them in each layer, which matters where layers recompute differently.
 
     Replicas that meet every sync_every steps (local_sgd, diloco) send a share of it each step. A pipeline without a
     flush sends the mean over a run of steps. Raises JobError for sync=asp, where a step's shares go to whichever
