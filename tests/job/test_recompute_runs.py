@@ -33,8 +33,8 @@ def test_without_a_cut_every_layer_does_what_the_layout_says():
     ("text", "message"),
     [
         ("8", r"'8' is no list of runs of layers; write how many do what with a plus between them, such as 8\*full"),
-        ("full+none", "'full+none' is no list of runs"),
-        ("2*full+", "'2*full+' is no list of runs"),
+        ("full+none", r"'full\+none' is no list of runs"),
+        ("2*full+", r"'2\*full\+' is no list of runs"),
         ("2*ful+2*none", r"2\*ful: 'ful' is nothing that a layer does; did you mean full\? \(known: none, selective"),
         ("2*full+0*none", r"0\*none is no layer: leave it out"),
     ],

@@ -121,10 +121,11 @@ def _notes(plan: Plan, job: Job) -> Iterator[str]:
             "pipelines without a flush are compared with one process whose gradients are one update late, as theirs are"
         )
     models = [plan.case(layout).model for layout in plan.layouts]
-    if cut := sum(bool(layout.recompute_cut) for layout in plan.layouts):
+    written = [bool(layout.recompute_cut) for layout in plan.layouts]
+    if cut := sum(mine and job.model.n_layers != model.n_layers for mine, model in zip(written, models, strict=True)):
         yield f"model.n_layers: {job.model.n_layers} in the job, those of recompute_cut in {counted(cut, 'layout')}"
-    pairs = zip(plan.layouts, models, strict=True)
-    if deepened := sum(model.n_layers > job.model.n_layers for layout, model in pairs if not layout.recompute_cut):
+    stages = (model.n_layers for mine, model in zip(written, models, strict=True) if not mine)
+    if deepened := sum(n_layers > job.model.n_layers for n_layers in stages):
         yield (
             f"model.n_layers: {job.model.n_layers} in the job, a layer a stage in {counted(deepened, 'layout')} with "
             "more stages than that"
