@@ -69,7 +69,8 @@ def _llama3(cp: int, dp: int, sequences: int, seq_len: int, tflops: float) -> Pu
     paper does not print how many chunks a rank has; with four, 126 blocks are two a chunk but for the first and last,
     which have one and the embedding or the head."""
     layout = Layout(tp=8, pp=16, cp=cp, dp_shard=dp, zero=2, sp=True, sp_regather=True, micro_batch=1)
-    layout = replace(layout, schedule="interleaved_1f1b", pp_chunks=4)
+    cut = "+".join(["1", *["2"] * 62, "1"])
+    layout = replace(layout, schedule="interleaved_1f1b", pp_chunks=4, pp_cut=cut)
     world = 8 * 16 * cp * dp
     return Published("llama3-405b", f"meta-h100:{world // 8}", "llama3", layout, sequences, tflops, seq_len)
 

@@ -146,7 +146,7 @@ def test_stages_may_be_given_even_with_none_of_the_layers():
     """Embedding and head on stages of their own, as Zero Bubble's interleaved runs have them."""
     stages = (range(0), range(2), range(2, 4), range(4, 6), range(6, 8), range(8, 8))
     layout = Layout(pp=3, pp_chunks=2, schedule="interleaved_1f1b", micro_batch=16, accumulation=6)
-    ranks = step_memory(case(GPT, layout), stages)
+    ranks = step_memory(replace(case(GPT, layout), stages=stages))
     assert ranks[0].parameters > ranks[1].parameters - 2 * 2 * 12 * 512**2
     assert ranks[1].activations > ranks[0].activations
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.case import Case
+from phalanx.cost.placed import contents
 from phalanx.cost.predict import predict
 from phalanx.cost.programs import MEGATRON_CORE, PHALANX
-from phalanx.cost.rank_time import contents
+from phalanx.cost.rank_time import rank_time
 from phalanx.cost.software import Software
 from phalanx.cost.step_time import step_parts
 from phalanx.job import batch
@@ -101,15 +102,28 @@ def test_sharding_inside_groups_and_replicating_between_them_gains_on_many_nodes
     assert times[1] < 0.95 * times[0]
 
 
-def test_uneven_blocks_count_embedding_and_head_as_blocks() -> None:
-    model = PRESETS["llama3-405b"]
-    shares = [content.blocks for content in contents(model, Layout(pp=16), ())]
-    assert shares[0] == shares[-1] == 7
-    assert set(shares[1:-1]) == {8}
-    assert sum(shares) == 126
+def test_ranks_have_the_layers_of_a_written_cut() -> None:
+    cut = "+".join(["1", *["2"] * 62, "1"])
+    layout = Layout(pp=16, schedule="interleaved_1f1b", pp_chunks=4, pp_cut=cut, micro_batch=1)
+    shares = [content.blocks for content in contents(case(layout, 64, model="llama3-405b"))]
+    assert shares == [7, *[8] * 14, 7]
 
 
 def test_dense_layers_before_the_experts_are_told_apart() -> None:
-    found = contents(PRESETS["deepseek-v3"], Layout(pp=4), ())
-    assert found[0].dense == 3
-    assert sum(content.moe for content in found) == pytest.approx(58)
+    found = contents(case(Layout(pp=4, micro_batch=1), 8, model="deepseek-v3"))
+    assert [content.dense for content in found] == [3, 0, 0, 0]
+    assert sum(content.moe for content in found) == 58
+
+
+@pytest.mark.parametrize("pp", [4, 5])
+def test_where_micro_batches_go_both_ways_half_of_them_pass_each_copy_of_a_stage(pp: int) -> None:
+    one, both = (case(Layout(pp=pp, schedule=name, micro_batch=1), 20) for name in ("1f1b", "dualpipe"))
+    alone, twice = contents(one), contents(both)
+    for rank, content in enumerate(twice):
+        mirror = alone[pp - 1 - rank]
+        assert content.share * content.blocks == pytest.approx((alone[rank].blocks + mirror.blocks) / 2)
+        assert content.share == (1 if 2 * rank == pp - 1 else 0.5)
+    assert (twice[0].embedding, twice[0].head) == (True, True)
+    times = [[rank_time(each, content).total for content in contents(each)] for each in (one, both)]
+    assert sum(times[0]) == pytest.approx(sum(times[1]), rel=0.02)
+    assert times[1] == pytest.approx(times[1][::-1])

@@ -275,3 +275,27 @@ def test_latent_attention_has_keys_for_every_head():
 def test_degrees_are_at_least_one(field):
     job = Job(model=MODEL, layout=replace(Layout(), **{field: 0}))
     assert problems_of(job) == [(f"layout.{field}", "must be at least 1, is 0")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            {"recompute_cut": "8*full+4*selective+20*none"},
+            "8*full+4*selective+20*none = 32 layers, the model has 4; nearest legal: 4*full",
+        ),
+        ({"recompute_cut": "1*full+1*none"}, "1*full+1*none = 2 layers, the model has 4; nearest legal: 1*full+3*none"),
+        (
+            {"recompute_cut": "1*full+3*none", "recompute": "selective"},
+            "says what each layer recomputes, recompute=selective says it of all; nearest legal: recompute=none with "
+            "it, or recompute alone",
+        ),
+        (
+            {"recompute_cut": "1*full+3*some"},
+            "3*some: 'some' is nothing that a layer does (known: none, selective, full)",
+        ),
+    ],
+)
+def test_layers_that_recompute_are_those_of_the_model(layout, message):
+    assert problems(MODEL, **layout) == [f"layout.recompute_cut: {message}"]
+    assert not problems(MODEL, recompute_cut="1*full+1*selective+2*none")

@@ -156,7 +156,7 @@ def a_whole_model(ranks: Any, layout: Layout, recomputed: bool) -> None:
     model, alone = transformer(), transformer()
     connect(model, layout, mesh)
     if recomputed:
-        recompute(model, "selective")
+        recompute(model, Layout(recompute="selective"))
     mine = here(layout, ranks.rank, 1)
     part = replace(noise, places=mine, seq_len=SEQ)
     expected = alone(tokens, noise=noise, documents=documents)

@@ -151,6 +151,7 @@ DATA = [
     (GPT, "dp_shard=2,tiles=2,accumulation=2"),
     (LLAMA, "dp_shard=2,tiles=3,recompute=full"),
     (DROPS, "dp_shard=2,tiles=3,recompute=full"),
+    (DROPS, "dp_shard=2,tiles=3,recompute_cut=1*none+1*full+1*none"),
     (GPT, "dp_shard=2,tiles=2,zero=1"),
 ]
 TENSOR = [
@@ -161,6 +162,8 @@ TENSOR = [
     (ONE_KEY, "tp=2,sp=true,dp_shard=2"),
     (GPT, "tp=2,sp=true,sp_regather=true,recompute=selective"),
     (GPT, "tp=2,sp=true,sp_regather=true,recompute=full"),
+    (GPT, "tp=2,sp=true,sp_regather=true,recompute_cut=1*full+1*selective+1*none"),
+    (GPT, "tp=2,sp=true,recompute_cut=2*none+1*full"),
     (DROPS, "tp=2,sp=true,recompute=full"),
     (GPT, "tp=2,recompute=full,loss_chunk=8"),
     (LLAMA, "tp=4,sp=true"),
@@ -186,6 +189,7 @@ CONTEXT = [
     (LLAMA, "cp=2,tp=2,sp=true"),
     (MIXTRAL, "cp=2"),
     (SWITCH, "cp=2,recompute=full"),
+    (SWITCH, "cp=2,cp_ulysses=2,recompute_cut=1*selective+1*full+1*none"),
     (DEEPSEEK, "cp=4,cp_ulysses=2"),
     (GPT, "dp_replicate=2,cp=2"),
 ]
@@ -193,6 +197,7 @@ EXPERTS = [
     (SWITCH, "dp_shard=4,ep=2"),
     (SWITCH, "dp_shard=4,ep=2,zero=2,accumulation=2,accumulate=sharded"),
     (SWITCH, "dp_shard=4,ep=2,recompute=full"),
+    (SWITCH, "dp_shard=2,ep=2,recompute_cut=2*full+1*none"),
     (SWITCH, "dp_shard=4,ep=2,reshard=false,accumulation=2"),
     (SWITCH, "cp=2,ep=2"),
     (SWITCH, "cp=2,ep=2,cp_ulysses=2,zero=1,recompute=full"),
@@ -209,6 +214,7 @@ PIPELINES = [
     (GPT, "pp=2,accumulation=4,schedule=zb_h1,tp=2,sp=true"),
     (DEEP, "pp=2,accumulation=4,schedule=interleaved_1f1b,recompute=full,tp=2"),
     (DEEP, "pp=2,accumulation=4,schedule=zb_v"),
+    (DEEP, "pp=2,accumulation=4,schedule=interleaved_1f1b,tp=2,recompute_cut=1*full+1*none+1*full+1*none"),
     (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2"),
     (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2,cp=2"),
     (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2,cp=2,cp_ulysses=2,recompute=selective"),

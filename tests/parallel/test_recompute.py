@@ -5,6 +5,7 @@ import torch
 
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
+from phalanx.job.recompute import modes, written
 from phalanx.model.init import initialise
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
@@ -13,15 +14,16 @@ from phalanx.parallel.objective import Objective
 from phalanx.parallel.recompute import recompute
 
 VOCAB, SEQ, BATCH, WIDTH, LAYERS = 11, 32, 2, 16, 3
+NONE, SELECTIVE, FULL = Layout(), Layout(recompute="selective"), Layout(recompute="full")
+MIXED = Layout(recompute_cut="1*full+1*selective+1*none")
 
 
-def step(what: str, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+def step(layout: Layout, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     """Loss, gradients, and the bytes kept for the backward pass."""
     shape = Model(n_layers=LAYERS, d_model=WIDTH, n_heads=4, seq_len=SEQ, dropout=dropout)
     model = Transformer(shape, VOCAB).double()
     initialise(model, shape, 3)
-    if what != "none":
-        assert recompute(model, what) == LAYERS
+    assert recompute(model, layout) == sum(mode != "none" for mode in modes(written(layout), LAYERS))
     tokens = torch.arange(BATCH * SEQ).reshape(BATCH, SEQ) % VOCAB
     noise = Noise(1, 2, [4, 5]) if dropout else None
     kept: dict[int, int] = {}
@@ -41,10 +43,10 @@ def step(what: str, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("what", ["selective", "full"])
-def test_same_bits_with_less_kept(what, dropout):
-    expected_loss, expected, all_kept = step("none", dropout)
-    loss, gradients, kept = step(what, dropout)
+@pytest.mark.parametrize("layout", [SELECTIVE, FULL, MIXED], ids=Layout.line)
+def test_same_bits_with_less_kept(layout, dropout):
+    expected_loss, expected, all_kept = step(NONE, dropout)
+    loss, gradients, kept = step(layout, dropout)
     assert torch.equal(loss, expected_loss)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
@@ -53,15 +55,30 @@ def test_same_bits_with_less_kept(what, dropout):
 
 
 def test_selective_leaves_out_the_attention_probabilities():
-    with_dropout = step("none", 0.3)[2] - step("selective", 0.3)[2]
+    with_dropout = step(NONE, 0.3)[2] - step(SELECTIVE, 0.3)[2]
     probabilities = LAYERS * BATCH * 4 * SEQ * SEQ * 8
     assert with_dropout >= 2 * probabilities  # softmax's output and the dropped one, in float64
 
 
 def test_full_keeps_little_more_than_the_blocks_inputs():
     block_input = BATCH * SEQ * WIDTH * 8
-    one_layer_less = step("full", 0.0)[2] - LAYERS * block_input
-    assert one_layer_less < step("none", 0.0)[2] / LAYERS
+    one_layer_less = step(FULL, 0.0)[2] - LAYERS * block_input
+    assert one_layer_less < step(NONE, 0.0)[2] / LAYERS
+
+
+def test_each_layer_does_as_it_is_told():
+    """Dropout makes all three differ: of each layer what its mode keeps is kept."""
+    none, selective, full, mixed = (step(layout, 0.3)[2] for layout in (NONE, SELECTIVE, FULL, MIXED))
+    around = 0.03 * none  # rotary tables and the like, which are kept once
+    assert mixed == pytest.approx((none + selective + full) / 3, abs=around)
+
+
+def test_a_stage_goes_by_the_layers_of_the_whole_model():
+    shape = Model(n_layers=LAYERS, d_model=WIDTH, n_heads=4, seq_len=SEQ)
+    model = Transformer(shape, VOCAB)
+    del model.blocks["0"], model.blocks["1"]
+    assert recompute(model, Layout(recompute_cut="2*none+1*full")) == 1
+    assert recompute(model, Layout(recompute_cut="2*full+1*none")) == 0
 
 
 def test_layouts_name_it():

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from phalanx.job.layout import Layout
 from phalanx.job.model import Model
+from phalanx.job.recompute import Mode
 from phalanx.model.init import initialise
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
@@ -24,11 +26,10 @@ LLAMA = dataclasses.replace(GPT, n_kv_heads=2, positions="rope", norm="rmsnorm",
 ALL = Stage(0, ("0", "1"), first=True, last=True)
 
 
-def objective_of(shape: Model, recomputed: str = "none") -> Objective:
+def objective_of(shape: Model, recomputed: Mode = "none") -> Objective:
     model = Transformer(shape, VOCAB).double()
     initialise(model, shape, 1)
-    if recomputed != "none":
-        recompute(model, recomputed)
+    recompute(model, Layout(recompute=recomputed))
     return Objective(model)
 
 

@@ -120,7 +120,7 @@ def test_verdicts():
 
 
 def prediction(seconds: float) -> Any:
-    rank = SimpleNamespace(allocated=40 * 2**30, peak=50 * 2**30, context=2**30)
+    rank = SimpleNamespace(allocated=40 * 2**30, held=49 * 2**30, peak=50 * 2**30)
     return SimpleNamespace(
         step_time_s=seconds, memory=(rank,), fits=True, hardware_flops=1e15, devices=8, peak_flops=1e15
     )

@@ -28,10 +28,11 @@ def test_the_matrix_by_default():
     plan = make(JOB)
     assert lines(plan) == [layout.line() for layout in (*map(parse, matrix.MATRIX), *covering.pairs(8))]
     assert plan.skipped == []
-    stale, deepened, experts = plan.notes
+    stale, cut, deepened, experts = plan.notes
+    assert cut == "model.n_layers: 2 in the job, those of recompute_cut in 2 layouts"
     assert "one update late" in stale
     cases = [plan.case(layout) for layout in plan.layouts]
-    deep = sum(case.model.n_layers > 2 for case in cases)
+    deep = sum(case.model.n_layers > 2 and not case.layout.recompute_cut for case in cases)
     assert deepened == f"model.n_layers: 2 in the job, a layer a stage in {deep} layouts with more stages than that"
     mixed = [case.model.moe for case in cases if case.layout.ep > 1]
     assert experts == (

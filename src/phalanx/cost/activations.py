@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from phalanx.cost.habits import PHALANX, Habits
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
+from phalanx.job.recompute import alike, recompute_of
 
 INDEX = 8
 """Bytes of a place in a tensor (int64)."""
@@ -52,7 +53,9 @@ def activation_bytes(
     in half precisions two. Tokens are taken to spread evenly over experts, times `habits.imbalance`. `narrow`: products
     are in 8 bits, which matters to programs that keep their operands so.
     """
-    experts = model.is_moe_layer(model.n_layers - 1 if layer is None else layer)
+    layer = model.n_layers - 1 if layer is None else layer
+    experts = model.is_moe_layer(layer)
+    layout = alike(layout, recompute_of(layout, layer, model.n_layers))
     tokens = micro_batch * model.seq_len / layout.cp
     return round(tokens * sum(size for _, size in block(model, layout, width, experts, habits, narrow)))
 
@@ -61,7 +64,8 @@ def activation_bytes(
 def block(
     model: Model, layout: Layout, width: int, experts: bool, habits: Habits, narrow: bool = False
 ) -> tuple[tuple[str, float], ...]:
-    """Operators of a block, with or without experts, and the bytes that each keeps on a rank of one of its tokens."""
+    """Operators of a block, with or without experts, and the bytes that each keeps on a rank of one of its tokens. It
+    recomputes what `layout.recompute` says."""
     t, stream = layout.tp, model.d_model * width
     shares = {"whole": 1, "tokens": t if layout.sp else 1, "width": t}
     shares["gathered"] = shares["tokens"] if layout.sp_regather or habits.regathers else 1

@@ -9,14 +9,11 @@ from phalanx.cost.case import Case
 from phalanx.cost.link import Group, dispatch_seconds, seconds
 from phalanx.job.layout import Layout
 
-ROUTING = 1.0
-"""Rows that the busiest expert rank receives over the mean."""
-
 
 @lru_cache(1000)
 def group(layout: Layout, axis: str) -> Group:
     """The ranks of an axis: `tp` innermost, then `ring` and `ulysses` of cp, `ep`, dp_shard, dp_replicate, pp; `shard`
-    and `data` are dp_shard × cp and all that hold the same parameters, `edp` those that hold the same experts."""
+    is dp_shard × cp, `edp` those that hold the same experts."""
     tp, cp, shard = layout.tp, layout.cp, layout.dp_shard
     ulysses_inside = layout.cp_inner == "ulysses"
     return {
@@ -27,7 +24,6 @@ def group(layout: Layout, axis: str) -> Group:
         "edp": Group(layout.shard_ranks // layout.ep or 1, tp * layout.ep),
         "shard": Group(cp * shard, tp),
         "replicate": Group(layout.dp_replicate, tp * cp * shard),
-        "data": Group(cp * shard * layout.dp_replicate, tp),
         "pp": Group(layout.pp, tp * cp * shard * layout.dp_replicate),
     }[axis]
 
@@ -66,15 +62,14 @@ def block_traffic(case: Case, moe: bool) -> BlockTraffic:
     hop = seconds(cluster, "send", keys, Group(2, group(layout, "ring").stride)) if layout.ring > 1 else 0.0
     heads = (2 * model.n_heads / layout.tp + 2 * kv_heads) * model.head_size * tokens * case.width
     ulysses = seconds(cluster, "all_to_all", heads, group(layout, "ulysses"))
-    dispatch = combine = 0.0
+    exchange = 0.0
     if moe:
-        sent = tokens * ROUTING / (layout.tp if layout.sp else 1)
-        narrow = 1 if case.products in ("fp8", "fp4") and case.software.ep_narrow else case.width
-        experts = Group(layout.ep) if case.software.ep_folds else group(layout, "ep")
-        shape = (model.moe.top_k, experts)
-        once = case.software.ep_once
-        dispatch = dispatch_seconds(cluster, sent, narrow * model.d_model, *shape, once=once)
-        combine = dispatch_seconds(cluster, sent, case.width * model.d_model, *shape, once=once)
+        folds = case.software.ep_folds
+        # Where tensor ranks share every expert, each of them sends all tokens.
+        sent = tokens / (layout.tp if folds and layout.sp else 1)
+        experts = Group(layout.ep) if folds else group(layout, "ep")
+        row = case.width * model.d_model
+        exchange = 2 * dispatch_seconds(cluster, sent, row, model.moe.top_k, experts, once=case.software.ep_once)
     return BlockTraffic(
         tp_forward=2 * pair,
         tp_backward=2 * pair,
@@ -83,8 +78,8 @@ def block_traffic(case: Case, moe: bool) -> BlockTraffic:
         ring_backward=2 * (layout.ring - 1) * hop,
         cp_forward=ulysses,
         cp_backward=ulysses,
-        ep_forward=dispatch + combine,
-        ep_backward=dispatch + combine,
+        ep_forward=exchange,
+        ep_backward=exchange,
     )
 
 

@@ -21,6 +21,7 @@ from typing import Literal
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.parameters import active_size, block_shapes, vocabulary
+from phalanx.job.recompute import modes, written
 
 Attention = Literal["full", "causal"]
 
@@ -66,15 +67,22 @@ def hardware_flops_per_step(
     seq_len: int | None = None,
     attention: Attention = "full",
 ) -> int:
-    """FLOPs of one optimizer step with what `layout.recompute` computes twice: the forward pass of every block (full),
-    or its attention (selective)."""
+    """FLOPs of one optimizer step with what the layout computes twice: of each block the forward pass (full), or its
+    attention (selective). Raises JobError where `layout.recompute_cut` does not fit the model."""
     tokens = sequences * (seq_len or model.seq_len)
-    again = 0
-    if layout.recompute == "full":
-        again = forward_flops_per_token(model, vocab_size, seq_len, attention) - head_flops_per_token(model, vocab_size)
-    elif layout.recompute == "selective":
-        again = model.n_layers * attention_flops_per_token(model, seq_len, attention)
+    again = _repeated_flops_per_token(model, written(layout), seq_len, attention)
     return tokens * (train_flops_per_token(model, vocab_size, seq_len, attention) + again)
+
+
+@lru_cache(4096)
+def _repeated_flops_per_token(model: Model, recomputes: str, seq_len: int | None, attention: Attention) -> int:
+    found = 0
+    for layer, mode in enumerate(modes(recomputes, model.n_layers)):
+        if mode == "full":
+            found += block_flops_per_token(model, layer, seq_len, attention)
+        elif mode == "selective":
+            found += attention_flops_per_token(model, seq_len, attention)
+    return found
 
 
 def block_flops_per_token(model: Model, layer: int, seq_len: int | None = None, attention: Attention = "full") -> int:

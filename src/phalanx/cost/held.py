@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
 from phalanx.job.model import Model
 from phalanx.job.parameters import Shapes, block_shapes
 from phalanx.job.pieces import is_expert, padded_vocabulary, piece
+from phalanx.job.recompute import Mode, modes
 
 
 class BlockParameters(NamedTuple):
@@ -42,11 +44,25 @@ def block_parameters(model: Model, tp: int, ep: int, experts: bool) -> BlockPara
     return BlockParameters(dense, routed, matrices, largest)
 
 
+class BlockKind(NamedTuple):
+    """What tells one block from another."""
+
+    experts: bool
+    recompute: Mode
+
+
 @lru_cache(maxsize=4096)
-def kinds_of(model: Model, layers: range) -> tuple[tuple[bool, int], ...]:
-    """Of some layers, whether blocks have experts, and how many of them do: each kind that there is."""
-    many = sum(model.is_moe_layer(layer) for layer in layers)
-    return tuple((kind, n) for kind, n in ((False, len(layers) - many), (True, many)) if n)
+def block_kinds(model: Model, recomputes: str) -> tuple[BlockKind, ...]:
+    """Of every layer; `recomputes` is what the layout says of them (job.recompute.written)."""
+    every = modes(recomputes, model.n_layers)
+    return tuple(BlockKind(model.is_moe_layer(layer), mode) for layer, mode in enumerate(every))
+
+
+@lru_cache(maxsize=4096)
+def kinds_of(model: Model, recomputes: str, layers: range) -> tuple[tuple[BlockKind, int], ...]:
+    """Of some layers, the kinds and how many of each come one after the other."""
+    kinds = block_kinds(model, recomputes)
+    return tuple((kind, len(list(run))) for kind, run in groupby(kinds[layer] for layer in layers))
 
 
 def table(model: Model, tp: int) -> int:

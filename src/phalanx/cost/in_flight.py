@@ -24,6 +24,8 @@ class Flight(NamedTuple):
     of one stage and at another more of another. Of a slice of a sequence its share."""
     stages: int
     """Stages of the whole pipeline."""
+    share: float = 1.0
+    """Of the micro-batches, those that pass each of its stages: half where they go both ways."""
 
 
 def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
@@ -66,7 +68,13 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
             now[places[stage]] -= 1
             more = False
     most = [one for one in found if not any(one != other and _within(one, other) for other in found)]
-    return Flight(tuple(held), tuple(tuple(n / schedule.slices for n in one) for one in most), schedule.stages)
+    visits = sum(placement.count(rank) for placement in schedule.placements)
+    return Flight(
+        held=tuple(held),
+        most=tuple(tuple(n / schedule.slices for n in one) for one in most),
+        stages=schedule.stages,
+        share=visits / len(held) / len(schedule.placements),
+    )
 
 
 def _within(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -31,7 +31,7 @@ def pipeline_seconds(
 
     `work` is each rank's time for a micro-batch, all its stages and both passes; `forward` and `weights` are the parts
     of it, on average over ranks, in forward passes and in weight gradients. With one slowest rank the others' ramps
-    count with their own times: exact for 1F1B where the slowest rank is alone (tests/cost/test_pipeline.py)."""
+    count with their own times: exact for 1F1B where the slowest rank is alone (tests/cost/test_pipeline_time.py)."""
     slowest = max(work)
     if len(work) == 1:
         return micro_batches * slowest

@@ -20,7 +20,7 @@ def predict(case: Case) -> Prediction:
         model_flops=train_flops_per_step(case.model, sequences),
         hardware_flops=hardware_flops_per_step(case.model, case.layout, sequences),
         peak_flops=case.cluster.peak_tflops * 1e12 or peak_flops(device, case.products),
-        memory=step_memory(case, case.stages or None),
+        memory=step_memory(case),
         memory_limit=device.memory_gib * 2**30,
         spread=case.software.spread,
         memory_spread=case.software.memory_spread,

@@ -14,7 +14,8 @@ from phalanx.cost.software import Software
 
 PHALANX = Software(name="phalanx", pace=1.14, interference=1.5, passes=2.0, habits=habits.PHALANX)
 """This program: operations in torch's eager mode, flash attention, everything overlapped. On GPUs it has not been
-measured: pace and interference are those of torchtitan, which runs the same kernels of the same library."""
+measured: pace is the middle of those fitted to torchtitan, which runs the same kernels of the same library;
+interference is assumed to be near that of FSDP1."""
 
 PHALANX_CPU = replace(
     PHALANX,
@@ -52,9 +53,7 @@ MEGATRON_DEEPSPEED = replace(
 )
 """BLOOM's program (bigscience-workshop/Megatron-DeepSpeed): ZeRO-1 under a pipeline."""
 
-DEEPSPEED_ZERO3 = replace(
-    MEGATRON_2021, name="deepspeed-zero3", passes=1.5, dp_overlaps=False, messages=12, habits=habits.DEEPSPEED_ZERO3
-)
+DEEPSPEED_ZERO3 = replace(MEGATRON_2021, name="deepspeed-zero3", messages=12, habits=habits.DEEPSPEED_ZERO3)
 """DeepSpeed's ZeRO-3 of 2021 (Narayanan et al. 2021, table 2)."""
 
 ZERO_BUBBLE = replace(MEGATRON_2022, name="zero-bubble", kernel_us=6)
@@ -62,13 +61,8 @@ ZERO_BUBBLE = replace(MEGATRON_2022, name="zero-bubble", kernel_us=6)
 
 MEGATRON_CORE = Software(
     name="megatron-core",
-    attention="flash",
     flash=3,
-    passes=1.0,
     kernel_us=5,
-    tp_hidden=0.0,
-    dp_overlaps=True,
-    pp_overlaps=True,
     ep_folds=True,
     habits=habits.MEGATRON_CORE,
 )
@@ -93,12 +87,10 @@ MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
 LLAMA3 = replace(MEGATRON_CORE, name="llama3")
 """Llama Team 2024, section 3.3."""
 
-FSDP1 = Software(
-    name="fsdp1", attention="flash", flash=1, interference=1.6, passes=2.0, kernel_us=8, habits=habits.FSDP1
-)
+FSDP1 = Software(name="fsdp1", flash=1, interference=1.6, passes=2.0, kernel_us=8, habits=habits.FSDP1)
 """llm-foundry and Composer on torch's first FSDP, in eager mode; reduces in the width of the computation."""
 
-TORCHTITAN = Software(name="torchtitan", attention="flash", passes=2.0, kernel_us=8, habits=habits.TORCHTITAN)
+TORCHTITAN = Software(name="torchtitan", passes=2.0, kernel_us=8, habits=habits.TORCHTITAN)
 """torchtitan on FSDP2 in eager mode."""
 
 TORCHTITAN_COMPILE = replace(
@@ -112,9 +104,7 @@ TORCHTITAN_2025 = replace(TORCHTITAN_COMPILE, name="torchtitan-2025", habits=hab
 TORCHTITAN_ASYNC = replace(TORCHTITAN_COMPILE, name="torchtitan-async", tp_hidden=0.5)
 """The same with tensor-parallel traffic in pieces beside the products (AsyncTP)."""
 
-MAXTEXT = Software(
-    name="maxtext", attention="flash", flash=3, passes=1.0, kernel_us=0, tp_hidden=0.5, habits=habits.XLA
-)
+MAXTEXT = Software(name="maxtext", flash=3, kernel_us=0, tp_hidden=0.5, habits=habits.XLA)
 """JAX: the compiler makes one program of a step."""
 
 SOFTWARE: dict[str, Software] = {

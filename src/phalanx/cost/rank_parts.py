@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from itertools import groupby
 
 from phalanx.cost.activations import block
 from phalanx.cost.case import Case
 from phalanx.cost.habits import MIB
-from phalanx.cost.held import BlockParameters, block_parameters, kinds_of, outside, table
-from phalanx.cost.in_flight import Flight, flights
+from phalanx.cost.held import BlockKind, BlockParameters, block_parameters, kinds_of, outside, table
+from phalanx.cost.in_flight import Flight
 from phalanx.cost.memory import STATE_WIDTHS
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
+from phalanx.cost.placed import placed
 from phalanx.job.pipeline import flushes
-from phalanx.job.stages import even, written_stages
+from phalanx.job.recompute import alike, written
 
 TRANSIT = 2
 """Messages between stages that a rank has under way at a time: one that comes and one that goes."""
 
 
 class Kind:
-    """A block with or without experts: bytes that one of it takes on a rank."""
+    """A kind of block: bytes that one of it takes on a rank."""
 
-    def __init__(self, step: Step, experts: bool):
-        model, layout, habits, width = step.case.model, step.case.layout, step.habits, step.case.width
+    def __init__(self, step: Step, kind: BlockKind):
+        model, habits, width = step.case.model, step.habits, step.case.width
+        layout, experts = alike(step.case.layout, kind.recompute), kind.experts
         narrow = step.case.products in ("fp8", "fp4")
         alone = replace(layout, recompute="none")
         self.parameters: BlockParameters = block_parameters(model, layout.tp, layout.ep, experts)
@@ -40,28 +40,32 @@ class Kind:
             rows = model.moe.top_k * (habits.imbalance if layout.ep > 1 else 1)
             spread = step.share if habits.routes_shards else 1
             wide = rows * (model.expert_ff_size * tensors / layout.tp + model.d_model / spread)
-        self.wide = step.tokens * wide * width
+        # What is computed again ends with an output that nothing needs.
+        outputs = 2 if kind.recompute == "full" else 1
+        self.backward = self.again + step.tokens * wide * width, outputs * step.stream / step.share
+        """Bytes that its backward pass needs besides what is kept: inside of it, and of its residual stream."""
 
 
 class Step:
     """What all ranks of a step have in common."""
 
-    def __init__(self, case: Case, stages: Sequence[range] | None):
+    def __init__(self, case: Case):
         self.case, self.habits = case, case.software.habits
         if case.products == "fp16":
             self.habits = self.habits.fp16 or self.habits
         if case.software.attention == "unfused" and self.habits.scores != "always":
             self.habits = replace(self.habits, scores="always")
         layout = case.layout
-        self.flights = flights(layout, case.batch.accumulation)
-        self.cut = _cut(case.model, layout, self.flights[0].stages) if stages is None else tuple(stages)
+        self.cut, self.flights = placed(case)
         self.tokens = case.batch.micro_batch * case.model.seq_len / layout.cp
         self.share = layout.tp if layout.sp else 1
         self.stream = self.tokens * case.model.d_model * case.width
         stored = self.habits.parameter_bytes or case.width
         self.gradient_width = self.habits.gradient_bytes or stored
         self.widths = stored, self.gradient_width, STATE_WIDTHS[{2: "bf16", 4: "fp32"}.get(stored, "fp64")]
-        self.kinds = {experts: Kind(self, experts) for experts, _ in kinds_of(case.model, range(case.model.n_layers))}
+        self.recomputes = written(layout)
+        every = kinds_of(case.model, self.recomputes, range(case.model.n_layers))
+        self.kinds = {kind: Kind(self, kind) for kind in {kind for kind, _ in every}}
 
     def context(self) -> int:
         """Bytes outside the allocator."""
@@ -78,8 +82,11 @@ class Rank:
         self.step, self.flight = step, flight
         self.model, self.layout = step.case.model, step.case.layout
         self.habits, self.width = step.habits, step.case.width
-        self.blocks = [kinds_of(self.model, step.cut[stage]) for stage in flight.held]
-        self.present = [step.kinds[experts] for experts in {experts for held in self.blocks for experts, _ in held}]
+        self.blocks = [kinds_of(self.model, step.recomputes, step.cut[stage]) for stage in flight.held]
+        # The backward pass begins with the last.
+        self.present = [
+            step.kinds[kind] for kind in dict.fromkeys(kind for held in self.blocks for kind, _ in held[::-1])
+        ]
         self.count = sum(many for held in self.blocks for _, many in held)
         self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
         self.outside = outside(self.model, self.layout.tp, self.first, self.last)
@@ -137,17 +144,34 @@ class Rank:
         most = max(bytes_of, key=bytes_of.__getitem__)
         return bytes_of[most], sum(most) / len(most)
 
-    def backward(self) -> tuple[float, float]:
-        """Bytes that the backward pass of the largest block needs besides what is kept: what is computed again, and
-        gradients of activations; and those of inputs that are gathered and of messages under way."""
+    def backward(self, gradients: bool) -> tuple[float, float]:
+        """Bytes that the backward pass of a block needs at most besides what all blocks keep, less what those after it
+        have given up: what is computed again, and gradients of activations; and those of inputs that are gathered and
+        of messages under way. `gradients`: those of all weights are counted already."""
         step, layout = self.step, self.layout
-        stream = step.stream / step.share
         again = layout.sp_regather or self.habits.regathers
         gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
         between = TRANSIT * step.stream / step.share if layout.pp > 1 else 0
-        # What is computed again ends with an output that nothing needs.
-        stream *= 2 if layout.recompute == "full" else 1
-        return max((kind.again + kind.wide for kind in self.present), default=0) + stream, gathered + between
+        most = max(self._backward(held, gradients) for held in self.blocks)
+        return most, gathered + between
+
+    def _backward(self, held: Sequence[tuple[BlockKind, int]], gradients: bool) -> float:
+        """The same of one stage. Blocks that recompute alike count as one run, which keeps all until its end; then it
+        has gradients of its weights instead."""
+        most = given_up = 0.0
+        for _, run in groupby(reversed(held), lambda pair: pair[0].recompute):
+            here = [(self.step.kinds[kind], many) for kind, many in run]
+            inside, stream = (max(parts) for parts in zip(*(kind.backward for kind, _ in here), strict=True))
+            most = max(most, inside + stream - given_up)
+            given_up += sum(many * (kind.kept - (0 if gradients else self._gradients(kind))) for kind, many in here)
+        return most or self.step.stream / self.step.share
+
+    def _gradients(self, kind: Kind) -> float:
+        """Bytes of the gradients of a block's weights."""
+        layout, each = self.layout, 0.0
+        for numbers, (_, ranks) in zip(kind.parameters[:2], self.shards, strict=True):
+            each += numbers * by_stage(layout.zero, ranks, 0, self.step.gradient_width, 0)[1]
+        return each
 
     def logits(self) -> tuple[float, float]:
         """Bytes of the logits at the worst moment of the loss, and of what the head reads, twice its norm's."""
@@ -198,10 +222,3 @@ def by_stage(zero: int, ranks: int, parameter: float, gradient: float, optimizer
         gradient / (ranks if zero >= 2 else 1),
         optimizer / (ranks if zero >= 1 else 1),
     )
-
-
-@lru_cache(maxsize=1024)
-def _cut(model: Model, layout: Layout, stages: int) -> tuple[range, ...]:
-    if layout.pp_cut:
-        return written_stages(layout.pp_cut, stages, model.n_layers)
-    return even(model.n_layers, stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from phalanx.cost import operators
@@ -11,27 +11,13 @@ from phalanx.cost.communication import block_traffic, group
 from phalanx.cost.held import block_parameters, outside
 from phalanx.cost.layer import Seconds, work_seconds
 from phalanx.cost.link import load
+from phalanx.cost.placed import Content
 from phalanx.cost.state_time import Held, state_seconds, zero_three
 from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.stages import parse_cut, ranges
+from phalanx.job.recompute import Mode, alike
 
 BLEND = 2.2
 """Power mean of a pass's times on device and host: 1 is their sum (nothing runs ahead), infinity the longer of both."""
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a pipeline rank has of the model, in blocks of each kind (of an uneven share a fraction)."""
-
-    dense: float
-    moe: float
-    embedding: bool
-    head: bool
-
-    @property
-    def blocks(self) -> float:
-        return self.dense + self.moe
 
 
 @dataclass(frozen=True)
@@ -95,55 +81,6 @@ def _waits(device: float, host: float) -> float:
     return (device**BLEND + host**BLEND) ** (1 / BLEND) - device if host else 0.0
 
 
-@lru_cache(10_000)
-def contents(model: Model, layout: Layout, stages: tuple[range, ...]) -> tuple[Content, ...]:
-    """What each pipeline rank has, by the layers of every stage. Without `stages` and `layout.pp_cut`, what each has of
-    an even share, embedding and head counted as blocks where that comes out whole (Llama 3's 126 blocks and two)."""
-    dense_layers = model.moe.n_dense_layers if model.moe.n_experts else model.n_layers
-    if layout.pp == 1:
-        return (Content(dense_layers, model.n_layers - dense_layers, True, True),)
-    if not stages and layout.pp_cut:
-        stages = ranges(parse_cut(layout.pp_cut))
-    if not stages:
-        return _even(model, layout, dense_layers)
-    held: list[list[int]] = [[] for _ in range(layout.pp)]
-    for number, rank in enumerate(_places(layout, len(stages))):
-        held[rank] += stages[number]
-    return tuple(
-        Content(
-            sum(1 for layer in layers if layer < dense_layers),
-            sum(1 for layer in layers if layer >= dense_layers),
-            0 in layers,
-            model.n_layers - 1 in layers,
-        )
-        for layers in held
-    )
-
-
-def _places(layout: Layout, stages: int) -> list[int]:
-    """The rank of each stage: round after round, or there and back again."""
-    last = layout.pp - 1
-    if layout.schedule in ("zb_v", "v_half", "dualpipe_v"):
-        return [number if number <= last else 2 * last + 1 - number for number in range(stages)]
-    return [number % layout.pp for number in range(stages)]
-
-
-def _even(model: Model, layout: Layout, dense_layers: int) -> tuple[Content, ...]:
-    last = layout.pp - 1
-    spare = -model.n_layers % layout.pp
-    shares = [model.n_layers / layout.pp] * layout.pp
-    if 0 < spare <= 2:
-        shares = [float(-(-model.n_layers // layout.pp))] * layout.pp
-        shares[last] -= 1
-        shares[0] -= spare - 1
-    found, start = [], 0.0
-    for rank, share in enumerate(shares):
-        dense = max(0.0, min(dense_layers - start, share))
-        found.append(Content(dense, share - dense, rank == 0, rank == last))
-        start += share
-    return tuple(found)
-
-
 def held_by(case: Case, content: Content) -> Held:
     """Parameters of a rank before data ranks shard them."""
     model, layout = case.model, case.layout
@@ -164,7 +101,7 @@ def block_held(case: Case, moe: bool) -> Held:
 
 @lru_cache(50_000)
 def block_time(case: Case, moe: bool) -> RankTime:
-    """One block with its communication."""
+    """One block with its communication; what it recomputes is what `layout.recompute` says."""
     model, layout, software = case.model, case.layout, case.software
     layer = model.n_layers - 1 if moe else 0
     work = operators.block(model, layer, layout, case.batch.micro_batch)
@@ -179,8 +116,7 @@ def block_time(case: Case, moe: bool) -> RankTime:
     ring_forward = max(0.0, traffic.ring_forward - seconds.attention)
     ring_backward = max(0.0, traffic.ring_backward - 2 * seconds.attention)
     cp_forward, cp_backward = traffic.cp_forward + ring_forward, traffic.cp_backward + ring_backward
-    ep_visible = 1 - software.ep_hidden
-    ep_forward, ep_backward = traffic.ep_forward * ep_visible, (traffic.ep_backward + ep_again) * ep_visible
+    ep_forward, ep_backward = traffic.ep_forward, traffic.ep_backward + ep_again
     forward = seconds.forward + tp_forward + cp_forward + ep_forward
     backward = seconds.backward + again + tp_backward + cp_backward + ep_backward
     shard_forward, shard_backward = _shard(case, moe, forward, backward)
@@ -199,6 +135,11 @@ def block_time(case: Case, moe: bool) -> RankTime:
         forward=forward + shard_forward,
         weights=seconds.weights,
     )
+
+
+def _alike(case: Case, mode: Mode) -> Case:
+    """The case with all blocks recomputing the same."""
+    return replace(case, layout=alike(case.layout, mode)) if case.layout.recompute_cut else case
 
 
 def _collectives(layout: Layout, moe: bool) -> int:
@@ -265,10 +206,8 @@ def around_time(case: Case, content: Content) -> RankTime:
 
 
 def rank_time(case: Case, content: Content) -> RankTime:
-    """A micro-batch on a rank with `content`."""
+    """A micro-batch on a rank with `content`; where only some pass it, their share of one."""
     found = around_time(case, content)
-    if content.dense:
-        found += block_time(case, False).scaled(content.dense)
-    if content.moe:
-        found += block_time(case, True).scaled(content.moe)
-    return found
+    for kind, many in content.kinds:
+        found += block_time(_alike(case, kind.recompute), kind.experts).scaled(many)
+    return found if content.share == 1 else found.scaled(content.share)

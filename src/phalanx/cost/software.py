@@ -44,24 +44,16 @@ class Software:
     pp_scatters: bool = False
     """Tensor ranks each send a part of a stage boundary and gather it on the other side (Narayanan et al. 2021,
     section 4.1), without sp, where they hold parts already."""
-    ep_hidden: float = 0.0
-    """Share of the experts' all-to-alls that travels while something else runs."""
     ep_once: bool = False
     """A token travels once to each node that has some of its experts (DeepEP, HybridEP), not once an expert."""
-    ep_narrow: bool = False
-    """Rows travel to their experts in the 8 bits in which these compute."""
     messages: int = 1
     """zero 3: collectives a block in which its state travels; a program that gathers each parameter by itself needs one
     for each."""
     ep_folds: bool = False
     """Expert ranks lie next to each other, tensor ranks among them, and hold whole experts (Megatron Core's parallel
     folding, Liu et al. 2025); otherwise tensor ranks share every expert."""
-    reduces_main: bool = True
-    """Gradients are reduced in the width in which they are kept, not in that of the parameters."""
     gathers_narrow: bool = False
     """fp8: parameters are gathered in 8 bits."""
-    step_ms: float = 0.0
-    """What every step costs besides, in milliseconds: the loader, logging, synchronising with the host."""
     interference: float = 1.1
     """What a product takes longer while a collective runs beside it (Galvatron measured 1.13)."""
     spread: tuple[float, float] = (0.91, 1.23)

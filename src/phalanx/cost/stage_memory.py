@@ -7,7 +7,6 @@ fullest: the loss, the backward pass of a block while all else is still kept, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,18 +70,16 @@ class RankMemory:
         return f"{gib(self.peak)} in the {self.moment}: {shown}"
 
 
-def step_memory(case: Case, stages: Sequence[range] | None = None) -> tuple[RankMemory, ...]:
-    """The memory of each rank of the pipeline. `stages` and errors are those of `rank_memory`."""
-    step = Step(case, stages)
+def step_memory(case: Case) -> tuple[RankMemory, ...]:
+    """The memory of each rank of the pipeline. Raises JobError where pp_cut or the schedule do not fit."""
+    step = Step(case)
     return tuple(_fullest(step, flight) for flight in step.flights)
 
 
-def rank_memory(case: Case, pp_rank: int, stages: Sequence[range] | None = None) -> RankMemory:
-    """The memory of rank `pp_rank` of the pipeline (of its fullest tensor and data rank).
-
-    `stages` are the layers of every stage; by default those of `layout.pp_cut`, else as even as can be. Raises JobError
-    where pp_cut or the schedule do not fit."""
-    step = Step(case, stages)
+def rank_memory(case: Case, pp_rank: int) -> RankMemory:
+    """The memory of rank `pp_rank` of the pipeline (of its fullest tensor and data rank). Raises JobError where pp_cut
+    or the schedule do not fit."""
+    step = Step(case)
     return _fullest(step, step.flights[pp_rank])
 
 
@@ -99,13 +96,13 @@ def _fullest(step: Step, flight: Flight) -> RankMemory:
     habits, rank = step.habits, Rank(step, flight)
     parameters, gradients, optimizer = rank.state()
     kept, in_flight = rank.kept()
-    again, moving = rank.backward()
     logits, hidden = rank.logits()
     whole = rank.whole()
     # Where all are in flight at once, none has left gradients yet.
     passes = step.case.batch.accumulation * len(flight.held)
     stays = habits.gradients_stay or passes > max(map(sum, flight.most))
     early = max(rank.unsent(), gradients if stays else rank.bucket())
+    again, moving = rank.backward(stays or rank.unsent() > 0)
     copied = rank.copied()
     moments: list[tuple[Moment, float, float, float, float]] = [
         ("backward", early, kept + again, 0, whole + moving),

@@ -43,8 +43,6 @@ def state_seconds(case: Case, held: Held, parts: int = 1) -> StateSeconds:
     layout, cluster = case.layout, case.cluster
     width = case.width
     gradient = case.software.habits.gradient_bytes or width
-    if not case.software.reduces_main:
-        gradient = width
     total_gather = total_reduce = 0.0
     for numbers, shard, replicas in (
         (held.dense, group(layout, "shard"), group(layout, "replicate")),
@@ -74,7 +72,7 @@ def optimizer_seconds(case: Case, held: Held) -> float:
     mine = dense + experts
     clipped = mine if layout.zero > 1 and layout.shard_ranks > 1 else held.dense + held.experts
     moved = mine * OPTIMIZER_BYTES + clipped * CLIP_BYTES
-    return stream_seconds(case.cluster.accelerator, moved, 10) + case.software.step_ms * 1e-3
+    return stream_seconds(case.cluster.accelerator, moved, 10)
 
 
 def zero_three(layout: Layout) -> bool:

@@ -6,8 +6,9 @@ from phalanx.cost.case import Case
 from phalanx.cost.communication import boundary_seconds, group
 from phalanx.cost.link import load
 from phalanx.cost.pipeline import pipeline_seconds
+from phalanx.cost.placed import Content, contents
 from phalanx.cost.prediction import Parts
-from phalanx.cost.rank_time import Content, RankTime, contents, held_by, rank_time
+from phalanx.cost.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.state_time import Held, optimizer_seconds, state_seconds, zero_three
 from phalanx.schedule import catalogue
 
@@ -15,7 +16,7 @@ from phalanx.schedule import catalogue
 def step_parts(case: Case) -> Parts:
     """Where the time of one step goes. The sum is the step's time."""
     layout, batch = case.layout, case.batch
-    ranks = contents(case.model, layout, case.stages)
+    ranks = contents(case)
     alike = {content: rank_time(case, content) for content in set(ranks)}
     times = [alike[content] for content in ranks]
     busiest = max(range(len(times)), key=lambda rank: times[rank].total)
@@ -63,19 +64,19 @@ def _state(case: Case, content: Content, held: Held, slowest: RankTime) -> tuple
     optimizer = optimizer_seconds(case, held)
     if zero_three(layout):
         # Around the blocks, and the first block's gathering: nothing comes before them.
-        first = state_seconds(case, held, max(1, round(content.blocks)))
-        once = (first.gather + first.reduce) / max(1.0, content.blocks)
+        first = state_seconds(case, held, max(1, content.blocks))
+        once = (first.gather + first.reduce) / max(1, content.blocks)
         return 2 * once, optimizer
     state = state_seconds(case, held, max(1, round(content.blocks / 4)))
     if not case.software.dp_overlaps:
         return state.gather + state.reduce, optimizer
     backward = slowest.total - slowest.forward
-    hidden = backward * (1 - 1 / max(2.0, content.blocks))
-    ahead = slowest.forward * (1 - 1 / max(2.0, content.blocks))
+    hidden = backward * (1 - 1 / max(2, content.blocks))
+    ahead = slowest.forward * (1 - 1 / max(2, content.blocks))
     axis = "shard" if layout.shard_ranks > 1 else "replicate"
     slower = (case.software.interference - 1) * load(case.cluster, group(layout, axis))
     late = max(0.0, state.reduce - hidden) + max(0.0, state.gather - ahead)
     beside = min(state.reduce, hidden) + min(state.gather, ahead)
     # The last bucket, and the first block's parameters, wait for nobody.
-    edges = (state.reduce + state.gather) / max(2.0, content.blocks)
+    edges = (state.reduce + state.gather) / max(2, content.blocks)
     return max(late, edges) + slower * beside, optimizer

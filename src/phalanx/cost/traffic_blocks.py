@@ -29,6 +29,7 @@ class Micro:
 
     model: Model
     layout: Layout
+    """What a block recomputes is what its `recompute` says."""
     sequences: int
     width: int
     """Bytes of an activation."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from math import prod
 from typing import Literal, NamedTuple
 
+from phalanx.cost.held import BlockKind, block_kinds
 from phalanx.cost.traffic_passes import Plan
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.parameters import Shapes
 from phalanx.job.pieces import is_expert, piece, tile
+from phalanx.job.recompute import written
 from phalanx.job.stages import stage_shapes
 
 Group = Literal["block", "experts", "tile", "last tile", "around"]
@@ -65,6 +67,8 @@ class Run(NamedTuple):
 
     layers: range
     held: tuple[Held, ...]
+    full: bool = False
+    """Whether these layers are computed again as a whole."""
 
     @property
     def times(self) -> int:
@@ -73,7 +77,13 @@ class Run(NamedTuple):
 
 def held_by(model: Model, layout: Layout, vocab: int | None, plan: Plan, pp: int) -> tuple[Run, ...]:
     """What a pipeline rank holds, in the order of the module tree."""
-    only = Layout(tp=layout.tp, ep=layout.ep, tiles=layout.tiles)
+    only = Layout(
+        tp=layout.tp,
+        ep=layout.ep,
+        tiles=layout.tiles,
+        recompute=layout.recompute,
+        recompute_cut=layout.recompute_cut,
+    )
     return _held_by(model, only, vocab, plan.cut, plan.placements, tuple(plan.work[pp].passes))
 
 
@@ -90,7 +100,8 @@ def _held_by(
         return tuple(dict.fromkeys(line[stage] for line in placements for stage in everywhere))
 
     of_layer = {layer: stage for stage in stages for layer in cut[stage]}
-    alike = {run.start: run for stage in stages for run in _alike(model, cut[stage])}
+    kinds = block_kinds(model, written(layout))
+    alike = {run.start: run for stage in stages for run in _alike(kinds, cut[stage])}
     last = len(cut) - 1
     ends = {"embed": [0, last] if model.tied and last else [0], "positions": [0]}
     found: list[Run] = []
@@ -104,16 +115,16 @@ def _held_by(
         layers = range(0) if layer is None else alike[layer]
         held = tuple(_parts(named, model, layout, users, holders(everywhere)))
         if layers and found and found[-1].layers == layers:
-            found[-1] = Run(layers, found[-1].held + held)
-        else:
-            found.append(Run(layers, held))
+            held = found.pop().held + held
+        found.append(Run(layers, held, layer is not None and kinds[layer].recompute == "full"))
     return tuple(found)
 
 
-def _alike(model: Model, layers: range) -> Iterator[range]:
-    """Runs of dense layers and of layers with experts."""
-    border = min(max(model.moe.n_dense_layers if model.moe.n_experts else 0, layers.start), layers.stop)
-    yield from (run for run in (range(layers.start, border), range(border, layers.stop)) if run)
+def _alike(kinds: Sequence[BlockKind], layers: range) -> Iterator[range]:
+    """Runs of layers of one kind."""
+    for _, run in groupby(layers, lambda layer: kinds[layer]):
+        same = tuple(run)
+        yield range(same[0], same[-1] + 1)
 
 
 def _by_owner(shapes: Shapes) -> Iterator[tuple[str, Shapes]]:

@@ -92,7 +92,7 @@ def _fsdp(table: Table, runs: Sequence[Run], spread: Spread, work: Work) -> Coun
         for parameter in run.held:
             axis, ranks, rank = spread.over(parameter)
             share = parameter.share(ranks)
-            gathers = run.times * _gathers(parameter, spread, work)
+            gathers = run.times * _gathers(parameter, spread, work, run.full)
             gathers += again if parameter.group in ("block", "experts") else 0
             reductions = run.times * _reductions(parameter, spread.layout, work)
             table.add(axis, "all_gather", share * ranks * spread.width, ranks, gathers)
@@ -102,8 +102,9 @@ def _fsdp(table: Table, runs: Sequence[Run], spread: Spread, work: Work) -> Coun
     return updated
 
 
-def _gathers(parameter: Held, spread: Spread, work: Work) -> int:
-    """How often FSDP makes a parameter whole in a step. A pipeline that keeps them does so until the step's end."""
+def _gathers(parameter: Held, spread: Spread, work: Work, full: bool) -> int:
+    """How often FSDP makes a parameter whole in a step; `full`: of a block that is computed again. A pipeline that
+    keeps them does so until the step's end."""
     layout = spread.layout
     if parameter.group == "around":
         return work.renewals if layout.pp == 1 or layout.reshard else 1
@@ -113,7 +114,7 @@ def _gathers(parameter: Held, spread: Spread, work: Work) -> int:
     # A tile is given up again where its block is computed again: but not the last, at which that ends, if no dropout
     # comes after it.
     given_up = parameter.group == "tile" or (parameter.group == "last tile" and spread.drops)
-    repeated = layout.recompute == "full" and given_up
+    repeated = full and given_up
     return passes.forward + passes.backward * (2 if repeated else 1)
 
 

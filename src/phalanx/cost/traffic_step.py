@@ -7,8 +7,11 @@ between experts without a capacity: of these a balanced load is predicted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+from phalanx.cost.held import kinds_of
 from phalanx.cost.memory import WIDTHS
 from phalanx.cost.traffic_blocks import Micro, around_traffic, balanced_rows, block_traffic, row_traffic
 from phalanx.cost.traffic_held import held_by
@@ -19,6 +22,7 @@ from phalanx.errors import JobError
 from phalanx.job.batch import Batch
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
+from phalanx.job.recompute import alike, written
 
 STATUS = 3 * 8
 """Loss, square of the gradients' norm, and whether to stop, in fp64."""
@@ -43,7 +47,8 @@ def step_traffic(
     do not share evenly are summed over tp or pp. `precision` and `gradients` are `train`'s, `vocab` the tokenizer's
     vocabulary where the model leaves it open. `stages` are the layers of each pipeline stage
     (phalanx.plan.cut.stages_of); None: `layout.pp_cut`'s. `rows` are those that this rank sent to other ranks' experts,
-    or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, where they are known.
+    or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, where they are known:
+    an equal share of them in each layer, which matters where layers recompute differently.
 
     Replicas that meet every sync_every steps (local_sgd, diloco) send a share of it each step. A pipeline without a
     flush sends the mean over a run of steps. Raises JobError for sync=asp, where a step's shares go to whichever
@@ -63,19 +68,19 @@ def step_traffic(
     spread = Spread.of(layout, precision, gradients, shard_rank, drops=model.dropout > 0)
     table = state_traffic(runs, spread, work)
     micro = Micro(model, layout, batch.micro_batch, WIDTHS[precision], plan.slices)
-    last, passed = len(plan.cut) - 1, Table()
+    last, passed, routed = len(plan.cut) - 1, Table(), Counter[Micro]()
     for stage, passes in work.passes.items():
         here = around_traffic(micro, first=stage == 0, last=stage == last)
-        dense = sum(not model.is_moe_layer(layer) for layer in plan.cut[stage])
-        moe = len(plan.cut[stage]) - dense
-        here.take(block_traffic(micro, experts=False), dense)
-        if moe:
-            here.take(block_traffic(micro, experts=True), moe)
-            if rows is None:
-                here.take(row_traffic(micro, moe * balanced_rows(micro)))
+        for kind, many in kinds_of(model, written(layout), plan.cut[stage]):
+            alone = replace(micro, layout=alike(layout, kind.recompute))
+            here.take(block_traffic(alone, kind.experts), many)
+            if kind.experts and rows is None:
+                here.take(row_traffic(alone, many * balanced_rows(micro)))
+            routed[alone] += many * passes.forward * kind.experts
         passed.take(here, passes.forward / plan.slices)
     if rows is not None:
-        passed.take(row_traffic(micro, rows))
+        for alone, blocks in routed.items():
+            passed.take(row_traffic(alone, rows * (blocks / routed.total())))
     passed.note("pp", "send", work.sends * micro.boundary)
     table.take(passed, 1 / work.steps)
     _status(table, layout)

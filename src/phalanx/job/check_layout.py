@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from math import gcd
 
-from phalanx.job import batch
+from phalanx.errors import JobError
+from phalanx.job import batch, recompute
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
@@ -32,6 +33,7 @@ def layout_problems(job: Job) -> Iterator[Problem]:
     yield from _ulysses(layout, job.model)
     yield from context_problems(job)
     yield from _experts(layout, job.model)
+    yield from _recompute(layout, job.model)
     if layout.sync == "asp" and (layout.cp > 1 or layout.ep > 1):
         axis = "cp" if layout.cp > 1 else "ep"
         yield (
@@ -198,6 +200,22 @@ def _experts(layout: Layout, model: Model) -> Iterator[Problem]:
         )
     if experts % layout.ep:
         yield "layout.ep", f"n_experts {experts} / ep {layout.ep} is not whole; nearest ep: {legal}"
+
+
+def _recompute(layout: Layout, model: Model) -> Iterator[Problem]:
+    """What each layer recomputes, where it is written out."""
+    if not layout.recompute_cut:
+        return
+    if layout.recompute != "none":
+        yield (
+            "layout.recompute_cut",
+            f"says what each layer recomputes, recompute={layout.recompute} says it of all; nearest legal: "
+            "recompute=none with it, or recompute alone",
+        )
+    try:
+        recompute.modes(layout.recompute_cut, model.n_layers)
+    except JobError as error:
+        yield from (("layout.recompute_cut", problem) for problem in error.problems)
 
 
 def _world(layout: Layout, nodes: int, devices_per_node: int) -> Iterator[Problem]:

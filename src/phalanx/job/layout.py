@@ -63,6 +63,9 @@ class Layout:
     """Micro-batches a step on each data rank; 0 means the rest of the equation decides."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass instead of kept."""
+    recompute_cut: str = ""
+    """What each layer recomputes, runs of layers in order: 8*full+4*selective+20*none; empty: every layer does what
+    `recompute` says."""
     loss_chunk: int = 0
     """Tokens whose logits exist at once while the loss is computed; 0 means all of a micro-batch."""
     offload: Literal["none", "optimizer", "all"] = "none"

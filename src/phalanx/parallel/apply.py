@@ -16,6 +16,7 @@ from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.pieces import BALANCING, WITHIN, padded_vocabulary
 from phalanx.job.pipeline import schedule_of
+from phalanx.job.recompute import recompute_of, written
 from phalanx.model.init import initial_value
 from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
@@ -67,8 +68,8 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
         # tokens in chunks has one gradient all the same.
         taken |= {model.head} if layout.loss_chunk else set()
         collect((module for module in model.modules() if module not in taken), later)
-    if layout.recompute != "none":
-        log.info("recompute: %s, %d modules", layout.recompute, recompute(model, layout.recompute))
+    if written(layout) != "none":
+        log.info("recompute: %s, %d modules here", written(layout), recompute(model, layout))
     if job.train.compile:
         for block in model.blocks.values():
             block.compile()
@@ -117,8 +118,9 @@ def _cut(
     pieces = tensor.cut_parameters(model, tp)
     if tp.size == 1:
         return pieces, [], set()
-    regather = layout.sp_regather and layout.recompute != "full"
-    taken = tensor.connect(model, tensor.Tensors(tp, layout.sp, regather, later))
+    # A block that is computed again gathers its inputs then.
+    keeps = [layer for layer in model.blocks if recompute_of(layout, int(layer), model.model.n_layers) == "full"]
+    taken = tensor.connect(model, tensor.Tensors(tp, layout.sp, layout.sp_regather, later), keeps)
     padding = padded_vocabulary(vocab, tp.size) - vocab
     log.info("tensor parallel: %d ranks%s", tp.size, f", vocabulary {vocab} + {padding} padding" if padding else "")
     partials = []

@@ -1,8 +1,9 @@
 """Recomputation: activations are computed again in the backward pass instead of being kept since the forward pass.
 
-`full` keeps only each block's input (Chen et al. 2016); `selective` keeps everything but the inside of the attention
-core, which is large and cheap to repeat (Korthikanti et al. 2022, section 5). Dropout masks are functions of seed, step
-and sample (model/noise.py), so the second pass meets the same ones without any saved generator state.
+Each block has a mode of its own (job/recompute.py). `full` keeps only the block's input (Chen et al. 2016); `selective`
+keeps everything but the inside of the attention core, which is large and cheap to repeat (Korthikanti et al. 2022,
+section 5). Dropout masks are functions of seed, step and sample (model/noise.py), so the second pass meets the same
+ones without any saved generator state.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.job.layout import Layout
+from phalanx.job.recompute import recompute_of
 from phalanx.model.attention import CoreAttention
-from phalanx.model.transformer import Block, Transformer
+from phalanx.model.transformer import Transformer
 
 
-def recompute(model: Transformer, what: str) -> int:
-    """Have the blocks of `model` ("full") or their attention cores ("selective") recomputed. Returns how many."""
-    kind = Block if what == "full" else CoreAttention
-    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, kind)]
+def recompute(model: Transformer, layout: Layout) -> int:
+    """Have each block of `model`, or its attention core, recomputed where the layout says so of its layer. Returns how
+    many are."""
+    modules = list[nn.Module]()
+    for layer, block in model.blocks.items():
+        mode = recompute_of(layout, int(layer), model.model.n_layers)
+        if mode == "full":
+            modules.append(block)
+        elif mode == "selective":
+            modules += [module for module in block.modules() if isinstance(module, CoreAttention)]
     for module in modules:
         module.forward = partial(_run, module.forward)
     return len(modules)

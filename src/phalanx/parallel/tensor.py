@@ -13,8 +13,8 @@ shares is one copy-free all-gather for any batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,15 +93,17 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[Piece, ...]]
     return pieces
 
 
-def connect(model: Transformer, how: Tensors) -> set[nn.Module]:
-    """Have the layers of `model`, whose parameters are cut, communicate. Returns the linear layers whose products are
-    made here.
+def connect(model: Transformer, how: Tensors, keeps: Collection[str] = ()) -> set[nn.Module]:
+    """Have the layers of `model`, whose parameters are cut, communicate. The blocks in `keeps` gather nothing again.
+    Returns the linear layers whose products are made here.
 
     Latent attention and experts do so around the whole of it, where their input is read and where their output is
     written: what lies between, routers as well, is computed by every rank."""
     apart = {module.shared for module in model.modules() if isinstance(module, MoE)}
     taken: set[nn.Module] = set()
-    for module in model.modules():
+    around, kept = how, replace(how, regather=False)
+    for name, module in model.named_modules():
+        how = kept if name.startswith("blocks.") and name.split(".")[1] in keeps else around
         if isinstance(module, Attention):
             module.qkv = partial(_columns, (module.wq, module.wk, module.wv), how)
             taken |= {module.wq, module.wk, module.wv}
@@ -120,10 +122,10 @@ def connect(model: Transformer, how: Tensors) -> set[nn.Module]:
         if isinstance(module, (Attention, LatentAttention)):
             module.wo.forward = partial(_rows, module.wo, how)
             taken.add(module.wo)
-    model.embed.forward = partial(_embed, model.embed, how.tp)
-    model.embed_tokens = partial(_embed_tokens, model, how)
-    model.normed = partial(_normed, model, how)
-    model.routing.share = 1 / how.tp.size
+    model.embed.forward = partial(_embed, model.embed, around.tp)
+    model.embed_tokens = partial(_embed_tokens, model, around)
+    model.normed = partial(_normed, model, around)
+    model.routing.share = 1 / around.tp.size
     return taken
 
 

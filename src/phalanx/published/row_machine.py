@@ -56,14 +56,6 @@ _SITES: tuple[tuple[str, str, str], ...] = (
 )
 """Whose machine it is: a pattern of what the row says of its source, the machine by its device, the site's own."""
 
-_LIKE: dict[str, tuple[str, str]] = {
-    "mi350x": ("mi355x", "MI350X as MI355X"),
-    "v100-16gb": ("dgx-v100", "V100 with 16 GB in a DGX-1"),
-    "a800": ("dgx-a100", "A800 as A100 with two thirds of its NVLink"),
-    "gh200": ("dgx-h200", "GH200 as one H200 a node"),
-}
-"""Devices without a machine of their own in the catalogue: which is nearest, and how it is said."""
-
 _PROGRAMS: tuple[tuple[str, str], ...] = (
     ("vtrain", "vtrain"),
     ("zero bubble|2401\\.10241", "zero-bubble"),
@@ -130,7 +122,7 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
     if not machine or not devices:
         return None
     cluster = _sited(cells, machine)
-    a_node = cells.whole("gpus_per_node") or min(cluster.devices_per_node, 1 if machine == "gh200" else 1_000)
+    a_node = cells.whole("gpus_per_node") or cluster.devices_per_node
     a_node = min(a_node, devices)
     cluster = replace(cluster, accelerator=_with_memory(cells, text, cluster.accelerator))
     return replace(cluster, preset="", nodes=-(-devices // a_node), devices_per_node=a_node)
@@ -150,16 +142,10 @@ def _sited(cells: Cells, machine: str) -> Cluster:
     site = next(
         (own for pattern, of, own in _SITES if re.fullmatch(of, machine) and re.search(pattern, cells.told)), machine
     )
-    if site in CLUSTERS:
-        cluster = CLUSTERS[site]
-    else:
-        nearby, said = _LIKE[machine]
-        cells.assume(said)
-        cluster = CLUSTERS[nearby]
-    if machine == "v100-16gb":
-        return replace(cluster, accelerator=ACCELERATORS["v100-16gb"])
-    if machine == "a800":
-        return replace(cluster, intra=replace(cluster.intra, gbs=200))
+    if site == "v100-16gb":  # the one device without a machine of its own in the catalogue
+        cells.assume("V100 with 16 GB in a DGX-1")
+        return replace(CLUSTERS["dgx-v100"], accelerator=ACCELERATORS["v100-16gb"])
+    cluster = CLUSTERS[site]
     if "vtrain" in cells.told:
         # 800 Gb/s a node in all (its config/validation), for eight devices. What NVLink reaches there its own tables
         # of NCCL say, from which the preset's figure is.

@@ -162,7 +162,7 @@ def memory_bytes(reading: Reading, prediction: Prediction) -> float | None:
     if reading.memory_means == "allocated":
         return max(rank.allocated for rank in prediction.memory)
     if reading.memory_means == "reserved":
-        return max(rank.peak - rank.context for rank in prediction.memory)
+        return max(rank.held for rank in prediction.memory)
     return max(rank.peak for rank in prediction.memory)
 
 

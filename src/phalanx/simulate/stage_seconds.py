@@ -9,9 +9,9 @@ from functools import lru_cache
 from phalanx.cost.case import Case
 from phalanx.cost.communication import group
 from phalanx.cost.link import load
-from phalanx.cost.rank_time import Content, RankTime, held_by, rank_time
+from phalanx.cost.placed import Content, content_of, stages_of_case
+from phalanx.cost.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.state_time import Held, StateSeconds, optimizer_seconds, state_seconds, zero_three
-from phalanx.job.stages import even, parse_cut, ranges
 from phalanx.schedule.schedule import Schedule
 from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.timeline import Span
@@ -62,7 +62,7 @@ def rank_seconds(case: Case, schedule: Schedule, rank: int, disturbance: Disturb
     """The times of a pipeline rank."""
     stages = stages_of_case(case, schedule.stages)
     held = schedule.held(rank)
-    contents = {stage: content_of(case, stages[stage]) for stage in held}
+    contents = {stage: content_of(case, stages, [stage]) for stage in held}
     factor = disturbance.device(rank) / schedule.slices
     empty = [0.0] * schedule.stages
     durations = {kind: list(empty) for kind in "FBIW"}
@@ -101,21 +101,6 @@ def rank_seconds(case: Case, schedule: Schedule, rank: int, disturbance: Disturb
     )
 
 
-def stages_of_case(case: Case, stages: int) -> tuple[range, ...]:
-    """The layers of every stage."""
-    if case.layout.pp == 1:
-        return (range(case.model.n_layers),)
-    if case.stages:
-        return case.stages
-    return ranges(parse_cut(case.layout.pp_cut)) if case.layout.pp_cut else even(case.model.n_layers, stages)
-
-
-def content_of(case: Case, stage: range) -> Content:
-    """What a stage has of the model."""
-    moe = sum(case.model.is_moe_layer(layer) for layer in stage)
-    return Content(len(stage) - moe, moe, 0 in stage, case.model.n_layers - 1 in stage)
-
-
 @lru_cache(20_000)
 def stage_time(case: Case, content: Content) -> RankTime:
     """A micro-batch through a stage."""
@@ -139,8 +124,8 @@ def _state(case: Case, content: Content, disturbance: Disturbance) -> StateSecon
     passes."""
     held, factor = held_by(case, content), disturbance.axis("dp")
     if zero_three(case.layout):
-        found = state_seconds(case, held, max(1, round(content.blocks)))
-        once = (found.gather + found.reduce) / max(1.0, content.blocks)
+        found = state_seconds(case, held, max(1, content.blocks))
+        once = (found.gather + found.reduce) / max(1, content.blocks)
         return StateSeconds(once * factor, once * factor)
     found = state_seconds(case, held, max(1, round(content.blocks / 4)))
     return StateSeconds(found.gather * factor, found.reduce * factor)

@@ -90,21 +90,24 @@ class Memory:
         width = WIDTHS[train.precision]
         equation = batch.solve(train.global_batch, layout)
         micro_batch = equation.micro_batch
-        stages, blocks, losses, slices = [range(model.n_layers)], model.n_layers, 1, 1
+        kept = [activation_bytes(model, layout, micro_batch, width, layer) for layer in range(model.n_layers)]
+        # While a block is computed again it has all that it would have kept.
+        kept_all = replace(layout, recompute="none", recompute_cut="")
+        whole = [activation_bytes(model, kept_all, micro_batch, width, layer) for layer in range(model.n_layers)]
+        again = max(more - less for more, less in zip(whole, kept, strict=True))
+        stages, blocks, losses, slices = [range(model.n_layers)], sum(kept), 1, 1
         if layout.pp > 1:
             schedule = schedule_of(layout, equation.accumulation)
             cut = stages_of(model, layout, schedule.stages, self.vocab_size)
             stages, slices = [cut[number] for number in schedule.held(self.pp_rank)], schedule.slices
-            blocks = peak_in_flight(schedule, self.pp_rank, [len(stage) for stage in cut])
+            each = [sum(kept[layer] for layer in stage) for stage in cut]
+            blocks = peak_in_flight(schedule, self.pp_rank, each)
             losses = peak_in_flight(schedule, self.pp_rank, [0] * (len(cut) - 1) + [1])
         state = state_bytes(model, layout, train.precision, train.gradients, self.vocab_size, stages)
-        kept = activation_bytes(model, layout, micro_batch, width)
-        # While a block is computed again it has all that it would have kept.
-        whole = activation_bytes(model, replace(layout, recompute="none"), micro_batch, width)
         if layout.loss_chunk:  # logits of a chunk are gone before those of the next are there
             losses = int(losses > 0)
         logits = losses * logit_bytes(model, layout, micro_batch, width, self.vocab_size)
-        return {**vars(state), "activations": round(blocks * kept + (whole - kept) / slices), "logits": round(logits)}
+        return {**vars(state), "activations": round(blocks + again / slices), "logits": round(logits)}
 
     @contextmanager
     def allocating(self, *parts: str) -> Iterator[None]:
@@ -137,6 +140,8 @@ class Memory:
             tokens = layout.loss_chunk or batch.solve(self.job.train.global_batch, layout).micro_batch * model.seq_len
             return f"layout.loss_chunk={max(1, tokens // 4)}"
         if part == "activations":
+            if layout.recompute_cut:
+                return "layout.recompute=full layout.recompute_cut="
             if layout.recompute == "none":
                 return f"layout.recompute={'selective' if model.dropout else 'full'}"
             if layout.recompute == "selective":

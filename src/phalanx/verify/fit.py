@@ -9,6 +9,7 @@ from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import MoE
 from phalanx.job.pipeline import schedule_of
+from phalanx.job.recompute import parse
 from phalanx.job.stages import parse_cut
 from phalanx.schedule.schedule import Schedule
 from phalanx.verify.small import like
@@ -18,13 +19,19 @@ EXPERTS = MoE(n_experts=8, top_k=2, n_shared=1, aux_loss=0.01, z_loss=0.001, bia
 
 
 def deep_enough(job: Job, layout: Layout) -> Job:
-    """The job with a model for a layout's stages: as many layers as `pp_cut` has, else at least one for each stage.
+    """The job with a model for a layout's stages: as many layers as `recompute_cut` or `pp_cut` has, else at least one
+    for each stage.
 
     Where the layout is not legal it is the job itself."""
-    if layout.pp == 1:
+    if layout.pp == 1 and not layout.recompute_cut:
         return job
     try:
-        layers = sum(parse_cut(layout.pp_cut)) if layout.pp_cut else max(job.model.n_layers, _schedule(layout).stages)
+        if layout.recompute_cut:
+            layers = sum(run.layers for run in parse(layout.recompute_cut))
+        elif layout.pp_cut:
+            layers = sum(parse_cut(layout.pp_cut))
+        else:
+            layers = max(job.model.n_layers, _schedule(layout).stages)
     except JobError:
         return job
     return replace(job, model=replace(job.model, n_layers=layers))

@@ -16,6 +16,7 @@ MATRIX = (
     # accumulation and recomputation alone
     "accumulation=2",
     "accumulation=2,recompute=full,loss_chunk=24",
+    "recompute_cut=1*full+1*selective+2*none",
     # whole copies of the model
     "dp_replicate=2",
     "dp_replicate=4,accumulation=2",
@@ -37,6 +38,7 @@ MATRIX = (
     "tp=2,sp=true,recompute=selective",
     "tp=2,sp=true,sp_regather=true,loss_chunk=24",
     "tp=4,sp=true,recompute=full",
+    "tp=2,pp=2,accumulation=4,sp=true,sp_regather=true,recompute_cut=1*full+2*selective+1*none",
     # layers cut into stages, by schedules of every kind
     "pp=2,accumulation=4",
     "pp=4,schedule=gpipe,accumulation=4",

@@ -121,7 +121,11 @@ def _notes(plan: Plan, job: Job) -> Iterator[str]:
             "pipelines without a flush are compared with one process whose gradients are one update late, as theirs are"
         )
     models = [plan.case(layout).model for layout in plan.layouts]
-    if deepened := sum(model.n_layers > job.model.n_layers for model in models):
+    written = [bool(layout.recompute_cut) for layout in plan.layouts]
+    if cut := sum(mine and job.model.n_layers != model.n_layers for mine, model in zip(written, models, strict=True)):
+        yield f"model.n_layers: {job.model.n_layers} in the job, those of recompute_cut in {counted(cut, 'layout')}"
+    stages = (model.n_layers for mine, model in zip(written, models, strict=True) if not mine)
+    if deepened := sum(n_layers > job.model.n_layers for n_layers in stages):
         yield (
             f"model.n_layers: {job.model.n_layers} in the job, a layer a stage in {counted(deepened, 'layout')} with "
             "more stages than that"
@@ -152,6 +156,7 @@ def _own(plan: Plan, job: Job, max_ranks: int) -> None:
         micro_batch=0,
         accumulation=_accumulation(layout, accumulation),
         pp_cut=layout.pp_cut if plan.proof.job.model.n_layers == job.model.n_layers else "",
+        recompute_cut=layout.recompute_cut if plan.proof.job.model.n_layers == job.model.n_layers else "",
         loss_chunk=min(layout.loss_chunk, max(1, plan.proof.job.model.seq_len // 2)),
         bucket_mb=Layout.bucket_mb,
     )

@@ -1,0 +1,82 @@
+"""Recomputation layer by layer in the cost model: where all layers do the same it is `recompute`, else in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.case import Case
+from phalanx.cost.flops import hardware_flops_per_step
+from phalanx.cost.predict import predict
+from phalanx.cost.programs import PHALANX
+from phalanx.cost.traffic_step import step_traffic
+from phalanx.job import batch
+from phalanx.job.clusters import cluster_of
+from phalanx.job.layout import Layout
+from phalanx.job.presets import PRESETS
+from phalanx.job.recompute import MODES, Mode
+from phalanx.job.stages import even
+
+LLAMA, MIXTRAL = (PRESETS[name] for name in ("llama3-8b", "mixtral-8x7b"))
+
+
+def case(layout: Layout, model=LLAMA) -> Case:
+    solved = batch.solve(8 * layout.data_ranks, layout)
+    return Case(model, cluster_of("dgx-h100:4"), layout, solved, software=PHALANX)
+
+
+LAYOUTS = st.builds(
+    Layout,
+    tp=st.sampled_from([1, 2]),
+    pp=st.sampled_from([1, 2, 4]),
+    schedule=st.sampled_from(["1f1b", "interleaved_1f1b", "zb_v"]),
+    dp_shard=st.sampled_from([1, 2]),
+    zero=st.sampled_from([1, 3]),
+    cp=st.sampled_from([1, 2]),
+    sp=st.booleans(),
+    sp_regather=st.booleans(),
+    micro_batch=st.just(1),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS, st.sampled_from(MODES), st.integers(1, 31), st.sampled_from([LLAMA, MIXTRAL]))
+def test_layers_that_all_do_the_same_are_predicted_as_one(layout: Layout, mode: Mode, first: int, model) -> None:
+    whole = replace(layout, recompute=mode)
+    for text in (f"{model.n_layers}*{mode}", f"{first}*{mode}+{model.n_layers - first}*{mode}"):
+        cut = replace(layout, recompute_cut=text)
+        assert predict(case(cut, model)) == predict(case(whole, model))
+        chunks = {"1f1b": 1}.get(layout.schedule, 2)
+        stages = even(model.n_layers, layout.pp * chunks)
+        traffic = [
+            step_traffic(model, each, batch.solve(8 * layout.data_ranks, layout), precision="bf16", stages=stages)
+            for each in (cut, whole)
+        ]
+        assert traffic[0] == traffic[1]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_fewer_layers_recomputed_take_less_time_and_more_memory(tp: int) -> None:
+    layout = Layout(dp_shard=32 // tp, tp=tp, micro_batch=1)
+    cuts = ["32*full", "24*full+8*none", "16*full+8*selective+8*none", "8*full+24*none", "32*none"]
+    found = [predict(case(replace(layout, recompute_cut=cut))) for cut in cuts]
+    flops = [hardware_flops_per_step(LLAMA, replace(layout, recompute_cut=cut), 8) for cut in cuts]
+    assert [one.step_time_s for one in found] == sorted((one.step_time_s for one in found), reverse=True)
+    assert [one.fullest.peak for one in found] == sorted(one.fullest.peak for one in found)
+    assert flops == sorted(flops, reverse=True)
+    block = (flops[0] - flops[-1]) / 32
+    assert flops[3] - flops[-1] == pytest.approx(8 * block)
+
+
+def test_layers_are_those_of_the_model_wherever_their_stage_is() -> None:
+    """The first rank has most micro-batches in flight: there recomputing saves more."""
+    layout = Layout(pp=4, micro_batch=1)
+    first, last = (predict(case(replace(layout, recompute_cut=cut))) for cut in ("8*full+24*none", "24*none+8*full"))
+    none = predict(case(layout))
+    assert first.memory[0].peak < none.memory[0].peak
+    assert [one.peak for one in first.memory[1:]] == [one.peak for one in none.memory[1:]]
+    assert last.memory[3].peak < none.memory[3].peak
+    assert first.fullest.peak < last.fullest.peak
