@@ -11,6 +11,7 @@ from functools import lru_cache
 from phalanx.cost.case import Case
 from phalanx.cost.held import BlockKind, block_kinds
 from phalanx.cost.in_flight import Flight, flights
+from phalanx.job.model import Model
 from phalanx.job.recompute import written
 from phalanx.job.stages import even, written_stages
 
@@ -39,16 +40,21 @@ class Content:
         return self.blocks - self.moe
 
 
-@lru_cache(10_000)
 def contents(case: Case) -> tuple[Content, ...]:
     """What each pipeline rank has."""
     stages, ranks = placed(case)
-    return tuple(content_of(case, stages, rank.held, rank.share) for rank in ranks)
+    recomputes = written(case.layout)
+    return tuple(_content(case.model, recomputes, stages, rank.held, rank.share) for rank in ranks)
 
 
 def content_of(case: Case, stages: Sequence[range], held: Sequence[int], share: float = 1.0) -> Content:
     """What is in some of the `stages` by their numbers."""
-    every = block_kinds(case.model, written(case.layout))
+    return _content(case.model, written(case.layout), tuple(stages), tuple(held), share)
+
+
+@lru_cache(10_000)
+def _content(model: Model, recomputes: str, stages: tuple[range, ...], held: tuple[int, ...], share: float) -> Content:
+    every = block_kinds(model, recomputes)
     kinds = Counter(every[layer] for stage in held for layer in stages[stage])
     return Content(tuple(sorted(kinds.items())), 0 in held, len(stages) - 1 in held, share)
 

@@ -67,6 +67,10 @@ class Step:
         every = kinds_of(case.model, self.recomputes, range(case.model.n_layers))
         self.kinds = {kind: Kind(self, kind) for kind in {kind for kind, _ in every}}
 
+    def kinds_of(self, stage: int) -> tuple[tuple[BlockKind, int], ...]:
+        """The kinds of blocks of a stage, and how many there are of each."""
+        return kinds_of(self.case.model, self.recomputes, self.cut[stage])
+
     def context(self) -> int:
         """Bytes outside the allocator."""
         layout = self.case.layout
@@ -82,7 +86,7 @@ class Rank:
         self.step, self.flight = step, flight
         self.model, self.layout = step.case.model, step.case.layout
         self.habits, self.width = step.habits, step.case.width
-        self.blocks = [kinds_of(self.model, step.recomputes, step.cut[stage]) for stage in flight.held]
+        self.blocks = [step.kinds_of(stage) for stage in flight.held]
         # The backward pass begins with the last.
         self.present = [
             step.kinds[kind] for kind in dict.fromkeys(kind for held in self.blocks for kind, _ in held[::-1])

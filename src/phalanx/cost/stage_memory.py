@@ -83,6 +83,20 @@ def rank_memory(case: Case, pp_rank: int) -> RankMemory:
     return _fullest(step, step.flights[pp_rank])
 
 
+def needed_bytes(case: Case) -> int:
+    """What the fullest rank needs (RankMemory.needed), without looking at ranks that hold the same as another and have
+    fewer micro-batches in flight. Raises as `rank_memory`."""
+    step = Step(case)
+    fullest: dict[tuple[object, ...], Flight] = {}
+    for flight in step.flights:
+        ends = 0 in flight.held, flight.stages - 1 in flight.held
+        most = flight.most if len(flight.most) > 1 else ()
+        key = (tuple(step.kinds_of(stage) for stage in flight.held), ends, most)
+        if key not in fullest or flight.most > fullest[key].most:
+            fullest[key] = flight
+    return max(_fullest(step, flight).needed for flight in fullest.values())
+
+
 def bytes_per_parameter(
     zero: int, ranks: int, parameter: float = 2, gradient: float = 2, optimizer: float = 12
 ) -> float:

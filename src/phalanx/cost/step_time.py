@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from phalanx.cost.case import Case
 from phalanx.cost.communication import boundary_seconds, group
 from phalanx.cost.link import load
@@ -17,15 +19,16 @@ def step_parts(case: Case) -> Parts:
     """Where the time of one step goes. The sum is the step's time."""
     layout, batch = case.layout, case.batch
     ranks = contents(case)
-    alike = {content: rank_time(case, content) for content in set(ranks)}
+    number = Counter(ranks)
+    alike = {content: rank_time(case, content) for content in number}
     times = [alike[content] for content in ranks]
     busiest = max(range(len(times)), key=lambda rank: times[rank].total)
     slowest, m = times[busiest], batch.accumulation
     mean = RankTime()
-    for one in times:
-        mean += one.scaled(1 / len(times))
+    for content, many in number.items():
+        mean += alike[content].scaled(many / len(times))
     whole = pipeline_seconds(layout, m, [one.total for one in times], mean.forward, mean.weights)
-    held = max((held_by(case, content) for content in ranks), key=lambda one: one.dense + one.experts)
+    held = max((held_by(case, content) for content in number), key=lambda one: one.dense + one.experts)
     data, optimizer = _state(case, ranks[busiest], held, slowest)
     exposed = {
         "tp": m * slowest.tp,

@@ -11,14 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.case import Case
 from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
-from phalanx.cost.stage_memory import rank_memory
+from phalanx.cost.stage_memory import needed_bytes
+from phalanx.cost.step_time import step_parts
 from phalanx.errors import JobError
 from phalanx.job.layout import Layout
 from phalanx.plan.bounds import Bounds
@@ -44,17 +45,19 @@ ALIKE = 1.001
 class Found:
     """What a search has seen."""
 
-    predicted: list[tuple[Case, Prediction]] = field(default_factory=list)
+    predicted: list[tuple[Case, float]] = field(default_factory=list)
     """Layouts that fit."""
     too_large: list[tuple[Case, float]] = field(default_factory=list)
     """A few that do not, and the bytes they need."""
     rejected: Counter[str] = field(default_factory=Counter)
     looked_at: int = 0
+    cutoff: float = inf
+    """Seconds beyond which a layout is of no interest."""
 
-    @property
-    def cutoff(self) -> float:
-        """Seconds beyond which a layout is of no interest."""
-        return MARGIN * min((prediction.step_time_s for _, prediction in self.predicted), default=float("inf"))
+    def add(self, case: Case, seconds: float) -> None:
+        """A layout that fits, and its predicted time."""
+        self.predicted.append((case, seconds))
+        self.cutoff = min(self.cutoff, MARGIN * seconds)
 
 
 class Search:
@@ -116,23 +119,20 @@ class Search:
         except (JobError, ValueError):
             found.rejected["not legal: " + "the schedule does not go with the batch or the layers"] += 1
             return
-        first = rank_memory(case, 0, case.stages or None).needed
-        if first <= self.limit:
-            prediction = predict(case)
-            if prediction.fits:
-                found.predicted.append((case, prediction))
-                return
-            first = prediction.fullest.needed
+        needed = needed_bytes(case)
+        if needed <= self.limit:
+            found.add(case, step_parts(case).total)
+            return
         found.rejected["memory: predicted not to fit"] += 1
         if len(found.too_large) < 1000:
-            found.too_large.append((case, first))
+            found.too_large.append((case, needed))
 
 
 def simulated(found: Found) -> list[Candidate]:
     """The best of what was predicted, by their simulated time, the fastest first."""
-    near = [one for one in found.predicted if one[1].step_time_s <= found.cutoff]
-    near.sort(key=lambda one: (one[1].step_time_s, complexity(one[0].layout)))
-    return ranked(Candidate(case, prediction, step_seconds(case)) for case, prediction in near[:SIMULATED])
+    near = [one for one in found.predicted if one[1] <= found.cutoff]
+    near.sort(key=lambda one: (one[1], complexity(one[0].layout)))
+    return ranked(Candidate(case, predict(case), step_seconds(case)) for case, _ in near[:SIMULATED])
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
