@@ -253,6 +253,7 @@ OTHERS = [
     (MIXTRAL, "dp_shard=4,ep=4,recompute=full,zero=1"),
     (MIXTRAL, "cp=4,ep=2,cp_ulysses=2"),
     (MIXTRAL, "dp_shard=2,ep=2,pp=2,accumulation=2"),
+    (dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, n_dense_layers=2)), "dp_shard=2,ep=2,pp=3"),
     (MIXTRAL, "dp_shard=2,ep=2,tp=2,sp=true,accumulation=2"),
 ]
 

@@ -74,9 +74,11 @@ def step_traffic(
         for kind, many in kinds_of(model, written(layout), plan.cut[stage]):
             alone = replace(micro, layout=alike(layout, kind.recompute))
             here.take(block_traffic(alone, kind.experts), many)
-            if kind.experts and rows is None:
+            if not kind.experts:
+                continue
+            routed[alone] += many * passes.forward
+            if rows is None:
                 here.take(row_traffic(alone, many * balanced_rows(micro)))
-            routed[alone] += many * passes.forward * kind.experts
         passed.take(here, passes.forward / plan.slices)
     if rows is not None:
         for alone, blocks in routed.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -71,7 +71,8 @@ def _combinations(max_ranks: int) -> list[_Combination]:
 @cache
 def _settings(entry: str) -> dict[str, Any]:
     """What an entry changes of the default."""
-    return {name: value for name, value in asdict(layout_line.parse(entry)).items() if value != getattr(Layout(), name)}
+    changed = asdict(layout_line.parse(entry))
+    return {name: value for name, value in changed.items() if value != getattr(Layout(), name)}
 
 
 @cache
