@@ -149,8 +149,8 @@ def _at(path: str, message: str, origins: dict[str, str]) -> str:
 
 
 def from_dict(values: Mapping[str, Any], origin: str) -> Job:
-    """The job that `show.as_dict` turned into nested plain values. Every value is there, so that no preset is looked up:
-    what was trained on `cluster=local` is read where nothing is measured. Raises JobError."""
+    """The job that `show.as_dict` turned into nested plain values. It has every value, so no preset is looked up: what
+    was trained on `cluster=local` is read where nothing is measured. Raises JobError."""
     return resolve(list(_flatten(values, "", origin)), presets=False).job
 
 
