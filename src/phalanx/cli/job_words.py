@@ -68,7 +68,7 @@ class JobVerb:
     options: dict[str, Option] = field(default_factory=dict)
     auto: Literal["open", "plan", "measure", "train"] = "plan"
     """What becomes of `layout: auto`: it stays open, the planner chooses; this machine may be measured for that; and a
-    run keeps the layout that it has (cli/auto.py)."""
+    run keeps the layout that it has (cli/auto_layout.py)."""
 
     def parse(self, argv: Sequence[str]) -> JobWords | None:
         """The job and the switches, or None where the words asked for help or the configuration, which was printed.
@@ -90,11 +90,11 @@ class JobVerb:
         """With the layout that the planner chooses, where the job leaves it to it."""
         if not loaded.job.layout.auto or self.auto == "open":
             return loaded
-        from phalanx.cli import auto  # here, because few jobs need it
+        from phalanx.cli import auto_layout  # here, because few jobs need it
 
         if self.auto == "train":
-            return auto.planned_to_train(loaded, fresh=fresh)
-        return auto.planned(loaded, measures=self.auto == "measure")
+            return auto_layout.planned_to_train(loaded, fresh=fresh)
+        return auto_layout.planned(loaded, measures=self.auto == "measure")
 
     def _words(self, argv: Sequence[str]) -> tuple[overrides.Words, dict[str, Any]]:
         """The words of the command line without the verb's options, and the values of those. An option wins over a

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.job.job import Job
-from phalanx.job.layout import Layout
 from phalanx.plan.advice import shortfall
 from phalanx.plan.plan import Plan
-from phalanx.plan.question import question_of
+from phalanx.plan.question import Question, question_of
 from phalanx.plan.search import search
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
+MOST_REASONS = 4
+"""That are told where nothing is legal."""
 
 
-def choose(job: Job, fixed: Collection[str], vocab: int, progress: Progress | None = None) -> Plan:
+def choose(
+    job: Job, fixed: Collection[str], vocab: int, worlds: tuple[int, ...] = (), progress: Progress | None = None
+) -> Plan:
     """The plan whose best candidate (there is one) is the layout of a job with `layout: auto`. `fixed` are the names of
-    the fields of the layout that stay as the job has them, `vocab` is the number of tokens of the vocabulary.
+    the fields of the layout that stay as the job has them, `vocab` is the number of tokens of the vocabulary, `worlds`
+    are the numbers of devices that may be used (empty: all of the cluster's).
 
     Raises JobError where nothing is known about the devices, or where no legal layout has the fixed fields, and
     DoesNotFitError where none of those that are legal fits.
     """
-    layout = job.layout
-    kept = {name: getattr(layout, name) for name in fixed}
-    plan = search(question_of(job, vocab, kept), progress)
+    kept = {name: getattr(job.layout, name) for name in fixed}
+    question = replace(question_of(job, vocab, kept), worlds=worlds)
+    plan = search(question, progress)
     if plan.best:
         return plan
     if plan.nearest is None:
-        raise JobError(_nothing_legal(plan, kept))
+        raise JobError(_nothing_legal(plan, question))
     nearest = plan.nearest.case
     raise DoesNotFitError(
         f"layout auto: none of {plan.searched:,} layouts fits. The one that needs least, {nearest.layout.line()}, "
@@ -37,17 +42,13 @@ def choose(job: Job, fixed: Collection[str], vocab: int, progress: Progress | No
     )
 
 
-def open_line(fixed: dict[str, object]) -> str:
-    """`auto` with the fields that are fixed, those too that are fixed to what is the default."""
-    shown = (f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in fixed.items())
-    return ",".join([Layout(auto=True).line(), *shown])
-
-
-def _nothing_legal(plan: Plan, kept: dict[str, object]) -> str:
-    reasons = sorted(plan.rejected.items(), key=lambda item: -item[1])
-    lines = [f"\n  {count:,} layouts: {reason}" for reason, count in reasons]
-    cluster = plan.question.cluster
+def _nothing_legal(plan: Plan, question: Question) -> str:
+    settled = "".join(
+        f",{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in question.fixed.items()
+    )
+    reasons = sorted(plan.rejected.items(), key=lambda item: -item[1])[:MOST_REASONS]
     return (
-        f"layout {open_line(kept)}: no such layout is legal for this model and batch on {cluster.devices} devices; "
-        "leave more to the planner, or change the number of devices (cluster.devices_per_node)" + "".join(lines)
+        f"layout auto{settled}: no such layout is legal for this model, global batch {question.global_batch} and "
+        f"{' or '.join(map(str, question.devices))} devices; leave more of it to the planner, or change the number of "
+        "devices (cluster.devices_per_node)" + "".join(f"\n  {count:,} layouts: {reason}" for reason, count in reasons)
     )

@@ -39,7 +39,7 @@ def planned(loaded: LoadedJob, *, measures: bool) -> LoadedJob:
     Raises JobError where nothing is known about the devices or no layout is legal, DoesNotFitError where none fits.
     """
     loaded = on_known_devices(loaded, measures)
-    return _chosen(loaded, vocabulary_size(loaded.job))
+    return _chosen(loaded, worlds_of(loaded.job), vocabulary_size(loaded.job))
 
 
 def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
@@ -47,23 +47,32 @@ def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
     does not start over (`fresh`), and the ranks that another launcher started are the devices."""
     ranks = detect(os.environ)
     loaded = on_known_devices(loaded, measures=ranks is None)
+    worlds = worlds_of(loaded.job)
     if ranks is not None:
-        loaded = _on_ranks(loaded, ranks)
+        loaded, worlds = _on_ranks(loaded, ranks), (ranks.world,)
     speaks = ranks is None or ranks.rank == 0
-    if not fresh and (kept := _of_checkpoint(loaded)):
+    if not fresh and (kept := _of_checkpoint(loaded, worlds)):
         layout, step = kept
         where = f"the checkpoint of {RunDirectory.of(loaded.job).path} at step {step}"
         if speaks:
             print(f"layout: {layout.line()}  (of {where}; layout=LINE goes on in another)", file=sys.stderr)
-        return _with_layout(loaded, layout, where)
-    return _chosen(loaded, _prepared_vocabulary(loaded.job, ranks), speaks)
+        return _with_layout(loaded, layout, worlds, where)
+    return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), speaks)
 
 
-def _chosen(loaded: LoadedJob, vocab: int, speaks: bool = True) -> LoadedJob:
+def worlds_of(job: Job) -> tuple[int, ...]:
+    """Numbers of devices that the planner may use: all, but of a CPU, which has as many as it starts processes, also
+    fewer."""
+    cluster = job.cluster
+    least = 1 if cluster.device == "cpu" and cluster.nodes == 1 else cluster.devices
+    return tuple(range(least, cluster.devices + 1))
+
+
+def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, speaks: bool = True) -> LoadedJob:
     from phalanx.plan.auto import choose  # here, because numpy is a third of the time that --help takes
 
     with stderr_progress() as progress:
-        plan = choose(loaded.job, fixed_of(loaded), vocab, progress if speaks else None)
+        plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if speaks else None)
     best = plan.best[0]
     if speaks:
         print(
@@ -71,7 +80,7 @@ def _chosen(loaded: LoadedJob, vocab: int, speaks: bool = True) -> LoadedJob:
             f"predicted {_step(best.seconds)} a step)",
             file=sys.stderr,
         )
-    return _with_layout(loaded, best.layout, "planned")
+    return _with_layout(loaded, best.layout, worlds, "planned")
 
 
 def _step(value: float) -> str:
@@ -85,17 +94,26 @@ def fixed_of(loaded: LoadedJob) -> list[str]:
     return [name for name in stated if name != "auto" and (name not in OPEN_AT_ZERO or getattr(layout, name))]
 
 
-def _with_layout(loaded: LoadedJob, layout: Layout, origin: str) -> LoadedJob:
+def _with_layout(loaded: LoadedJob, layout: Layout, worlds: tuple[int, ...], origin: str) -> LoadedJob:
     """The job with a whole layout. Raises JobError where it is not legal after all."""
-    job = replace(loaded.job, layout=replace(layout, auto=False))
+    job = _job_with(loaded.job, layout, worlds)
     if problems := problems_of(job):
         raise JobError([f"layout {layout.line()}, {origin}: {path}: {message}" for path, message in problems])
     fixed = fixed_of(loaded)
-    new = {f"layout.{name}": origin for name in leaves(Layout) if name not in fixed}
-    return LoadedJob(job, {**loaded.origins, **new})
+    origins = {**loaded.origins, **{f"layout.{name}": origin for name in leaves(Layout) if name not in fixed}}
+    if job.cluster != loaded.job.cluster:
+        origins["cluster.devices_per_node"] = origin
+    return LoadedJob(job, origins)
 
 
-def _of_checkpoint(loaded: LoadedJob) -> tuple[Layout, int] | None:
+def _job_with(job: Job, layout: Layout, worlds: tuple[int, ...]) -> Job:
+    """With a whole layout, and with its devices where it may use fewer than there are."""
+    if layout.world in worlds:
+        job = with_value(job, "cluster.devices_per_node", layout.world // job.cluster.nodes)
+    return replace(job, layout=replace(layout, auto=False))
+
+
+def _of_checkpoint(loaded: LoadedJob, worlds: tuple[int, ...]) -> tuple[Layout, int] | None:
     """Layout and step of the run's newest checkpoint, if there is one whose layout has what the job fixes and is legal
     for the job on its devices. Whether the job is otherwise that of the run, train finds out."""
     directory = RunDirectory.of(loaded.job)
@@ -106,12 +124,12 @@ def _of_checkpoint(loaded: LoadedJob) -> tuple[Layout, int] | None:
         return None
     layout = job_of(manifest).layout
     changed = any(getattr(layout, name) != getattr(loaded.job.layout, name) for name in fixed_of(loaded))
-    return None if changed or problems_of(replace(loaded.job, layout=layout)) else (layout, manifest.step)
+    return None if changed or problems_of(_job_with(loaded.job, layout, worlds)) else (layout, manifest.step)
 
 
 def _prepared_vocabulary(job: Job, ranks: Ranks | None) -> int:
-    """The size of the vocabulary. The data is prepared first where nothing else says it, but not by the ranks of another
-    launcher, which would all do so."""
+    """The size of the vocabulary. The data is prepared first where nothing else says it; not by ranks that another
+    launcher started, which would all do so."""
     try:
         return vocabulary_size(job)
     except JobError:
