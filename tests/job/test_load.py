@@ -227,6 +227,15 @@ def test_an_open_layout_is_checked_as_far_as_it_is_fixed(tmp_path):
     assert "must be at least 1, is 0" in problems(tmp_path, "layout: {auto: true, pp: 0}")[0]
 
 
+def test_an_open_layout_survives_yaml(tmp_path):
+    loaded = load(tmp_path, "train: {global_batch: 7}", ["layout=auto", "layout.micro_batch=2", "layout.zero=3"])
+    settings, wrong = yaml_file.parse(as_yaml(loaded), "config.yaml")
+    again = resolve(settings)
+    assert (wrong, again.job) == ([], loaded.job)
+    fixed = [path for path, origin in again.origins.items() if path.startswith("layout.") and origin != "default"]
+    assert fixed == ["layout.auto", "layout.zero", "layout.micro_batch"]
+
+
 def test_the_rest_of_the_devices_is_the_planners(tmp_path):
     loaded = load(tmp_path, "layout: {auto: true, dp_shard: -1}")
     assert (loaded.job.layout.dp_shard, loaded.origins["layout.dp_shard"]) == (1, "default")
