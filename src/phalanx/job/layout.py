@@ -121,9 +121,6 @@ class Layout:
         shown = ["auto"] if self.auto else []
         shown += [
             f"{name}={str(value).lower() if isinstance(value, bool) else value}"
-        shown = ["auto"] if self.auto else []
-        shown += [
-            f"{name}={str(value).lower() if isinstance(value, bool) else value}"
             for name, value in ((field.name, getattr(self, field.name)) for field in fields(self))
             if value != getattr(default, name) and name not in ("auto", "bucket_mb")
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from phalanx.errors import JobError
@@ -38,7 +39,7 @@ def settings_of(text: str) -> dict[str, str]:
         )
     given = _given(text)
     if not given.get(AUTO):
-        given = vars(Layout(**given))
+        given = asdict(Layout(**given))
     return {f"{SECTION}.{name}": str(value) for name, value in given.items()}
 
 
