@@ -20,8 +20,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-train: setup ## train a small GPT on two processes of this machine: ARGS='train.steps=50'
-	$(BIN)/phalanx train $(JOB) $(ARGS)
+train: setup ## train a small GPT on this machine, in the layout that the planner chooses: ARGS='train.steps=50'
+	$(BIN)/phalanx train $(JOB) layout=auto $(ARGS)
 
 verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 	$(BIN)/phalanx verify $(JOB) --full $(ARGS)

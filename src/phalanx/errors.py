@@ -29,6 +29,12 @@ class JobError(PhalanxError):
         super().__init__("\n".join(self.problems))
 
 
+class DoesNotFitError(PhalanxError):
+    """What was asked for needs more memory than the devices have."""
+
+    exit_code = 3
+
+
 class DataError(PhalanxError):
     """A corpus, token shard or tokenizer is missing, corrupt or of another kind."""
 

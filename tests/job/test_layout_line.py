@@ -41,10 +41,17 @@ def test_every_field_can_be_given():
         ("tp=2,sp=true", Layout(tp=2, sp=True)),
         (" dp-shard = 4 , layout.zero=2", Layout(dp_shard=4, zero=2)),
         ("bucket_mb=0.5", Layout(bucket_mb=0.5)),
+        ("auto", Layout(auto=True)),
+        ("tp=2,auto", Layout(auto=True, tp=2)),
     ],
 )
 def test_spellings(line, layout):
     assert parse(line) == layout
+
+
+def test_an_open_layout_says_what_is_fixed():
+    assert Layout(auto=True).line() == "auto"
+    assert Layout(auto=True, tp=2, sp=True).line() == "auto,tp=2,sp=true"
 
 
 def test_all_mistakes_at_once():

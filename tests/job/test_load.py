@@ -11,6 +11,7 @@ from phalanx.job import overrides, yaml_file
 from phalanx.job.check import untrainable
 from phalanx.job.fields import get, leaves, replace, short_names
 from phalanx.job.job import Job
+from phalanx.job.layout import Layout
 from phalanx.job.load import from_dict, load_words, resolve
 from phalanx.job.presets import PRESETS
 from phalanx.job.show import as_dict, as_yaml
@@ -92,6 +93,16 @@ def test_the_promised_short_names_exist(alias):
         (["nothing.txt"], "unexpected 'nothing.txt': expected a job file (.yaml), key=value or --key value"),
         (["steps=x"], "command line: steps=x: train.steps: expected a whole number, found 'x'"),
         (["model=gtp2"], "command line: model=gtp2: no model preset 'gtp2'; did you mean gpt2? (known: gpt2"),
+        (
+            ["layout=automatic"],
+            "command line: layout=automatic: layout: expected auto, or a line such as dp_shard=4,tp=2",
+        ),
+        (["layout=3"], "command line: layout=3: layout: expected auto, or a line such as"),
+        (["--layout"], "--layout needs a value"),
+        (
+            ["layout=auto,tpp=2"],
+            "command line: layout=auto,tpp=2: layout 'auto,tpp=2': unknown key tpp; did you mean tp?",
+        ),
         (["none.yaml"], "none.yaml: cannot be read: No such file or directory"),
     ],
 )
@@ -176,6 +187,64 @@ def test_sharded_layouts_that_go_together_are_legal(tmp_path, text):
 def test_the_rest_of_the_devices(tmp_path):
     text = "cluster: {nodes: 2, devices_per_node: 4}\nlayout: {dp_replicate: -1, tp: 2}"
     assert load(tmp_path, text).job.layout.dp_replicate == 4
+
+
+def test_auto_begins_the_layout_anew_and_keeps_what_comes_with_it(tmp_path):
+    loaded = load(tmp_path, "layout: {dp_replicate: 2, zero: 2}\n", ["layout=auto", "--tp", "2"])
+    assert loaded.job.layout == Layout(auto=True, tp=2)
+    assert loaded.origins["layout.zero"] == "default"
+    assert loaded.origins["layout.auto"] == "command line: layout=auto"
+    assert load(tmp_path, "layout: auto", ["--tp", "2"]).job.layout == Layout(auto=True, tp=2)
+    assert load(tmp_path, "layout: {auto: true, tp: 2}").job.layout == Layout(auto=True, tp=2)
+    assert load(tmp_path, "layout: {auto: true, tp: 2}", ["layout.auto=false"]).job.layout == Layout(tp=2)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["layout=auto"], ["--layout", "auto"], ["--layout=auto"], ["--auto"], ["auto=true"], ["layout.auto=yes"]],
+)
+def test_every_spelling_of_auto(tmp_path, argv):
+    assert load(tmp_path, "layout: {dp_replicate: 2}\n", argv).job.layout == Layout(auto=True)
+
+
+@pytest.mark.parametrize("argv", [["layout=tp=2,sp=true"], ["--layout", "tp=2,sp=true"], ["--layout=tp=2,sp=true"]])
+def test_a_line_is_a_whole_layout(tmp_path, argv):
+    for text in ("layout: {dp_replicate: 2, micro_batch: 3}", "layout: auto", "layout: auto,zero=1"):
+        loaded = load(tmp_path, text, argv)
+        assert loaded.job.layout == Layout(tp=2, sp=True)
+    assert load(tmp_path, "layout: tp=2,sp=true").job.layout == Layout(tp=2, sp=True)
+    assert load(tmp_path, "layout: auto,tp=2").job.layout == Layout(auto=True, tp=2)
+
+
+def test_an_open_layout_is_checked_as_far_as_it_is_fixed(tmp_path):
+    """What waits for the planner: the world, the batch, the pipeline, what goes together."""
+    text = "cluster: dgx-h100\ntrain: {global_batch: 7}\nlayout: {auto: true, dp_replicate: 2, pp: 3, sync: diloco}"
+    assert load(tmp_path, text).job.layout.pp == 3
+    assert problems(tmp_path, "layout: {auto: true, tp: 3}") == [
+        f"{tmp_path}/job.yaml:1: layout.tp: n_heads 4 / tp 3 is not whole; nearest tp: 1, 2, 4",
+        f"{tmp_path}/job.yaml:1: layout.tp: MLP width 512 / tp 3 is not whole; nearest tp: 1, 2, 4",
+    ]
+    assert "must be at least 1, is 0" in problems(tmp_path, "layout: {auto: true, pp: 0}")[0]
+
+
+def test_an_open_layout_survives_yaml(tmp_path):
+    loaded = load(tmp_path, "train: {global_batch: 7}", ["layout=auto", "layout.micro_batch=2", "layout.zero=3"])
+    settings, wrong = yaml_file.parse(as_yaml(loaded), "config.yaml")
+    again = resolve(settings)
+    assert (wrong, again.job) == ([], loaded.job)
+    fixed = [path for path, origin in again.origins.items() if path.startswith("layout.") and origin != "default"]
+    assert fixed == ["layout.auto", "layout.zero", "layout.micro_batch"]
+
+
+def test_the_rest_of_the_devices_is_the_planners(tmp_path):
+    loaded = load(tmp_path, "layout: {auto: true, dp_shard: -1}")
+    assert (loaded.job.layout.dp_shard, loaded.origins["layout.dp_shard"]) == (1, "default")
+
+
+def test_a_job_of_another_machine_is_read_without_its_presets(monkeypatch, tmp_path):
+    monkeypatch.setenv("PHALANX_HOME", str(tmp_path))
+    job = replace(replace(Job(), "cluster.preset", "local"), "run.name", "x")
+    assert from_dict(as_dict(job), "manifest") == job
 
 
 def test_a_job_survives_yaml_and_json(tmp_path):

@@ -26,9 +26,23 @@ def test_a_section_as_one_word_is_its_preset():
     )
 
 
+def test_a_layout_in_one_word_is_auto_or_a_line():
+    settings, problems = parse("layout: auto\n", "j")
+    assert (settings, problems) == ([Setting("layout.auto", "True", "j:1")], [])
+    settings, problems = parse("layout: tp=2,sp=true\n", "j")
+    assert problems == []
+    assert {setting.path: setting.text for setting in settings}["layout.tp"] == "2"
+    assert {setting.path for setting in settings} == {path for path in leaves() if path.startswith("layout.")}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("layout: 3\n", "j:1: layout: expected auto, or a line such as dp_shard=4,tp=2, or fields of the section"),
+        ("layout: automatic\n", "found 'automatic'; did you mean auto?"),
+        ("layout: [1, 2]\n", "j:1: layout '1,2': expected key=value with commas between, found '1'"),
+        ("layout: tp=x\n", "j:1: layout 'tp=x': tp: expected a whole number, found 'x'"),
+        ("layout:\n", "j:1: layout has no value"),
         ("train:\n  stepz: 3\n", "j:2: unknown key train.stepz; did you mean train.steps?"),
         ("train:\n  lr: 3\n", "j:2: unknown key train.lr; did you mean optimizer.lr?"),
         ("batch_size: 3\n", "j:1: unknown key batch_size; did you mean layout.micro_batch?"),

@@ -91,6 +91,11 @@ def test_named_layouts_are_all_that_is_compared():
     assert [plan.case(layout).train.global_batch for layout in plan.layouts] == [24, 20]
 
 
+def test_what_is_left_to_the_planner_is_no_layout_to_compare():
+    with pytest.raises(JobError, match="layout 'auto,tp=2': compared are layouts, not the planner's choice"):
+        make(JOB, lines=["auto,tp=2"])
+
+
 def test_all_mistakes_of_named_layouts_at_once():
     with pytest.raises(JobError) as caught:
         make(JOB, lines=["tp=3", "tpp=2", "dp_shard=16", "tp=0"])

@@ -15,6 +15,7 @@ VERB = JobVerb(
         "force": "Make all shards again, even those that are there.",
         "verify": "Read every shard and compare it with its digest.",
     },
+    auto="open",
 )
 
 

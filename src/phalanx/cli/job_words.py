@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from phalanx.errors import JobError
 from phalanx.job import overrides, values
@@ -66,6 +66,9 @@ class JobVerb:
     about: str
     switches: dict[str, str]
     options: dict[str, Option] = field(default_factory=dict)
+    auto: Literal["open", "plan", "measure", "train"] = "plan"
+    """What becomes of `layout: auto`: it stays open, the planner chooses; this machine may be measured for that; and a
+    run keeps the layout that it has (cli/auto_layout.py)."""
 
     def parse(self, argv: Sequence[str]) -> JobWords | None:
         """The job and the switches, or None where the words asked for help or the configuration, which was printed.
@@ -76,12 +79,22 @@ class JobVerb:
             self._print_help(argv)
             return None
         words, options = self._words(argv)
-        loaded = load_words(words)
+        loaded = self._planned(load_words(words), fresh="fresh" in words.switches)
         if "print_config" in words.switches:
             text = json.dumps(_with_origins(loaded), indent=2) if "json" in words.switches else as_yaml(loaded).rstrip()
             print(text)
             return None
         return JobWords(loaded, frozenset(words.switches), options)
+
+    def _planned(self, loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
+        """With the layout that the planner chooses, where the job leaves it to it."""
+        if not loaded.job.layout.auto or self.auto == "open":
+            return loaded
+        from phalanx.cli import auto_layout  # here, because few jobs need it
+
+        if self.auto == "train":
+            return auto_layout.planned_to_train(loaded, fresh=fresh)
+        return auto_layout.planned(loaded, measures=self.auto == "measure")
 
     def _words(self, argv: Sequence[str]) -> tuple[overrides.Words, dict[str, Any]]:
         """The words of the command line without the verb's options, and the values of those. An option wins over a

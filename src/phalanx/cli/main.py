@@ -34,6 +34,7 @@ usage: phalanx VERB [JOB.yaml ...] [key=value ...] [--key value ...]
 examples:
   phalanx train examples/main.yaml                   two processes of this machine, a few minutes
   phalanx train examples/main.yaml train.steps=50 --dp-replicate 1
+  phalanx train examples/main.yaml layout=auto       in the layout that the planner chooses
   phalanx verify examples/main.yaml                  every technique against one process, about a minute
   phalanx verify job.yaml --layouts tp=2,sp=true dp_shard=4,zero=2
   phalanx generate runs/main --prompt "def " --max-new-tokens 200

@@ -20,7 +20,7 @@ from phalanx.cost.programs import PHALANX, SOFTWARE
 from phalanx.cost.traffic_step import step_traffic
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
-from phalanx.errors import JobError
+from phalanx.errors import DoesNotFitError, JobError
 from phalanx.job.job import Job
 from phalanx.nearest import nearest
 from phalanx.plan.advice import advice, shortfall
@@ -41,8 +41,8 @@ VERB = JobVerb(
         "table": Option(str, "", "predict every row of a CSV file of configurations instead of a job"),
         "out": Option(str, "", "table: the CSV file to write; standard output where none is named"),
     },
+    auto="measure",
 )
-DOES_NOT_FIT = 3
 
 
 def run(argv: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if "json" not in words.switches:
         print(f"\n{shortfall(case)}", file=sys.stderr)
-    return DOES_NOT_FIT
+    return DoesNotFitError.exit_code
 
 
 def _asked(case: Case, products: Products | Literal["job"], program: str) -> Case:

@@ -23,6 +23,7 @@ VERB = JobVerb(
     "Train a job: start its processes on this machine (unless torchrun, srun or mpiexec already did), train, validate, "
     "save, and print a sample of text. A run that was stopped goes on where it was.",
     {"fresh": "Start over; the run that is there is kept beside it under another name."},
+    auto="train",
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.job.check_layout import Problem, layout_problems
+from phalanx.job.check_layout import Problem, layout_problems, tensor_problems
 from phalanx.job.check_model import model_problems
 from phalanx.job.check_pipeline import pipeline_problems
 from phalanx.job.check_sync import sync_problems
@@ -20,19 +20,25 @@ MIN_BPE_VOCAB = 257
 
 
 def problems_of(job: Job) -> list[Problem]:
-    """Everything that no run of this job could get past. Empty where the job is legal."""
+    """Everything that no run of this job could get past. Empty where the job is legal. Of a layout that is left to the
+    planner (layout.auto), what no choice of the rest could mend."""
     found = [*_ranges(job), *data_problems(job.data)]
     if found:
         return found  # the equations below would only repeat a zero or negative number in other words
     return [
         *_model(job.model),
-        *layout_problems(job),
-        *pipeline_problems(job),
+        *(tensor_problems(job) if job.layout.auto else _whole_layout(job)),
         *_data(job),
         *_train(job),
         *_optimizer(job),
-        *sync_problems(job),
     ]
+
+
+def _whole_layout(job: Job) -> Iterator[Problem]:
+    """What needs all of a layout, and waits for the planner where that is to choose it."""
+    yield from layout_problems(job)
+    yield from pipeline_problems(job)
+    yield from sync_problems(job)
 
 
 def untrainable(job: Job) -> list[Problem]:

@@ -20,7 +20,9 @@ Problem = tuple[str, str]
 def layout_problems(job: Job) -> Iterator[Problem]:
     """Each problem with its equation and the nearest legal choice. What is about pipelines is in check_pipeline.py."""
     layout = job.layout
-    yield from _tensor(job)
+    yield from tensor_problems(job)
+    if layout.sp_regather and not layout.sp:
+        yield "layout.sp_regather", "is a part of sequence parallel: sp=true, or leave it out"
     yield from _tiles(job)
     if layout.accumulate == "sharded" and layout.zero == 1:
         yield "layout.accumulate", "sharded gradients need zero 2 or 3, zero is 1; local goes with any"
@@ -96,7 +98,7 @@ def _exchanges(layout: Layout, model: Model) -> bool:
     return heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
 
 
-def _tensor(job: Job) -> Iterator[Problem]:
+def tensor_problems(job: Job) -> Iterator[Problem]:
     """Heads, widths and sequences against tp."""
     layout, model = job.layout, job.model
     if model.n_heads % layout.tp:
@@ -129,8 +131,6 @@ def _tensor(job: Job) -> Iterator[Problem]:
             f"sequence parallel: seq_len {model.seq_len} / tp {layout.tp} is not whole; nearest tp: "
             f"{nearest_divisors(model.seq_len, layout.tp)}, or sp=false",
         )
-    if layout.sp_regather and not layout.sp:
-        yield "layout.sp_regather", "is a part of sequence parallel: sp=true, or leave it out"
 
 
 def _widths(model: Model) -> Iterator[tuple[int, str]]:

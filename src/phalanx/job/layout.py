@@ -16,6 +16,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 class Layout:
     """How the model is spread over the devices."""
 
+    auto: bool = False
+    """Leave what is not set here to the planner (phalanx plan)."""
     dp_replicate: int = 1
     """Data-parallel replicas that hold whole copies (DDP)."""
     dp_shard: int = 1
@@ -113,11 +115,13 @@ class Layout:
         return self.world // self.dp_replicate if self.data_parallel == "threads" else self.world
 
     def line(self) -> str:
-        """The layout in one line, as every table and log prints it: what differs from the default."""
+        """The layout in one line, as every table and log prints it: what differs from the default; of one that is left
+        to the planner, `auto` and what is set besides."""
         default = Layout()
-        shown = [
+        shown = ["auto"] if self.auto else []
+        shown += [
             f"{name}={str(value).lower() if isinstance(value, bool) else value}"
             for name, value in ((field.name, getattr(self, field.name)) for field in fields(self))
-            if value != getattr(default, name) and name != "bucket_mb"
+            if value != getattr(default, name) and name not in ("auto", "bucket_mb")
         ]
         return ",".join(shown) or "dp_replicate=1"

@@ -34,12 +34,20 @@ def load_words(words: overrides.Words) -> LoadedJob:
     settings: list[Setting] = []
     for path in words.files:
         found, wrong = yaml_file.read(path)
-        settings += found
+        settings = _over(settings, found)
         problems += wrong
-    settings += words.settings
+    settings = _over(settings, words.settings)
     problems += words.problems
     name = words.files[-1].stem if words.files else "job"
     return resolve(settings, problems, default_name=name)
+
+
+def _over(earlier: list[Setting], later: list[Setting]) -> list[Setting]:
+    """The settings of all job files so far, and of the next or the command line. One that leaves the layout to the
+    planner begins the layout anew: what earlier ones say about it is no wish of whoever says `auto`."""
+    if any(setting.path == "layout.auto" and str(setting.text).lower() in values.TRUE for setting in later):
+        earlier = [setting for setting in earlier if not setting.path.startswith("layout.")]
+    return [*earlier, *later]
 
 
 def load_file(path: Path, argv: Sequence[str] = ()) -> LoadedJob:
@@ -49,10 +57,13 @@ def load_file(path: Path, argv: Sequence[str] = ()) -> LoadedJob:
     return load_words(words)
 
 
-def resolve(settings: Sequence[Setting], problems: Sequence[str] = (), default_name: str = "job") -> LoadedJob:
-    """Apply settings in order to the default job, then check the whole. Raises JobError with all problems."""
+def resolve(
+    settings: Sequence[Setting], problems: Sequence[str] = (), default_name: str = "job", *, presets: bool = True
+) -> LoadedJob:
+    """Apply settings in order to the default job, then check the whole. Without `presets`, the names of presets are
+    values like any other. Raises JobError with all problems."""
     found = list(problems)
-    job, origins = _start(settings, found)
+    job, origins = _start(settings, found) if presets else (Job(), dict.fromkeys(leaves(), "default"))
     for setting in settings:
         kind = leaves()[setting.path]
         try:
@@ -60,7 +71,7 @@ def resolve(settings: Sequence[Setting], problems: Sequence[str] = (), default_n
         except ValueError as error:
             found.append(f"{setting.origin}: {setting.path}: {error}")
             continue
-        if setting.path not in ("model.preset", "cluster.preset"):  # these two came first
+        if not presets or setting.path not in ("model.preset", "cluster.preset"):  # these two came first
             job = replace(job, setting.path, value)
         origins[setting.path] = setting.origin
     if not job.run.name:
@@ -104,12 +115,15 @@ def _model_of(preset: str) -> Model:
 
 
 def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
-    """Replace a -1 ("the rest of the devices") in dp_replicate or dp_shard."""
+    """Replace a -1 ("the rest of the devices") in dp_replicate or dp_shard; the planner finds that rest by itself."""
     open_axes = [axis for axis in ("dp_replicate", "dp_shard") if getattr(job.layout, axis) == -1]
     if not open_axes:
         return job
     devices = job.cluster.devices
     closed = dataclasses.replace(job.layout, **dict.fromkeys(open_axes, 1))
+    if job.layout.auto:
+        origins.update({f"layout.{axis}": "default" for axis in open_axes})
+        return dataclasses.replace(job, layout=closed)
     known = closed.world
     if len(open_axes) == 2:
         problems.append("layout: only one of dp_replicate and dp_shard can be -1 (the rest of the devices)")
@@ -135,8 +149,9 @@ def _at(path: str, message: str, origins: dict[str, str]) -> str:
 
 
 def from_dict(values: Mapping[str, Any], origin: str) -> Job:
-    """The job that `show.as_dict` turned into nested plain values. Raises JobError."""
-    return resolve(list(_flatten(values, "", origin))).job
+    """The job that `show.as_dict` turned into nested plain values. It has every value, so no preset is looked up: what
+    was trained on `cluster=local` is read where nothing is measured. Raises JobError."""
+    return resolve(list(_flatten(values, "", origin)), presets=False).job
 
 
 def _flatten(values: Mapping[str, Any], prefix: str, origin: str) -> Iterator[Setting]:

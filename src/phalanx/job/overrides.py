@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.job.fields import leaves, resolve, suggestion
-from phalanx.job.yaml_file import Setting
+from phalanx.job.layout_line import SECTION
+from phalanx.job.yaml_file import Setting, layout_settings
 from phalanx.nearest import nearest
 
 
@@ -26,7 +27,8 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> Words:
     """Sort the words of a command line. `switches` are the verb's own flags without a value ("json", "fresh").
 
     `train.steps=10`, `--train.steps 10`, `--train.steps=10`, `--steps 10` and `--train.compile` (a true/false field
-    without a value) all set a field; `-` and `_` are the same in names.
+    without a value) all set a field; `-` and `_` are the same in names. `layout=auto` and `layout=tp=2,sp=true` set the
+    whole section.
     """
     words = Words()
     rest = list(argv)
@@ -50,7 +52,7 @@ def _flag(word: str, rest: list[str], switches: Collection[str], words: Words) -
     if plain in switches and not equals:
         words.switches.add(plain)
         return
-    path = resolve(plain)
+    path = SECTION if plain == SECTION else resolve(plain)
     negated = resolve(re.sub(r"(^|\.)no_([^.]+)$", r"\1\2", plain))
     if path is None and negated and leaves()[negated] is bool and not equals:
         words.settings.append(Setting(negated, "false", f"command line: {word}"))
@@ -62,7 +64,7 @@ def _flag(word: str, rest: list[str], switches: Collection[str], words: Words) -
             rest.pop(0)  # its value: one mistake is one message
     elif equals:
         _set(name, text, word, words)
-    elif leaves()[path] is bool:
+    elif leaves().get(path) is bool:
         words.settings.append(Setting(path, "true", f"command line: {word}"))
     elif not rest or rest[0].startswith("--"):
         words.problems.append(f"{word} needs a value")
@@ -73,7 +75,11 @@ def _flag(word: str, rest: list[str], switches: Collection[str], words: Words) -
 
 def _set(name: str, text: str, word: str, words: Words) -> None:
     path = resolve(name)
-    if path is None:
+    if name == SECTION:
+        found, wrong = layout_settings(text, f"command line: {word}")
+        words.settings += found
+        words.problems += wrong
+    elif path is None:
         words.problems.append(f"unknown key {name} in {word!r}{suggestion(name)}")
     else:
         words.settings.append(Setting(path, text, f"command line: {word}"))

@@ -19,9 +19,17 @@ def as_dict(job: Job) -> dict[str, Any]:
 
 
 def as_yaml(loaded: LoadedJob) -> str:
-    """Every value of the job with, behind it, where it came from. Reading it back gives the same job."""
-    lines = [f"# {solve(loaded.job.train.global_batch, loaded.job.layout).equation()}"]
-    _section(as_dict(loaded.job), "", loaded.origins, lines)
+    """Every value of the job with, behind it, where it came from. Reading it back gives the same job. Of a layout that
+    is left to the planner, what is set: the rest is open."""
+    job, shown = loaded.job, as_dict(loaded.job)
+    if job.layout.auto:
+        lines = []
+        shown["layout"] = {
+            name: v for name, v in shown["layout"].items() if loaded.origins[f"layout.{name}"] != "default"
+        }
+    else:
+        lines = [f"# {solve(job.train.global_batch, job.layout).equation()}"]
+    _section(shown, "", loaded.origins, lines)
     return "\n".join(lines) + "\n"
 
 

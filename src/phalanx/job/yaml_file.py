@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from phalanx.errors import JobError
+from phalanx.job import layout_line
 from phalanx.job.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion
 from phalanx.nearest import nearest
 
@@ -82,18 +84,35 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
                 hint = f"; did you mean {meant}?" if meant else f" (sections: {', '.join(sections())})"
                 problems.append(f"{origin}: unknown section {path}{hint}")
         else:
-            target = path if path in leaves() else SECTION_SHORTHAND.get(path)
+            target = path if path in leaves() or path == layout_line.SECTION else SECTION_SHORTHAND.get(path)
             if target is None:
                 # A short name (`lr: 1e-3`) is for the command line: a file is read by others and says where.
                 meant = resolve(key)
                 hint = f"; did you mean {meant}?" if meant else suggestion(path)
                 problems.append(f"{origin}: unknown key {path}{hint}")
-            elif isinstance(value, yaml.SequenceNode):
-                settings.append(Setting(target, [str(item.value) for item in value.value], origin))
             elif value.tag.endswith(":null"):
                 problems.append(f"{origin}: {path} has no value")
+            elif target == layout_line.SECTION:
+                found, wrong = layout_settings(",".join(_texts(value)), origin)
+                settings += found
+                problems += wrong
+            elif isinstance(value, yaml.SequenceNode):
+                settings.append(Setting(target, _texts(value), origin))
             else:
                 settings.append(Setting(target, value.value, origin))
+
+
+def layout_settings(text: str, origin: str) -> tuple[list[Setting], list[str]]:
+    """What `layout: TEXT` sets (layout_line.settings_of), and what is wrong with it."""
+    try:
+        return [Setting(path, value, origin) for path, value in layout_line.settings_of(text).items()], []
+    except JobError as error:
+        return [], [f"{origin}: {problem}" for problem in error.problems]
+
+
+def _texts(node: yaml.Node) -> list[str]:
+    """What a scalar says, or each item of a list of scalars."""
+    return [str(item.value) for item in node.value] if isinstance(node, yaml.SequenceNode) else [str(node.value)]
 
 
 def _foreign_tags(node: yaml.Node) -> Iterator[str]:

@@ -80,6 +80,9 @@ def make(
         except JobError as error:
             problems += error.problems
             continue
+        if layout.auto:
+            problems.append(f"layout {line!r}: compared are layouts, not the planner's choice; name its fields")
+            continue
         fit = job if as_is else with_experts(job, layout)
         problems += [f"layout {line!r}: {reason}" for reason in _reasons(fit, plan, layout, max_ranks)]
         _add(plan, layout)

@@ -1,0 +1,223 @@
+"""`layout: auto`: what a verb goes on with is the planner's choice, for the devices that there are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+from phalanx.data.progress import stderr_progress
+from phalanx.data.vocabulary import vocabulary_size
+from phalanx.errors import JobError, RunError
+from phalanx.job import local_cluster
+from phalanx.job.check import problems_of
+from phalanx.job.cluster import Cluster
+from phalanx.job.clusters import LOCAL, cluster_of
+from phalanx.job.fields import get, leaves
+from phalanx.job.fields import replace as with_value
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.load import LoadedJob
+from phalanx.launch.ranks import Ranks, detect
+from phalanx.train import checkpoint
+from phalanx.train.run_directory import RunDirectory, job_of
+from phalanx.units import seconds
+
+BY_HAND = "`phalanx bench compute` and `phalanx bench comm`"
+MEASUREMENTS = {"comm": "intra.gbs", "compute": "accelerator.name"}
+"""Of `phalanx bench`, each with a field of the machine's file that it writes."""
+OPEN_AT_ZERO = ("micro_batch", "accumulation")
+"""Fields of the layout whose 0 leaves them to the rest, so that writing it fixes nothing."""
+
+
+def planned(loaded: LoadedJob, *, measures: bool) -> LoadedJob:
+    """The job with the layout that the planner chooses, which is told on standard error. Where the job says nothing
+    about the devices they are this machine's, as `phalanx bench` measured them: now, if it `measures`.
+
+    Raises JobError where nothing is known about the devices or no layout is legal, DoesNotFitError where none fits.
+    """
+    loaded = on_known_devices(loaded, measures)
+    return _chosen(loaded, worlds_of(loaded.job), vocabulary_size(loaded.job))
+
+
+def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
+    """The same to train: a run goes on in the layout of its newest checkpoint, where that is legal here and the run
+    does not start over (`fresh`), and the ranks that another launcher started are the devices."""
+    ranks = detect(os.environ)
+    loaded = on_known_devices(loaded, measures=ranks is None)
+    worlds = worlds_of(loaded.job)
+    if ranks is not None:
+        loaded, worlds = _on_ranks(loaded, ranks), (ranks.world,)
+    speaks = ranks is None or ranks.rank == 0
+    if not fresh and (kept := _of_checkpoint(loaded, worlds)):
+        layout, step = kept
+        where = f"the checkpoint of {RunDirectory.of(loaded.job).path} at step {step}"
+        if speaks:
+            print(f"layout: {layout.line()}  (of {where}; layout=LINE goes on in another)", file=sys.stderr)
+        return _with_layout(loaded, layout, worlds, where)
+    return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), speaks)
+
+
+def worlds_of(job: Job) -> tuple[int, ...]:
+    """Numbers of devices that the planner may use: all, but of a CPU, which has as many as it starts processes, also
+    fewer."""
+    cluster = job.cluster
+    least = 1 if cluster.device == "cpu" and cluster.nodes == 1 else cluster.devices
+    return tuple(range(least, cluster.devices + 1))
+
+
+def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, speaks: bool = True) -> LoadedJob:
+    from phalanx.plan.auto import choose  # here, because numpy is a third of the time that --help takes
+
+    with stderr_progress() as progress:
+        plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if speaks else None)
+    best = plan.best[0]
+    if speaks:
+        print(
+            f"layout: {best.layout.line()}  (planned: {plan.searched:,} layouts searched in {seconds(plan.seconds)}; "
+            f"predicted {_step(best.seconds)} a step)",
+            file=sys.stderr,
+        )
+    return _with_layout(loaded, best.layout, worlds, "planned")
+
+
+def _step(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def fixed_of(loaded: LoadedJob) -> list[str]:
+    """The fields of the layout that somebody set, which the planner keeps."""
+    layout = loaded.job.layout
+    stated = [name for name in leaves(Layout) if loaded.origins[f"layout.{name}"] != "default"]
+    return [name for name in stated if name != "auto" and (name not in OPEN_AT_ZERO or getattr(layout, name))]
+
+
+def _with_layout(loaded: LoadedJob, layout: Layout, worlds: tuple[int, ...], origin: str) -> LoadedJob:
+    """The job with a whole layout. Raises JobError where it is not legal after all."""
+    job = _job_with(loaded.job, layout, worlds)
+    if problems := problems_of(job):
+        raise JobError([f"layout {layout.line()}, {origin}: {path}: {message}" for path, message in problems])
+    fixed = fixed_of(loaded)
+    origins = {**loaded.origins, **{f"layout.{name}": origin for name in leaves(Layout) if name not in fixed}}
+    if job.cluster != loaded.job.cluster:
+        origins["cluster.devices_per_node"] = origin
+    return LoadedJob(job, origins)
+
+
+def _job_with(job: Job, layout: Layout, worlds: tuple[int, ...]) -> Job:
+    """With a whole layout, and with its devices where it may use fewer than there are."""
+    if layout.world in worlds:
+        job = with_value(job, "cluster.devices_per_node", layout.world // job.cluster.nodes)
+    return replace(job, layout=replace(layout, auto=False))
+
+
+def _of_checkpoint(loaded: LoadedJob, worlds: tuple[int, ...]) -> tuple[Layout, int] | None:
+    """Layout and step of the run's newest checkpoint, if there is one whose layout has what the job fixes and is legal
+    for the job on its devices. Whether the job is otherwise that of the run, train finds out."""
+    directory = RunDirectory.of(loaded.job)
+    if not directory.checkpoints.is_dir():
+        return None
+    manifest = checkpoint.newest_valid(directory.checkpoints, verify=False, report=lambda _: None)
+    if manifest is None:
+        return None
+    layout = job_of(manifest).layout
+    changed = any(getattr(layout, name) != getattr(loaded.job.layout, name) for name in fixed_of(loaded))
+    return None if changed or problems_of(_job_with(loaded.job, layout, worlds)) else (layout, manifest.step)
+
+
+def _prepared_vocabulary(job: Job, ranks: Ranks | None) -> int:
+    """The size of the vocabulary. The data is prepared first where nothing else says it; not by ranks that another
+    launcher started, which would all do so."""
+    try:
+        return vocabulary_size(job)
+    except JobError:
+        if ranks is not None:
+            raise
+    from phalanx.data.prepare import prepare
+
+    with stderr_progress() as progress:
+        prepare(job.data, progress=progress)
+    return vocabulary_size(job)
+
+
+def _on_ranks(loaded: LoadedJob, ranks: Ranks) -> LoadedJob:
+    """With the processes that were started as the devices, whatever the cluster has."""
+    per_node = ranks.local_world or ranks.world
+    nodes, rest = divmod(ranks.world, per_node)
+    if rest:
+        nodes, per_node = 1, ranks.world
+    return _with_cluster(
+        loaded, {"cluster.nodes": nodes, "cluster.devices_per_node": per_node}, f"started by {ranks.source}"
+    )
+
+
+def on_known_devices(loaded: LoadedJob, measures: bool) -> LoadedJob:
+    """The job as it is where it describes its devices, otherwise on this machine. What it says besides (nodes, devices
+    of a node) stays."""
+    if loaded.job.cluster.accelerator.name:
+        return loaded
+    wanted = loaded.job.cluster
+    if measures:
+        _measure_what_is_missing(wanted, loaded.job.train.precision)
+    try:
+        machine = cluster_of(LOCAL)
+    except JobError as error:
+        raise JobError(
+            [
+                "layout auto: the planner has to know the devices; name a machine, such as cluster=dgx-h100:8, or "
+                f"measure this one with {BY_HAND}",
+                *error.problems,
+            ]
+        ) from None
+    if wanted.device not in ("auto", machine.device):
+        raise JobError(
+            f"cluster.device: {wanted.device} is asked for, but {_file()} is of {machine.device}: name a machine, or "
+            f"measure with `phalanx bench compute --device {wanted.device}` and the same for comm"
+        )
+    stated = {path for path in leaves() if path.startswith("cluster.") and loaded.origins[path] != "default"}
+    found = {f"cluster.{path}": get(machine, path) for path in leaves(type(machine))}
+    return _with_cluster(
+        loaded, {path: value for path, value in found.items() if path not in stated}, f"measured: {_file()}"
+    )
+
+
+def _with_cluster(loaded: LoadedJob, values: dict[str, Any], origin: str) -> LoadedJob:
+    job, origins = loaded.job, dict(loaded.origins)
+    for path, value in values.items():
+        if get(job, path) != value:
+            job = with_value(job, path, value)
+            origins[path] = origin
+    return LoadedJob(job, origins)
+
+
+def _file() -> str:
+    return str(local_cluster.default_path())
+
+
+def _measure_what_is_missing(wanted: Cluster, precision: str) -> None:
+    """Run `phalanx bench` quickly for what the machine's file does not say. Raises RunError where that fails."""
+    path = local_cluster.default_path()
+    known = local_cluster.read_fields(path) if path.exists() else {}
+    for command, field in MEASUREMENTS.items():
+        if field in known or (command == "comm" and not _has_links(wanted)):
+            continue
+        words = ["bench", command, "--quick"]
+        words += ["--device", wanted.device] if wanted.device != "auto" else []
+        words += ["--precision", precision] if command == "compute" and precision in ("bf16", "fp16") else []
+        print(f"layout auto: measuring this machine for {path}: phalanx {' '.join(words)}", file=sys.stderr, flush=True)
+        done = subprocess.run([sys.executable, "-m", "phalanx", *words], stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise RunError(
+                f"this machine could not be measured (exit code {done.returncode}): run {BY_HAND} to see why, or name "
+                "a machine, such as cluster=dgx-h100:8, or a layout"
+            )
+
+
+def _has_links(wanted: Cluster) -> bool:
+    """Whether there are several devices to measure the links of: of a CPU as many as one likes."""
+    import torch  # only here: a machine that is measured already is no matter of torch
+
+    alone = torch.cuda.device_count() == 1 and wanted.device != "cpu"
+    return not alone and wanted.devices_per_node != 1

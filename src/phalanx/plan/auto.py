@@ -1,0 +1,54 @@
+"""`layout: auto`: the planner's choice for a job, among the layouts that keep what the job says itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from phalanx.errors import DoesNotFitError, JobError
+from phalanx.job.job import Job
+from phalanx.plan.advice import shortfall
+from phalanx.plan.plan import Plan
+from phalanx.plan.question import Question, question_of
+from phalanx.plan.search import search
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+MOST_REASONS = 4
+"""That are told where nothing is legal."""
+
+
+def choose(
+    job: Job, fixed: Collection[str], vocab: int, worlds: tuple[int, ...] = (), progress: Progress | None = None
+) -> Plan:
+    """The plan whose best candidate (there is one) is the layout of a job with `layout: auto`. `fixed` are the names of
+    the fields of the layout that stay as the job has them, `vocab` is the number of tokens of the vocabulary, `worlds`
+    are the numbers of devices that may be used (empty: all of the cluster's).
+
+    Raises JobError where nothing is known about the devices, or where no legal layout has the fixed fields, and
+    DoesNotFitError where none of those that are legal fits.
+    """
+    kept = {name: getattr(job.layout, name) for name in fixed}
+    question = replace(question_of(job, vocab, kept), worlds=worlds)
+    plan = search(question, progress)
+    if plan.best:
+        return plan
+    if plan.nearest is None:
+        raise JobError(_nothing_legal(plan, question))
+    nearest = plan.nearest.case
+    raise DoesNotFitError(
+        f"layout auto: none of {plan.searched:,} layouts fits. The one that needs least, {nearest.layout.line()}, "
+        f"{shortfall(nearest)}"
+    )
+
+
+def _nothing_legal(plan: Plan, question: Question) -> str:
+    settled = "".join(
+        f",{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in question.fixed.items()
+    )
+    reasons = sorted(plan.rejected.items(), key=lambda item: -item[1])[:MOST_REASONS]
+    return (
+        f"layout auto{settled}: no such layout is legal for this model, global batch {question.global_batch} and "
+        f"{' or '.join(map(str, question.devices))} devices; leave more of it to the planner, or change the number of "
+        "devices (cluster.devices_per_node)" + "".join(f"\n  {count:,} layouts: {reason}" for reason, count in reasons)
+    )

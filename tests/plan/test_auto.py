@@ -1,0 +1,83 @@
+"""What `layout: auto` asks the planner, and what it says where there is no answer. The search is a fake."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.errors import DoesNotFitError, JobError
+from phalanx.job import overrides
+from phalanx.job.layout import Layout
+from phalanx.job.load import load_words
+from phalanx.plan import auto
+from phalanx.plan.plan import Candidate, Plan
+
+VOCAB = 256
+
+
+def job_of(*words):
+    return load_words(overrides.parse(["layout=auto", "cluster=dgx-h100:1", *words])).job
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Every question that was asked; the answer is one layout that keeps what is fixed, which fits or not."""
+    questions = []
+
+    def search(question, progress):
+        questions.append(question)
+        if question.fixed.get("tp") == 2:  # as if nothing with it were legal
+            return plan_of(question, (), None)
+        case = question.case(Layout(**{"dp_replicate": question.devices[-1], **question.fixed}))
+        prediction = auto_predict(case)
+        found = Candidate(case, prediction, prediction.step_time_s)
+        return plan_of(question, (found,) if prediction.fits else (), None if prediction.fits else found)
+
+    monkeypatch.setattr(auto, "search", search)
+    return questions
+
+
+def auto_predict(case):
+    from phalanx.cost.predict import predict
+
+    return predict(case)
+
+
+def plan_of(question, best, nearest):
+    case = replace(question.case(Layout()), layout=Layout())
+    return Plan(case, best, nearest, (), (), {"tp 2 is odd": 3, "no": 40}, 43, 0.5, ())
+
+
+def test_what_is_fixed_and_the_devices_go_to_the_search(asked):
+    plan = auto.choose(job_of("layout.zero=2", "train.global_batch=64"), ["zero"], VOCAB, (4, 8))
+    assert (asked[0].fixed, asked[0].devices, asked[0].global_batch) == ({"zero": 2}, (4, 8), 64)
+    assert asked[0].model.vocab_size == VOCAB
+    assert (plan.best[0].layout.dp_replicate, plan.best[0].layout.zero) == (8, 2)
+
+
+def test_all_devices_of_the_cluster_where_nobody_says_how_many(asked):
+    auto.choose(job_of(), [], VOCAB)
+    assert asked[0].devices == (8,)
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would_help(asked):
+    with pytest.raises(DoesNotFitError) as caught:
+        auto.choose(job_of("model=llama3-70b", "train.precision=bf16"), [], VOCAB)
+    assert caught.value.exit_code == 3
+    text = str(caught.value)
+    assert text.startswith("layout auto: none of 43 layouts fits. The one that needs least, dp_replicate=8,")
+    assert " does not fit: " in text
+    assert " too much" in text
+    assert "layout.dp_replicate=1 layout.dp_shard=8" in text
+
+
+def test_nothing_legal_names_what_is_fixed_and_the_reasons(asked):
+    with pytest.raises(JobError) as caught:
+        auto.choose(job_of("layout.tp=2", "layout.sp=true"), ["tp", "sp"], VOCAB)
+    text = str(caught.value)
+    assert text.startswith("layout auto,tp=2,sp=true: no such layout is legal for this model, global batch 16 and 8 ")
+    assert "change the number of devices (cluster.devices_per_node)\n  40 layouts: no\n  3 layouts: tp 2 is odd" in text
+
+
+def test_unknown_devices_are_a_problem_of_the_job(asked):
+    with pytest.raises(JobError, match="how many devices are there"):
+        auto.choose(load_words(overrides.parse(["layout=auto"])).job, [], VOCAB)
