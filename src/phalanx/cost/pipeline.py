@@ -58,13 +58,14 @@ def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: flo
         narrow = replace(layout, pp=WIDEST)
         fewer = max(1, round(micro_batches * WIDEST / layout.pp))
         return idle(narrow, fewer, forward, weights) * (layout.pp - 1) / (WIDEST - 1)
-    few, more = 2 * layout.pp, 4 * layout.pp
-    shape = (layout.schedule, layout.pp)
-    rest = (layout.pp_chunks, layout.pp_slices, forward, weights)
+    # Groups of pp micro-batches end where they did: what is left over counts.
+    period = 2 * layout.pp
+    more = period + period + micro_batches % period
+    shape, rest = (layout.schedule, layout.pp), (layout.pp_chunks, layout.pp_slices, forward, weights)
     if micro_batches <= more:
         return _run(*shape, _legal(layout, micro_batches), *rest)
-    least, most = _run(*shape, few, *rest), _run(*shape, more, *rest)
-    return most + (most - least) * (micro_batches - more) / (more - few)
+    least, most = (_run(*shape, _legal(layout, number), *rest) for number in (more - period, more))
+    return most + (most - least) * (micro_batches - more) / period
 
 
 def _legal(layout: Layout, micro_batches: int) -> int:

@@ -8,6 +8,7 @@ fullest: the loss, the backward pass of a block while all else is still kept, an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from phalanx.cost.case import Case
@@ -83,18 +84,25 @@ def rank_memory(case: Case, pp_rank: int) -> RankMemory:
     return _fullest(step, step.flights[pp_rank])
 
 
-def needed_bytes(case: Case) -> int:
+def needed_bytes(case: Case, limit: float = inf) -> int:
     """What the fullest rank needs (RankMemory.needed), without looking at ranks that hold the same as another and have
-    fewer micro-batches in flight. Raises as `rank_memory`."""
-    step = Step(case)
-    fullest: dict[tuple[object, ...], Flight] = {}
+    fewer micro-batches in flight; beyond `limit`, what the first rank needs that needs more. Raises as `rank_memory`."""
+    step, most = Step(case), 0
+    seen = list[tuple[tuple[object, ...], Flight]]()
     for flight in step.flights:
-        ends = 0 in flight.held, flight.stages - 1 in flight.held
-        most = flight.most if len(flight.most) > 1 else ()
-        key = (tuple(step.kinds_of(stage) for stage in flight.held), ends, most)
-        if key not in fullest or flight.most > fullest[key].most:
-            fullest[key] = flight
-    return max(_fullest(step, flight).needed for flight in fullest.values())
+        key = tuple(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held
+        if any(key == other and _covered(flight, fuller) for other, fuller in seen):
+            continue
+        seen.append((key, flight))
+        most = max(most, _fullest(step, flight).needed)
+        if most > limit:
+            break
+    return most
+
+
+def _covered(flight: Flight, other: Flight) -> bool:
+    """Whether another rank has as many in flight at every moment."""
+    return all(any(all(a <= b for a, b in zip(one, two, strict=True)) for two in other.most) for one in flight.most)
 
 
 def bytes_per_parameter(

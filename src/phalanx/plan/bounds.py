@@ -7,32 +7,37 @@ below what predict says (tests/plan/test_bounds.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.habits import MIB
+from phalanx.cost.pipeline import CLOSED, GRID
 from phalanx.cost.rank_parts import Step, by_stage
 from phalanx.cost.rank_time import BLEND
 from phalanx.job.layout import Layout
 from phalanx.plan.question import Question
 from phalanx.plan.space import STATES, Plan, Rows, Space
-from phalanx.plan.tables import Cut, Floats, Share, Tables, alone
+from phalanx.plan.tables import Floats, Share, Tables, alone
 
-IN_FLIGHT: dict[str, Callable[[int, int, int], int]] = {
-    "1f1b": lambda p, m, _: min(m, p),
-    "interleaved_1f1b": lambda p, m, v: min(m * v, p * v + p - 1),
-    "zb_h1": lambda p, m, _: min(m, p),
-    "zb_h2": lambda p, m, _: min(m, 2 * p - 1),
-    "zb_v": lambda p, m, _: min(m + 1, 2 * p),
-    "v_half": lambda p, m, _: min(m + 1, 2 * (p // 2 + 1)),
-    "dualpipe_v": lambda p, m, _: min(m + 1, 2 * p + 1),
-    "dualpipe": lambda p, m, _: min(m // 2 + 1, p),
+IN_FLIGHT: dict[str, Callable[[int, int, int, int], int]] = {
+    "1f1b": lambda p, m, _, r: min(m, p - r),
+    "interleaved_1f1b": lambda p, m, v, r: min(m * v, p * v + p - 1 - 2 * r),
+    "zb_h1": lambda p, m, _, r: min(m, p - r),
+    "zb_h2": lambda p, m, _, r: min(m, 2 * (p - r) - 1),
+    "zb_v": lambda p, m, *_: min(m + 1, 2 * p),
+    "v_half": lambda p, m, *_: min(m + 1, 2 * (p // 2 + 1)),
+    "dualpipe_v": lambda p, m, *_: min(m + 1, 2 * p + 1),
+    "dualpipe": lambda p, m, *_: min(m // 2 + 1, p),
 }
-"""Activations of a stage that the first rank has at least, at most (the docstrings of phalanx.schedule): from ranks,
-micro-batches and stages a rank. Of others it is taken to be one."""
+"""Activations of a stage that a rank has at least, at its fullest (the docstrings of phalanx.schedule): from ranks,
+micro-batches, stages a rank, and the rank. Of other schedules it is taken to be one."""
+
+
+WAY_IN = {"zb_h1": 1.0, "zb_h2": 1.0, "zb_v": 0.5, "v_half": 0.5, "dualpipe_v": 0.5}
+"""What of its forward passes a rank does before a micro-batch is with the next one for the first time."""
 
 
 class Bounds:
@@ -61,88 +66,129 @@ class Bounds:
     def rows(self, rows: Rows) -> tuple[Floats, Floats]:
         """Of every layout: seconds and bytes below which it does not come."""
         time, memory = np.empty(len(rows)), np.empty(len(rows))
-        keys = np.stack([self.pp[rows.pair], rows.plan, rows.state, rows.recompute], 1)
-        groups, which = np.unique(keys, axis=0, return_inverse=True)
-        order = np.argsort(which, kind="stable")
-        ends = np.cumsum(np.bincount(which, minlength=len(groups)))
-        for (pp, plan, state, mode), members in zip(groups, np.split(order, ends[:-1]), strict=True):
-            pairs, cut = rows.pair[members], self.tables.cut(int(pp), int(plan))
-            time[members] = self._time(pairs, cut, self.space.plans[plan], int(state), int(mode))
-            memory[members] = self._memory(pairs, cut, self.space.plans[plan], int(state), int(mode))
+        shared = self.shard_ranks[rows.pair] > 1
+        for (pp, plan, _), members in _grouped(self.pp[rows.pair], rows.plan, shared):
+            pairs, which = np.unique(rows.pair[members], return_inverse=True)
+            group = _Group(self, pairs, int(pp), int(plan))
+            for (mode,), some in _grouped(rows.recompute[members]):
+                parts = group.parts(int(mode))
+                for (state,), those in _grouped(rows.state[members[some]]):
+                    places, of_pair = members[some[those]], which[some[those]]
+                    time[places] = group.seconds(parts, int(state))[of_pair]
+                    memory[places] = group.bytes(parts, int(state))[of_pair]
         return time, memory
 
-    def _time(self, pairs: NDArray[Any], cut: Cut, plan: Plan, state: int, mode: int) -> Floats:
-        """Seconds of layouts that differ in their mesh and micro-batch alone."""
-        m = self.space.accumulation[pairs]
-        slowest, together, sent = np.zeros(len(pairs)), np.zeros(len(pairs)), np.zeros(len(pairs))
-        for share, number in cut.shares:
-            seconds = _total(self.tables.work(share, mode, self.tables.inner_of[pairs]))
-            slowest, together = np.maximum(slowest, seconds), together + number * seconds
-            sent = np.maximum(sent, self._sent(share, pairs, state))
-        overlaps = self.question.software.dp_overlaps
-        if self._three(pairs, state):
-            time = m * (np.maximum(slowest, sent) if overlaps else slowest + sent)
-        else:
-            time = m * slowest + np.maximum(0.0, sent - slowest * overlaps)
-        return time + _bubble(plan, together - slowest)
 
-    def _three(self, pairs: NDArray[Any], state: int) -> bool:
-        """Whether ranks share parameters: all of a group do, or none (space.STATES)."""
-        return STATES[state].zero == 3 and bool(self.shard_ranks[pairs[0]] > 1)
+class _Part:
+    """Of ranks with the same share, by pair, under one recomputation."""
 
-    def _sent(self, share: Share, pairs: NDArray[Any], state: int) -> Floats:
-        """Seconds in which a rank's state travels: of zero 3 in a micro-batch, else in a step."""
-        _, reshard, accumulate = STATES[state]
-        slopes, three = self.tables.slopes[self.tables.outer_of[pairs]], self._three(pairs, state)
-        numbers = self.tables.numbers(share, inside=three)[self.tables.inner_of[pairs]]
-        gather, reduce = (numbers * slopes[:, 0:2]).sum(1), (numbers * slopes[:, 2:4]).sum(1)
-        if not three:
-            return gather + reduce
-        m = self.space.accumulation[pairs]
-        both = gather * (2 if reshard else 1 / m) + reduce * (1 / m if accumulate == "local" else 1.0)
-        return both * share.part
-
-    def _memory(self, pairs: NDArray[Any], cut: Cut, plan: Plan, state: int, mode: int) -> Floats:
-        """Bytes of the first rank, which has the most in flight, or of the last, which has the loss."""
-        pp, m = int(self.pp[pairs[0]]), self.space.accumulation[pairs]
-        count = IN_FLIGHT.get(plan.schedule) if pp > 1 else None
-        several, which = np.unique(m, return_inverse=True)
-        flying = np.array([count(pp, int(n), plan.pp_chunks or 1) if count else 1 for n in several])[which]
-        found = self._rank(pairs, cut.first, flying, state, mode, stays=m > 2 * pp + 1 if count or pp == 1 else m < 0)
-        if cut.last != cut.first:
-            once = np.ones(len(pairs))
-            found = np.maximum(found, self._rank(pairs, cut.last, once, state, mode, stays=m < 0))
-        return found + self.context
-
-    def _rank(
-        self, pairs: NDArray[Any], share: Share, flying: Floats, state: int, mode: int, stays: NDArray[np.bool_]
-    ) -> Floats:
-        """Bytes of a rank with so many activations of a stage in flight; `stays`: gradients of earlier micro-batches
-        are there while the most are in flight."""
-        zero, reshard, accumulate = STATES[state]
-        tables, inner = self.tables, self.tables.inner_of[pairs]
-        numbers, m = tables.numbers(share)[inner], self.space.accumulation[pairs]
-        parameters = gradients = optimizer = unsent = np.zeros(len(pairs))
-        for held, ranks in ((numbers[:, 0], self.shard_ranks[pairs]), (numbers[:, 1], self.edp[pairs])):
-            each = by_stage(zero, ranks, *self.widths)  # type: ignore[arg-type]
-            parameters, gradients = parameters + held * each[0], gradients + held * each[1]
-            optimizer = optimizer + held * each[2]
-            if zero >= 2 and accumulate == "local" and not self.habits.reduces_each:
-                unsent = unsent + np.where((m > 1) & (ranks > 1), held * self.widths[1], 0.0)
-        early = np.maximum(unsent, np.where(stays, gradients, 0.0))
+    def __init__(self, group: _Group, share: Share, mode: int, flying: Floats):
+        tables, inner = group.tables, group.inner
+        work = tables.work(share, mode, inner)
+        self.share, self.seconds, self.forward = share, _total(work), work[:, 0]
+        self.numbers, self.inside = tables.numbers(share)[inner], tables.numbers(share, inside=True)[inner]
         kinds = [tables.activations(moe, mode, inner) for _, moe in share.blocks]
         kept = flying * share.least * np.minimum.reduce([kind[:, 0] for kind in kinds])
         # What one block needs is there whichever comes first: the least of the kinds.
         moving = np.minimum.reduce([kind[:, 1] + kind[:, 2] for kind in kinds])
         if share.head:
             moving = np.maximum(moving, tables.loss(inner))
-        whole = np.where(self.data_ranks[pairs] > 1, self.habits.bucket_numbers * self.widths[1], 0.0)
-        if self._three(pairs, state) and not self.habits.gathers_matrices:
-            inside = tables.numbers(share, inside=True)[inner].sum(1) / sum(number for number, _ in share.blocks)
-            blocks = 1 + self.space.base.prefetch if reshard else share.least
-            around = numbers.sum(1) - tables.numbers(share, inside=True)[inner].sum(1)
-            whole = whole + (around + inside * min(blocks, share.least)) * self.question.width
-        return parameters + optimizer + np.maximum(gradients, early + kept + moving + whole)
+        self.activations: Floats = kept + moving
+        """Bytes, at the fullest moment at least."""
+
+
+class _Group:
+    """Layouts of the same pipeline: their pairs."""
+
+    def __init__(self, bounds: Bounds, pairs: NDArray[Any], pp: int, plan: int):
+        self.bounds, self.tables, self.pairs = bounds, bounds.tables, pairs
+        self.inner, self.m = self.tables.inner_of[pairs], bounds.space.accumulation[pairs]
+        self.pp, self.plan, self.cut = pp, bounds.space.plans[plan], self.tables.cut(pp, plan)
+        self.shared = bool(bounds.shard_ranks[pairs[0]] > 1)
+        self.slopes = self.tables.slopes[self.tables.outer_of[pairs]]
+        self.dense_ranks, self.expert_ranks = bounds.shard_ranks[pairs], bounds.edp[pairs]
+        self.count = IN_FLIGHT.get(self.plan.schedule) if pp > 1 else None
+
+    def parts(self, mode: int) -> list[_Part]:
+        """Each different share of a rank."""
+        several, which = np.unique(self.m, return_inverse=True)
+        found = []
+        for share, (rank, _) in self.cut.shares.items():
+            chunks = self.plan.pp_chunks or 1
+            most = [self.count(self.pp, int(n), chunks, rank) if self.count else 1 for n in several]
+            found.append(_Part(self, share, mode, np.array(most)[which]))
+        return found
+
+    def seconds(self, parts: list[_Part], state: int) -> Floats:
+        slowest = np.maximum.reduce([part.seconds for part in parts])
+        sent = np.maximum.reduce([self._sent(part, state) for part in parts])
+        overlaps = self.bounds.question.software.dp_overlaps
+        if self._three(state):
+            time = self.m * (np.maximum(slowest, sent) if overlaps else slowest + sent)
+        else:
+            time = self.m * slowest + np.maximum(0.0, sent - slowest * overlaps)
+        whole, forward = (
+            np.asarray(sum(number * each for each, (_, number) in zip(lists, self.cut.shares.values(), strict=True)))
+            for lists in ([part.seconds for part in parts], [part.forward for part in parts])
+        )
+        return time + _bubble(self.plan, whole - slowest, forward / whole)
+
+    def _three(self, state: int) -> bool:
+        """Whether ranks share parameters."""
+        return STATES[state].zero == 3 and self.shared
+
+    def _sent(self, part: _Part, state: int) -> Floats:
+        """Seconds in which a rank's state travels: of zero 3 in a micro-batch, else in a step."""
+        _, reshard, accumulate = STATES[state]
+        three, blocks = self._three(state), part.share.dense + part.share.moe
+        numbers = part.inside if three else part.numbers
+        messages = blocks * self.bounds.question.software.messages if three else max(1, round(blocks / 4))
+        some = numbers > 0
+        gather = (numbers * self.slopes[:, 0:2] + some * messages * self.slopes[:, 4:6]).sum(1)
+        reduce = (numbers * self.slopes[:, 2:4] + some * messages * self.slopes[:, 6:8]).sum(1)
+        if not three:
+            return gather + reduce
+        both = gather * (2 if reshard else 1 / self.m) + reduce * (1 / self.m if accumulate == "local" else 1.0)
+        return both * part.share.part
+
+    def bytes(self, parts: list[_Part], state: int) -> Floats:
+        """Of the fullest rank: of those with the same share the first has the most in flight."""
+        return np.maximum.reduce([self._bytes(part, state) for part in parts]) + self.bounds.context
+
+    def _bytes(self, part: _Part, state: int) -> Floats:
+        zero, reshard, accumulate = STATES[state]
+        habits, widths, m = self.bounds.habits, self.bounds.widths, self.m
+        parameters = gradients = optimizer = unsent = np.zeros(len(m))
+        for held, ranks in ((part.numbers[:, 0], self.dense_ranks), (part.numbers[:, 1], self.expert_ranks)):
+            each = by_stage(zero, ranks, *widths)  # type: ignore[arg-type]
+            parameters, gradients = parameters + held * each[0], gradients + held * each[1]
+            optimizer = optimizer + held * each[2]
+            if zero >= 2 and accumulate == "local" and not habits.reduces_each:
+                unsent = unsent + np.where((m > 1) & (ranks > 1), held * widths[1], 0.0)
+        # Gradients of earlier micro-batches are there while the most are in flight.
+        stays = m > 2 * self.pp + 1 if self.count or self.pp == 1 else m < 0
+        early = np.maximum(unsent, np.where(stays, gradients, 0.0))
+        whole = np.where(self.bounds.data_ranks[self.pairs] > 1, habits.bucket_numbers * widths[1], 0.0)
+        if self._three(state) and not habits.gathers_matrices:
+            inside, least = part.inside.sum(1), part.share.least
+            blocks = min(1 + self.bounds.space.base.prefetch, least) if reshard else least
+            around = part.numbers.sum(1) - inside
+            whole = (
+                whole + (around + inside / (part.share.dense + part.share.moe) * blocks) * self.bounds.question.width
+            )
+        return parameters + optimizer + np.maximum(gradients, early + part.activations + whole)
+
+
+def _grouped(*keys: NDArray[Any]) -> Iterator[tuple[tuple[int, ...], NDArray[np.intp]]]:
+    """The different combinations of some keys, and the places of each."""
+    combined = keys[0].astype(np.int64)
+    for key in keys[1:]:
+        combined = combined * 4096 + key
+    _, first, which = np.unique(combined, return_index=True, return_inverse=True)
+    order = np.argsort(which, kind="stable")
+    ends = np.cumsum(np.bincount(which))[:-1]
+    for place, members in zip(first, np.split(order, ends), strict=True):
+        yield tuple(int(key[place]) for key in keys), members
 
 
 def _total(work: Floats) -> Floats:
@@ -151,11 +197,13 @@ def _total(work: Floats) -> Floats:
     return ((device**BLEND + host**BLEND) ** (1 / BLEND)).sum(1)
 
 
-def _bubble(plan: Plan, others: Floats) -> Floats | float:
-    """Idle seconds, where there is a closed form that holds for every length of passes: (p - 1) micro-batches of the
-    mean of the `others` of the slowest rank, with v stages a rank a v-th."""
-    if plan.schedule == "1f1b":
+def _bubble(plan: Plan, others: Floats, forward: Floats) -> Floats | float:
+    """Idle seconds of the slowest rank at least: from the seconds of a micro-batch on all other ranks together, and the
+    share of forward passes in them. Some have a closed form, p - 1 micro-batches or, with v stages a rank, a v-th of
+    that; of others the last rank waits until the first micro-batch has come through the ranks before it."""
+    if plan.schedule in CLOSED:
         return others
     if plan.schedule == "interleaved_1f1b":
-        return others / plan.pp_chunks
-    return 0.0
+        return others / max(1, plan.pp_chunks)
+    way = WAY_IN.get(plan.schedule, 0.0)
+    return others * way * np.maximum(0.0, forward - 0.5 / GRID)

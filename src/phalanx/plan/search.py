@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
@@ -31,12 +31,19 @@ from phalanx.simulate.step import step_seconds
 Progress = Callable[[str, int, int], None]
 """What is done, how much of it, of how much."""
 
-MARGIN = 1.03
+MARGIN = 1.01
 """Predicted times up to so much beyond the best are simulated: by more the two do not differ where it matters."""
 SIMULATED = 300
 """Layouts that are simulated at most."""
-FIRST = 64
-"""Pairs whose layouts are bounded first; then twice as many each time."""
+VISITS = 600_000
+"""Actions of schedules that these have together at most, beyond the first few layouts: a second or two."""
+FEWEST = 12
+FIRST, SEEDS = 6, 24
+"""Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
+BLOCK = 2048
+"""Pairs whose layouts are bounded at a time."""
+KEPT = 1000
+"""Layouts that do not fit which are kept for the picture."""
 ALIKE = 1.001
 """Times up to so much apart are equal: the simpler layout wins."""
 
@@ -50,7 +57,8 @@ class Found:
     too_large: list[tuple[Case, float]] = field(default_factory=list)
     """A few that do not, and the bytes they need."""
     rejected: Counter[str] = field(default_factory=Counter)
-    looked_at: int = 0
+    seen: set[Layout] = field(default_factory=set)
+    """Layouts that were predicted."""
     cutoff: float = inf
     """Seconds beyond which a layout is of no interest."""
 
@@ -83,56 +91,84 @@ class Search:
             )
         order = np.flatnonzero(chosen & fits)
         order = order[np.argsort(self.pair_seconds[order], kind="stable")]
-        start, count = 0, FIRST
-        while start < len(order) and self.pair_seconds[order[start]] <= found.cutoff:
-            self.progress("layouts", start, len(order))
-            block = order[start : start + count]
-            self._rows(self.space.rows(block[self.pair_seconds[block] <= found.cutoff]), found, keep)
-            start, count = start + count, 2 * count
-        for pair in order[start:]:
-            found.rejected["slower than the best, even without bubble and communication of the state"] += len(
+        # A few good layouts first, of pipelines of every length: they say where the others need not be looked at.
+        first = self._first(order)
+        self._rows(self.space.rows(first), found, keep, enough=SEEDS)
+        rest = order[~np.isin(order, first)]
+        near = self.pair_seconds[rest] <= found.cutoff
+        for pair in rest[~near]:
+            found.rejected["slower than the best, even without bubble and without reducing gradients"] += len(
                 self.space.options[pair]
             )
+        blocks = np.concatenate([first, rest[near]])
+        for start in range(0, len(blocks), BLOCK):
+            self.progress("layouts", start, len(blocks))
+            self._rows(self.space.rows(blocks[start : start + BLOCK]), found, keep)
+        self.progress("layouts", len(blocks), len(blocks))
         return found
 
-    def _rows(self, rows: Rows, found: Found, keep: Callable[[Rows], NDArray[np.bool_]] | None) -> None:
-        """Predict what can be among the best of some rows."""
+    def _first(self, order: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Of every number of pipeline ranks a few of the pairs with the lowest bounds."""
+        pp = self.bounds.pp[order]
+        return np.concatenate([order[pp == ranks][:FIRST] for ranks in np.unique(pp)] or [order])
+
+    def _rows(
+        self, rows: Rows, found: Found, keep: Callable[[Rows], NDArray[np.bool_]] | None, enough: float = inf
+    ) -> None:
+        """Predict what can be among the best of some rows; with `enough`, only until so many fit, and nothing is
+        counted."""
         if keep is not None:
             rows = rows.select(keep(rows))
         if not len(rows):
             return
         seconds, memory = self.bounds.rows(rows)
         fits = memory <= self.limit
-        found.rejected["memory: the state and the activations of the first rank are too large"] += int((~fits).sum())
         order = np.flatnonzero(fits)
         order = order[np.argsort(seconds[order], kind="stable")]
+        if enough == inf:
+            found.rejected["memory: the state and the activations of a rank are too large"] += int((~fits).sum())
         for place, number in enumerate(order):
             if seconds[number] > found.cutoff:
-                found.rejected["slower than the best, by what it computes and sends at least"] += len(order) - place
+                if enough == inf:
+                    found.rejected["slower than the best, by what it computes and sends at least"] += len(order) - place
                 return
             self._predict(self.space.layout(rows, int(number)), found)
+            if len(found.predicted) >= enough:
+                return
 
     def _predict(self, layout: Layout, found: Found) -> None:
-        found.looked_at += 1
+        if layout in found.seen:
+            return
+        found.seen.add(layout)
         try:
             case = self.question.case(layout)
         except (JobError, ValueError):
-            found.rejected["not legal: " + "the schedule does not go with the batch or the layers"] += 1
+            found.rejected["the schedule does not go with the batch or the layers"] += 1
             return
-        needed = needed_bytes(case)
+        needed = needed_bytes(case, self.limit)
         if needed <= self.limit:
             found.add(case, step_parts(case).total)
             return
         found.rejected["memory: predicted not to fit"] += 1
-        if len(found.too_large) < 1000:
+        if len(found.too_large) < KEPT:
             found.too_large.append((case, needed))
 
 
 def simulated(found: Found) -> list[Candidate]:
     """The best of what was predicted, by their simulated time, the fastest first."""
-    near = [one for one in found.predicted if one[1] <= found.cutoff]
-    near.sort(key=lambda one: (one[1], complexity(one[0].layout)))
-    return ranked(Candidate(case, predict(case), step_seconds(case)) for case, _ in near[:SIMULATED])
+    near = sorted(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
+    done, visits, alike = list[Candidate](), 0, Counter[Layout]()
+    for case, seconds in near:
+        layout = case.layout
+        # Layouts that differ in how the state is shared have the same passes: two of each are enough.
+        passes = replace(layout, dp_shard=1, dp_replicate=1, zero=3, reshard=True, accumulate="local")
+        if seconds > found.cutoff or len(done) >= SIMULATED or (visits > VISITS and len(done) >= FEWEST):
+            break
+        if alike[passes] < 2:
+            alike[passes] += 1
+            visits += min(case.batch.accumulation, 10 * layout.pp) * layout.pp * max(1, layout.pp_chunks) * 4
+            done.append(Candidate(case, predict(case), step_seconds(case)))
+    return ranked(done)
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:

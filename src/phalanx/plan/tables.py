@@ -60,11 +60,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Cut:
-    """What the ranks of a pipeline have: each different share, and how many ranks have it."""
+    """What the ranks of a pipeline have."""
 
-    shares: tuple[tuple[Share, int], ...]
-    first: Share
-    last: Share
+    shares: dict[Share, tuple[int, int]]
+    """Of each different share, the first rank that has it, and how many do."""
 
 
 class Tables:
@@ -83,8 +82,8 @@ class Tables:
         moe = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
         self.whole = Share(model.n_layers - moe, moe, True, True, least=model.n_layers)
         self.slopes = self._slopes()
-        """By outer combination: seconds a parameter, gathered (dense, experts) and reduced (dense, experts), where
-        latencies do not count."""
+        """By outer combination: seconds a parameter, gathered (dense, experts) and reduced (dense, experts), and those
+        of a message of no bytes, in the same order."""
         self._asked: dict[tuple[str, int, int], Floats] = {}
         self._numbers: dict[tuple[Share, bool], Floats] = {}
 
@@ -171,12 +170,16 @@ class Tables:
         for tp, shard, replicate, ep in self.outer.tolist():
             layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep)
             replicas = group(layout, "replicate")
-            gathers, reduces = [], []
+            all_reduce, begun = _line(question.cluster, "all_reduce", replicas)
+            gathers, reduces, starts, late = [], [], [], []
             for ranks in (group(layout, "shard"), group(layout, "edp")):
-                each = _slope(question.cluster, "all_reduce", replicas) / ranks.ranks
-                gathers.append(width * _slope(question.cluster, "all_gather", ranks))
-                reduces.append(gradient * (_slope(question.cluster, "reduce_scatter", ranks) + each))
-            found.append((*gathers, *reduces))
+                gather, started = _line(question.cluster, "all_gather", ranks)
+                scatter, scattered = _line(question.cluster, "reduce_scatter", ranks)
+                gathers.append(width * gather)
+                reduces.append(gradient * (scatter + all_reduce / ranks.ranks))
+                starts.append(started)
+                late.append(scattered + begun)
+            found.append((*gathers, *reduces, *starts, *late))
         return np.array(found)
 
 
@@ -185,9 +188,9 @@ def _cut(model: Model, layout: Layout) -> Cut:
     if layout.pp == 1:
         moe = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
         alone = Share(model.n_layers - moe, moe, True, True, least=model.n_layers)
-        return Cut(((alone, 1),), alone, alone)
+        return Cut({alone: (0, 1)})
     cut, shares = stages(model, layout), []
-    # Who holds what does not depend on the number of micro-batches: the smallest that is legal is the quickest to build.
+    # Who holds what does not depend on the number of micro-batches: the smallest that is legal is built fastest.
     name, few = layout.schedule, range(1, 2 * layout.pp + 1)
     legal = few if is_file(name) else (m for m in few if not catalogue.problems(name, layout.pp, m, layout.pp_chunks))
     schedule = schedule_of(layout, next(iter(legal)))
@@ -198,14 +201,15 @@ def _cut(model: Model, layout: Layout) -> Cut:
         part = visits / len(held) / len(schedule.placements)
         least = min(len(cut[stage]) for stage in held)
         shares.append(Share(content.dense, content.moe, content.embedding, content.head, part, least))
-    last = next(share for share in reversed(shares) if share.head)
-    return Cut(tuple((share, shares.count(share)) for share in dict.fromkeys(shares)), shares[0], last)
+    return Cut({share: (shares.index(share), shares.count(share)) for share in dict.fromkeys(shares)})
 
 
 @lru_cache(4096)
-def _slope(cluster: Cluster, collective: Collective, among: Group) -> float:
-    """Seconds a byte of a collective, where latencies do not count."""
-    return (seconds(cluster, collective, 2 * HUGE, among) - seconds(cluster, collective, HUGE, among)) / HUGE
+def _line(cluster: Cluster, collective: Collective, among: Group) -> tuple[float, float]:
+    """A line below the seconds of a collective over its bytes: its slope where latencies do not count, and what a
+    message of a byte takes."""
+    small, large, larger = (seconds(cluster, collective, size, among) for size in (1.0, HUGE, 2 * HUGE))
+    return (larger - large) / HUGE, small
 
 
 def alone(question: Question, layout: Layout, micro: int) -> Case:
