@@ -171,13 +171,15 @@ def _shard(case: Case, moe: bool, forward: float, backward: float) -> tuple[floa
     layout, software = case.layout, case.software
     if not zero_three(layout):
         return 0.0, 0.0
-    state = state_seconds(case, block_held(case, moe), software.messages)
+    held = block_held(case, moe)
+    state = state_seconds(case, held, software.messages)
     scatters = 1.0 if layout.accumulate == "sharded" or case.batch.accumulation == 1 else 1 / case.batch.accumulation
     there = state.gather if layout.reshard or case.batch.accumulation == 1 else state.gather / case.batch.accumulation
     back = (state.gather if layout.reshard else 0.0) + state.reduce * scatters
     if not software.dp_overlaps:
         return there, back
-    slower = (software.interference - 1) * load(case.cluster, group(layout, "shard"))
+    each = (held.dense + held.experts) * case.width / software.messages
+    slower = (software.interference - 1) * load(case.cluster, group(layout, "shard"), each)
     return (
         max(0.0, there - forward) + slower * min(there, forward),
         max(0.0, back - backward) + slower * min(back, backward),

@@ -44,9 +44,12 @@ def state_seconds(case: Case, held: Held, parts: int = 1) -> StateSeconds:
     width = case.width
     gradient = case.software.habits.gradient_bytes or width
     total_gather = total_reduce = 0.0
-    for numbers, shard, replicas in (
-        (held.dense, group(layout, "shard"), group(layout, "replicate")),
-        (held.experts, group(layout, "edp"), group(layout, "replicate")),
+    replicas = group(layout, "replicate")
+    # Experts that no rank has for itself travel with the rest of their block.
+    alike = layout.ep == 1
+    for numbers, shard in (
+        (held.dense + alike * held.experts, group(layout, "shard")),
+        (0 if alike else held.experts, group(layout, "edp")),
     ):
         if not numbers:
             continue

@@ -70,14 +70,16 @@ def _state(case: Case, content: Content, held: Held, slowest: RankTime) -> tuple
         first = state_seconds(case, held, max(1, content.blocks))
         once = (first.gather + first.reduce) / max(1, content.blocks)
         return 2 * once, optimizer
-    state = state_seconds(case, held, max(1, round(content.blocks / 4)))
+    messages = max(1, round(content.blocks / 4))
+    state = state_seconds(case, held, messages)
     if not case.software.dp_overlaps:
         return state.gather + state.reduce, optimizer
     backward = slowest.total - slowest.forward
     hidden = backward * (1 - 1 / max(2, content.blocks))
     ahead = slowest.forward * (1 - 1 / max(2, content.blocks))
     axis = "shard" if layout.shard_ranks > 1 else "replicate"
-    slower = (case.software.interference - 1) * load(case.cluster, group(layout, axis))
+    each = (held.dense + held.experts) * case.width / messages
+    slower = (case.software.interference - 1) * load(case.cluster, group(layout, axis), each)
     late = max(0.0, state.reduce - hidden) + max(0.0, state.gather - ahead)
     beside = min(state.reduce, hidden) + min(state.gather, ahead)
     # The last bucket, and the first block's parameters, wait for nobody.
