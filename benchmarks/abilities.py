@@ -25,9 +25,7 @@ _PIPELINES = ("1f1b", "interleaved_1f1b")
 _NO_CONTEXT = {"cp": 1, "cp_ulysses": 1}
 _FLAT = {"pp": 1, "schedule": "1f1b"}
 
-MEGATRON_2021 = _sets(
-    {**_NO_CONTEXT, "dp_shard": 1, "sp": False}, schedule=_PIPELINES, recompute=("none", "full")
-)
+MEGATRON_2021 = _sets({**_NO_CONTEXT, "dp_shard": 1, "sp": False}, schedule=_PIPELINES, recompute=("none", "full"))
 """Narayanan et al. 2021: tp, pp with chunks, replicas; recomputation of whole blocks or none."""
 
 LLAMA3 = _sets(
@@ -72,4 +70,3 @@ def abilities(program: str) -> tuple[Fixed, ...]:
 def regathers(program: str) -> bool:
     """Whether its sequence parallelism gathers inputs again in the backward pass, whatever one says (Megatron)."""
     return abilities(program) in (MEGATRON_CORE, LLAMA3)
-

@@ -12,6 +12,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from phalanx.plan.question import Question
+from phalanx.plan.search import search
+
 from phalanx.cost.case import Case
 from phalanx.cost.predict import predict
 from phalanx.cost.programs import PHALANX
@@ -22,8 +25,6 @@ from phalanx.job.layout import Layout
 from phalanx.job.presets import PRESETS
 from phalanx.plan.explain import explain
 from phalanx.plan.plan import Plan
-from phalanx.plan.question import Question
-from phalanx.plan.search import search
 from phalanx.published.accuracy_report import markdown
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
@@ -74,7 +75,9 @@ def fabrics() -> tuple[list[dict[str, Any]], str]:
             table.append((name, line, rate, mfu, f"{factor:.2f}" if factor else "", why))
             notes += [f"- {name}: {' '.join(plan.notes)}"]
             print(" | ".join(table[-1]), *plan.notes, sep="\n  ", flush=True)
-            rows.append({"model": model, "machine": name, "layout": line, "factor": factor, "why": why, "mfu": best.mfu})
+            rows.append(
+                {"model": model, "machine": name, "layout": line, "factor": factor, "why": why, "mfu": best.mfu}
+            )
         text += [f"### {model}, {sequences} sequences a step", markdown(table), "\n".join(notes)]
     return rows, "\n\n".join(text)
 

@@ -29,9 +29,7 @@ MICRO_BATCH, SEQ_LEN = 4, 4096
 def predicted(nodes: int, groups: int, micro_batch: int = MICRO_BATCH, seq_len: int = SEQ_LEN) -> Prediction:
     """A step on so many nodes, sharded inside each of so many groups, one micro-batch a device."""
     cluster = cluster_of(f"dgx-b200:{nodes}")
-    layout = Layout(
-        dp_replicate=groups, dp_shard=cluster.devices // groups, micro_batch=micro_batch, recompute="full"
-    )
+    layout = Layout(dp_replicate=groups, dp_shard=cluster.devices // groups, micro_batch=micro_batch, recompute="full")
     model = replace(PRESETS["solar-open-100b"], seq_len=seq_len)
     software = calibrated("torchtitan-2025", cluster.accelerator)
     return predict(Case(model, cluster, layout, batch.solve(micro_batch * cluster.devices, layout), software=software))

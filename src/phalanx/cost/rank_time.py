@@ -7,12 +7,11 @@ from functools import lru_cache
 
 from phalanx.cost import operators
 from phalanx.cost.case import Case
-from phalanx.cost.communication import block_traffic, group
+from phalanx.cost.communication import block_traffic
 from phalanx.cost.held import block_parameters, outside
 from phalanx.cost.layer import Seconds, work_seconds
-from phalanx.cost.link import load
 from phalanx.cost.placed import Content
-from phalanx.cost.state_time import Held, state_seconds, zero_three
+from phalanx.cost.state_time import Held, interference, state_seconds, zero_three
 from phalanx.job.layout import Layout
 from phalanx.job.recompute import Mode, alike
 
@@ -178,8 +177,7 @@ def _shard(case: Case, moe: bool, forward: float, backward: float) -> tuple[floa
     back = (state.gather if layout.reshard else 0.0) + state.reduce * scatters
     if not software.dp_overlaps:
         return there, back
-    each = (held.dense + held.experts) * case.width / software.messages
-    slower = (software.interference - 1) * load(case.cluster, group(layout, "shard"), each)
+    slower = interference(case, held, software.messages)
     return (
         max(0.0, there - forward) + slower * min(there, forward),
         max(0.0, back - backward) + slower * min(back, backward),

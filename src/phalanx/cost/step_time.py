@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from phalanx.cost.case import Case
-from phalanx.cost.communication import boundary_seconds, group
-from phalanx.cost.link import load
+from phalanx.cost.communication import boundary_seconds
 from phalanx.cost.pipeline import pipeline_seconds
 from phalanx.cost.placed import Content, contents
 from phalanx.cost.prediction import Parts
 from phalanx.cost.rank_time import RankTime, held_by, rank_time
-from phalanx.cost.state_time import Held, optimizer_seconds, state_seconds, zero_three
+from phalanx.cost.state_time import Held, interference, optimizer_seconds, state_seconds, zero_three
 from phalanx.schedule import catalogue
 
 
@@ -77,9 +76,7 @@ def _state(case: Case, content: Content, held: Held, slowest: RankTime) -> tuple
     backward = slowest.total - slowest.forward
     hidden = backward * (1 - 1 / max(2, content.blocks))
     ahead = slowest.forward * (1 - 1 / max(2, content.blocks))
-    axis = "shard" if layout.shard_ranks > 1 else "replicate"
-    each = (held.dense + held.experts) * case.width / messages
-    slower = (case.software.interference - 1) * load(case.cluster, group(layout, axis), each)
+    slower = interference(case, held, messages)
     late = max(0.0, state.reduce - hidden) + max(0.0, state.gather - ahead)
     beside = min(state.reduce, hidden) + min(state.gather, ahead)
     # The last bucket, and the first block's parameters, wait for nobody.
