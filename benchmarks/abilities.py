@@ -1,8 +1,8 @@
 """What the programs of published results could do: the layouts among which a planner may choose for them.
 
-A choice that a program could not have run says nothing about the people who used it. Each set below fixes fields of the
-layout; a program has all layouts of all its sets. Sequence parallelism and selective recomputation came with Korthikanti
-et al. 2022, ZeRO's first stage to Megatron with its distributed optimizer, the third with Megatron-FSDP.
+A choice that a program could not have run says nothing about the people who used it. Each set below fixes fields of
+the layout; a program has all layouts of all its sets. Sequence parallelism and selective recomputation came with
+Korthikanti et al. 2022, ZeRO's first stage to Megatron with its distributed optimizer, the third with Megatron-FSDP.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 Experts' rows: Megatron-LM's ten and Llama 3's three (benchmarks/published.py), and, where the environment variable
 PHALANX_TRUTH names a folder of published measurements, torchtitan's and NVIDIA's. The planner chooses under the same
-model, machine, global batch, number format and program, among what that program could do (benchmarks/abilities.py); both
-layouts are timed by the same simulation. --quick takes Megatron's and Llama 3's alone. No run of this machine but for the
-seconds that a search takes.
+model, machine, global batch, number format and program, among what that program could do (benchmarks/abilities.py);
+both layouts are timed by the same simulation. --quick takes Megatron's and Llama 3's alone. No run of this machine but
+for the seconds that a search takes.
 """
 
 from __future__ import annotations
