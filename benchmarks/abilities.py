@@ -44,10 +44,10 @@ MEGATRON_CORE = (
 ep, or Megatron-FSDP without a pipeline."""
 
 TORCHTITAN = (
-    *_sets({"pp": 1, "schedule": "1f1b", "zero": 3, "cp_ulysses": 1}),
-    *_sets({"zero": 3, "reshard": False, "cp_ulysses": 1}, schedule=(*_PIPELINES, "zb_v")),
+    *_sets({**_FLAT, "zero": 3, "cp_ulysses": 1}),
+    *_sets({"zero": 3, "cp_ulysses": 1}, schedule=(*_PIPELINES, "zb_v")),
 )
-"""torchtitan: FSDP2 and HSDP, tp, cp, and pipelines, under which parameters stay whole."""
+"""torchtitan: FSDP2 and HSDP, tp, cp, and pipelines."""
 
 ABILITIES: dict[str, tuple[Fixed, ...]] = {
     "megatron-2021": MEGATRON_2021,

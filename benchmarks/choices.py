@@ -85,8 +85,8 @@ def _paper(row: Published) -> str:
 
 
 def tuned(truth: Path) -> Iterator[Expert]:
-    """Rows of the truth that say their layout, one for each model, machine, batch and number format of a source: the
-    fastest, which is what somebody arrived at."""
+    """Rows of the truth that say their layout, one for each model, device and number of them of a source: the one with
+    the most tokens a second, which is what somebody arrived at."""
     best: dict[object, tuple[float, Expert]] = {}
     for source in SOURCES:
         path = truth / f"{source}.csv"
@@ -99,8 +99,8 @@ def tuned(truth: Path) -> Iterator[Expert]:
                 continue
             case = reading.case
             expert = Expert(row["model_name"], source, case, _error(reading))
-            key = source, case.model, case.cluster, case.batch.global_batch, case.products, reading.software
-            speed = 1 / reading.measured_s if reading.measured_s else 0.0
+            key = source, key_of(expert.name), case.cluster.accelerator.name, case.layout.world
+            speed = reading.tokens_per_s(reading.measured_s or float("inf"))
             if key not in best or speed > best[key][0]:
                 best[key] = speed, expert
     yield from (expert for _, expert in best.values())
@@ -129,7 +129,14 @@ def choose(expert: Expert) -> Choice | None:
         try:
             plan = search(
                 Question(
-                    case.model, case.cluster, case.batch.global_batch, case.products, case.width, case.software, fixed
+                    model=case.model,
+                    cluster=case.cluster,
+                    global_batch=case.batch.global_batch,
+                    products=case.products,
+                    width=case.width,
+                    software=case.software,
+                    fixed=fixed,
+                    worlds=(case.layout.world,),
                 )
             )
         except JobError:
@@ -170,7 +177,7 @@ def main() -> None:
     for expert in experts:
         choice = choose(expert)
         case = expert.case
-        who = f"{expert.name}, {case.cluster.preset}, {case.products}"
+        who = f"{expert.name}, {case.cluster.accelerator.name}, {case.products}"
         error = "" if expert.error is None else f"{expert.error:+.1%}"
         if choice is None:
             table.append((who, str(case.layout.world), _line(case), error, "nothing fits", "", ""))
@@ -185,7 +192,7 @@ def main() -> None:
             {
                 "model": expert.name,
                 "source": expert.source,
-                "cluster": case.cluster.preset,
+                "device": case.cluster.accelerator.name,
                 "devices": case.layout.world,
                 "error": expert.error,
                 "published": _line(case),
