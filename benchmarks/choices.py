@@ -18,9 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from phalanx.plan.question import Question
-from phalanx.plan.search import search
-
 from benchmarks.abilities import abilities, regathers
 from benchmarks.accuracy import rows_of
 from benchmarks.fabrics import fabrics
@@ -32,6 +29,8 @@ from phalanx.cost.predict import predict
 from phalanx.errors import JobError
 from phalanx.plan.explain import differences, explain
 from phalanx.plan.plan import Candidate
+from phalanx.plan.question import Question
+from phalanx.plan.search import search
 from phalanx.published.accuracy_report import markdown
 from phalanx.published.row import Reading, read
 from phalanx.published.shapes import key_of, remark
@@ -71,7 +70,7 @@ class Choice:
 
     @property
     def why(self) -> str:
-        return explain(self.best.prediction, predict(self.expert.case))
+        return explain(self.best.prediction, predict(self.expert.case), self.factor)
 
 
 def printed() -> Iterator[Expert]:

@@ -12,9 +12,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from phalanx.plan.question import Question
-from phalanx.plan.search import search
-
 from phalanx.cost.case import Case
 from phalanx.cost.predict import predict
 from phalanx.cost.programs import PHALANX
@@ -25,6 +22,8 @@ from phalanx.job.layout import Layout
 from phalanx.job.presets import PRESETS
 from phalanx.plan.explain import explain
 from phalanx.plan.plan import Plan
+from phalanx.plan.question import Question
+from phalanx.plan.search import search
 from phalanx.published.accuracy_report import markdown
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
@@ -92,7 +91,8 @@ def _kept(asked: Question, home: Layout, plan: Plan) -> tuple[float | None, str]
         kept, seconds = predict(case), step_seconds(case)
     except (JobError, ValueError) as error:
         return None, f"not legal here: {error}"
-    return (seconds / best.seconds if kept.fits else None), explain(best.prediction, kept)
+    factor = seconds / best.seconds
+    return (factor if kept.fits else None), explain(best.prediction, kept, factor)
 
 
 def _least(plan: Plan) -> str:

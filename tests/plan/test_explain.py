@@ -42,6 +42,11 @@ def test_what_is_worse_comes_after_what_is_better() -> None:
     assert said == "1.20 × as fast: recomputation 0 instead of 2 s; but pipeline bubble 1 instead of 0 s"
 
 
+def test_the_factor_is_what_is_known_better() -> None:
+    other = replace(BASE, parts=Parts(products=1.0))
+    assert explain(replace(BASE, parts=Parts(products=2.0)), other, 1.25).startswith("1.25 × as fast")
+
+
 def test_alike_is_alike_and_what_does_not_fit_is_told() -> None:
     assert explain(BASE, BASE) == "as fast"
     assert explain(BASE, replace(BASE, memory_limit=0.0)).startswith("as fast; the other does not fit, ")

@@ -29,9 +29,10 @@ UNTOLD = ("micro_batch", "accumulation", "pp_cut")
 """Fields of a layout that follow from others, or are too long for a line; the micro-batch is told where it differs."""
 
 
-def explain(one: Prediction, other: Prediction) -> str:
-    """What makes `one` faster or slower than `other`, of the same step: "1.2 × as fast: recomputation 0 instead of 2.1
-    s; but pipeline bubble 0.8 instead of 0.5 s". The largest differences first, with what does not fit at the end."""
+def explain(one: Prediction, other: Prediction, factor: float = 0.0) -> str:
+    """What makes `one` faster or slower than `other`, of the same step: "1.20 × as fast: recomputation 0 instead of 2.1
+    s; but pipeline bubble 0.8 instead of 0.5 s". The largest differences first, with what does not fit at the end.
+    `factor` is how much faster it is where that is known better than by the predictions, such as by simulation."""
     mine, theirs = dict(one.parts.items()), dict(other.parts.items())
     slower = max(one.step_time_s, other.step_time_s)
     names = sorted({*mine, *theirs}, key=lambda name: -abs(mine.get(name, 0.0) - theirs.get(name, 0.0)))
@@ -41,7 +42,7 @@ def explain(one: Prediction, other: Prediction) -> str:
         if abs(less) >= WORTH * slower:
             figures = f"{_short(mine.get(name, 0.0))} instead of {_short(theirs.get(name, 0.0))} s"
             (gains if less > 0 else losses).append(f"{PLAIN.get(name, name)} {figures}")
-    ratio = other.step_time_s / one.step_time_s
+    ratio = factor or other.step_time_s / one.step_time_s
     if ratio < 1:
         gains, losses = losses, gains
     text = "as fast" if abs(ratio - 1) < WORTH / 2 else f"{ratio:.2f} × as fast"
