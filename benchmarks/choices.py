@@ -23,7 +23,7 @@ from benchmarks.accuracy import rows_of
 from benchmarks.fabrics import fabrics
 from benchmarks.published import LLAMA3, MEGATRON, Published, predicted, published_case
 from benchmarks.report import machine, save
-from benchmarks.solar import solar
+from benchmarks.solar import assumptions, solar
 from phalanx.cost.case import Case
 from phalanx.cost.predict import predict
 from phalanx.errors import JobError
@@ -84,8 +84,8 @@ def _paper(row: Published) -> str:
 
 
 def tuned(truth: Path) -> Iterator[Expert]:
-    """Rows of the truth that say their layout, one for each model, device and number of them of a source: the one with
-    the most tokens a second, which is what somebody arrived at."""
+    """Rows of the truth that say their layout, one for each model, device and number of them: the one with the most
+    tokens a second, which is what somebody arrived at."""
     best: dict[object, tuple[float, Expert]] = {}
     for source in SOURCES:
         path = truth / f"{source}.csv"
@@ -98,7 +98,7 @@ def tuned(truth: Path) -> Iterator[Expert]:
                 continue
             case = reading.case
             expert = Expert(row["model_name"], source, case, _error(reading))
-            key = source, key_of(expert.name), case.cluster.accelerator.name, case.layout.world
+            key = key_of(expert.name), case.cluster.accelerator.name, case.layout.world
             speed = reading.tokens_per_s(reading.measured_s or float("inf"))
             if key not in best or speed > best[key][0]:
                 best[key] = speed, expert
@@ -204,7 +204,9 @@ def main() -> None:
         )
     fabric_rows, fabric_text = fabrics()
     solar_rows, solar_table = solar()
-    seen = "\n\n".join(["## Fabrics", fabric_text, "## Solar", markdown(solar_table)])
+    seen = "\n\n".join(
+        ["## Fabrics", fabric_text, "## Solar", markdown(solar_table), "With other batches:", markdown(assumptions())]
+    )
     result = {"machine": machine(), "experts": rows, "fabrics": fabric_rows, "solar": solar_rows}
     save("choices", result, table, "The planner's choices", seen)
 

@@ -3,7 +3,8 @@
     python -m benchmarks.fabrics
 
 192 devices each. `kept` is the layout chosen on the DGX H100, timed on the other machine, and `factor` how much faster
-that machine's own choice is. Models and global batch are the same everywhere, the program is this one.
+that machine's own choice is. Models and global batch are the same everywhere, the program is this one, the pipeline's
+schedule 1F1B.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from phalanx.published.accuracy_report import markdown
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
 
-MODELS = (("llama3-8b", 192), ("llama3-70b", 384), ("solar-open-100b", 1536))
+MODELS = (("llama3-8b", 192), ("llama3-70b", 384), ("solar-open-100b", 1536), ("deepseek-v3", 1536))
 """Names and sequences of a step."""
 HOME = "DGX H100"
 
@@ -49,8 +50,8 @@ def machines() -> dict[str, Cluster]:
 
 
 def question(model: str, sequences: int, cluster: Cluster) -> Question:
-    """What the planner is asked."""
-    return Question(PRESETS[model], cluster, sequences, software=PHALANX)
+    """What the planner is asked. One schedule, so that links decide and not bubbles."""
+    return Question(PRESETS[model], cluster, sequences, software=PHALANX, fixed={"schedule": "1f1b"})
 
 
 def fabrics() -> tuple[list[dict[str, Any]], str]:
