@@ -84,8 +84,8 @@ def _paper(row: Published) -> str:
 
 
 def tuned(truth: Path) -> Iterator[Expert]:
-    """Rows of the truth that say their layout, one for each model, device and number of them: the one with the most
-    tokens a second, which is what somebody arrived at."""
+    """Rows of the truth that say their layout, one for each model and device: the one with the most tokens a second,
+    which is what somebody arrived at."""
     best: dict[object, tuple[float, Expert]] = {}
     for source in SOURCES:
         path = truth / f"{source}.csv"
@@ -98,7 +98,7 @@ def tuned(truth: Path) -> Iterator[Expert]:
                 continue
             case = reading.case
             expert = Expert(row["model_name"], source, case, _error(reading))
-            key = key_of(expert.name), case.cluster.accelerator.name, case.layout.world
+            key = key_of(expert.name), case.cluster.accelerator.name
             speed = reading.tokens_per_s(reading.measured_s or float("inf"))
             if key not in best or speed > best[key][0]:
                 best[key] = speed, expert

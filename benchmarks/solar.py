@@ -40,7 +40,9 @@ def predicted(nodes: int, groups: int, micro_batch: int = MICRO_BATCH, seq_len: 
 
 def solar() -> tuple[list[dict[str, float]], list[tuple[str, ...]]]:
     """Figures and the table."""
-    table = [("nodes", "sharded over", "replicas", "published", "predicted", "error", "step, s", "exposed, s")]
+    table: list[tuple[str, ...]] = [
+        ("nodes", "sharded over", "replicas", "published", "predicted", "error", "step, s", "exposed, s")
+    ]
     rows = []
     for nodes, groups, published in PUBLISHED:
         found = predicted(nodes, groups)
