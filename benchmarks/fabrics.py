@@ -73,12 +73,12 @@ def fabrics() -> tuple[list[dict[str, Any]], str]:
             line = _line(best.layout)
             rate, mfu = f"{best.tokens_per_s_per_device:,.0f}", f"{best.mfu:.1%}"
             table.append((name, line, rate, mfu, f"{factor:.2f}" if factor else "", why))
-            notes += [f"- {name}: {' '.join(plan.notes)}"]
+            notes += [f"- {name}: {' '.join(plan.notes)}"] if plan.notes else []
             print(" | ".join(table[-1]), *plan.notes, sep="\n  ", flush=True)
             rows.append(
                 {"model": model, "machine": name, "layout": line, "factor": factor, "why": why, "mfu": best.mfu}
             )
-        text += [f"### {model}, {sequences} sequences a step", markdown(table), "\n".join(notes)]
+        text += [f"### {model}, {sequences} sequences a step", markdown(table), *(["\n".join(notes)] if notes else [])]
     return rows, "\n\n".join(text)
 
 
