@@ -82,14 +82,19 @@ LLAMA3 = (
 )
 
 
-def predict_published(row: Published) -> Prediction:
-    """What is predicted of a published result."""
+def published_case(row: Published) -> Case:
+    """The step that a paper's result is of."""
     model = PRESETS[row.name]
     model = replace(model, seq_len=row.seq_len or model.seq_len, dropout=0.1 if row.counts == "hardware" else 0.0)
     cluster = cluster_of(row.cluster)
     software = calibrated(row.program, cluster.accelerator)
     solved = batch.solve(row.sequences, row.layout)
-    return predict(Case(model, cluster, row.layout, solved, "bf16", 2, software))
+    return Case(model, cluster, row.layout, solved, "bf16", 2, software)
+
+
+def predict_published(row: Published) -> Prediction:
+    """What is predicted of a published result."""
+    return predict(published_case(row))
 
 
 def predicted(row: Published) -> float:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.link import Group, seconds
+from phalanx.cost.link import Group, load, seconds
 from phalanx.cost.traffic import Collective
 from phalanx.job.clusters import CLUSTERS, cluster_of
 
@@ -48,6 +48,23 @@ def test_eight_a100_as_measured(mebibytes: int, microseconds: float) -> None:
     """NCCL on eight A100 with NVLink: four points of vTrain's tables (trace/*_LUT)."""
     found = seconds(CLUSTERS["dgx-a100"], "all_reduce", mebibytes * 2**20, Group(8))
     assert found * 1e6 == pytest.approx(microseconds, rel=0.15)
+
+
+def test_an_all_gather_over_256_h100_as_measured() -> None:
+    """NVIDIA/nccl, issue 1218: 2 GB over 32 nodes pass at 200 GB/s, where large tensors reach 340."""
+    cluster = cluster_of("dgx-h100:32")
+    large, two = (
+        payload * 255 / 256 / seconds(cluster, "all_gather", payload, Group(256)) / 1e9 for payload in (1e12, 2 * 2**30)
+    )
+    assert large == pytest.approx(340, rel=0.02)
+    assert two == pytest.approx(200, rel=0.05)
+
+
+def test_what_waits_for_the_next_step_of_a_ring_slows_nothing_down() -> None:
+    cluster = cluster_of("dgx-h100:32")
+    large, small = (load(cluster, Group(256), payload) for payload in (1e12, 1e8))
+    assert 0 < small < large / 5 < large <= 1
+    assert load(cluster, Group(1), 1e9) == 0
 
 
 def test_the_switch_halves_an_all_reduce() -> None:

@@ -71,6 +71,8 @@ def test_active_parameters():
     look_up = deepseek.vocab_size * deepseek.d_model
     # The published 37 B leave the input embedding out, which a token only looks up.
     assert round((count_active(deepseek) - look_up) / 1e9) == 37
+    solar = PRESETS["solar-open-100b"]  # its model card: 102.6 B, 12 B of them active
+    assert (count(solar) // 10**8 / 10, round(count_active(solar) / 1e9)) == (102.6, 12)
     assert count_active(PRESETS["llama3-8b"]) == count(PRESETS["llama3-8b"])
 
 
@@ -83,7 +85,7 @@ def test_presets_are_whole_shapes(name: str):
     model = PRESETS[name]
     assert model.n_heads % model.kv_heads == 0
     assert model.head_size % 2 == 0
-    if not model.mla.kv_rank:
+    if not model.mla.kv_rank and not model.head_dim:
         assert model.n_heads * model.head_size == model.d_model
 
 

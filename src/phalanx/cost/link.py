@@ -19,7 +19,11 @@ START_US = 20.0
 """Time before the first byte of a collective moves: its kernel, and the meeting of the ranks (NCCL's 1 MB all-reduce
 on two A100 takes 45 us, of which 5 are for the bytes: vTrain's tables)."""
 HOP = 0.65
-"""Latency of a step of a pipelined ring beside that of a message alone: chunks follow each other."""
+"""Latency of a step of a ring inside a node beside that of a message alone: chunks follow each other."""
+PACE = 1.4
+"""The same of a ring through several nodes, beside a message over the network: all steps go at the pace of the slowest,
+and a rank's part is too small to cut into chunks that follow each other. An all-gather of 2 GB over 32 nodes of eight
+H100, where large tensors reach 340 GB/s, reached 200: 17 us for each of 255 steps (NVIDIA/nccl, issue 1218)."""
 NEIGHBOUR = 8
 """Devices over whose cards one tensor travels at most (NCCL: one channel a card)."""
 
@@ -52,9 +56,7 @@ def seconds(cluster: Cluster, collective: Collective, payload: float, group: Gro
     if collective == "all_to_all":
         return _all_to_all(cluster, payload, n, near, nodes)
     bandwidth = _bandwidth(cluster, group, near, nodes)
-    hops = (
-        HOP * ((n - nodes) * cluster.intra.latency_us + (nodes if nodes > 1 else 0) * cluster.inter.latency_us) * 1e-6
-    )
+    hops = (n - 1) * (PACE * cluster.inter.latency_us if nodes > 1 else HOP * cluster.intra.latency_us) * 1e-6
     start = START_US * 1e-6
     share = (n - 1) / n
     if collective != "all_reduce":
@@ -68,12 +70,12 @@ def seconds(cluster: Cluster, collective: Collective, payload: float, group: Gro
     return start + min(ring, tree)
 
 
-def load(cluster: Cluster, group: Group) -> float:
-    """How much of what neighbouring devices can exchange a group's collectives do: by as much they slow down what runs
-    beside them. Bytes that come slowly over a network take few cores and little of the memory's bandwidth."""
-    near = group.near(cluster.joined)
-    nodes = ceil(group.ranks / near)
-    return min(1.0, _bandwidth(cluster, group, near, nodes) / _bytes(cluster.intra))
+def load(cluster: Cluster, group: Group, payload: float) -> float:
+    """How much of what neighbouring devices can exchange a group's collectives of `payload` bytes each do: by as much
+    they slow down what runs beside them. Bytes that come slowly over a network take few cores and little of the
+    memory's bandwidth, and a ring that waits for its next step takes none."""
+    spent = seconds(cluster, "all_gather", payload, group)
+    return min(1.0, payload * (1 - 1 / group.ranks) / spent / _bytes(cluster.intra)) if spent else 0.0
 
 
 def _bytes(link: Link) -> float:

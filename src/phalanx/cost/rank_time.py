@@ -7,12 +7,11 @@ from functools import lru_cache
 
 from phalanx.cost import operators
 from phalanx.cost.case import Case
-from phalanx.cost.communication import block_traffic, group
+from phalanx.cost.communication import block_traffic
 from phalanx.cost.held import block_parameters, outside
 from phalanx.cost.layer import Seconds, work_seconds
-from phalanx.cost.link import load
 from phalanx.cost.placed import Content
-from phalanx.cost.state_time import Held, state_seconds, zero_three
+from phalanx.cost.state_time import Held, interference, state_seconds, zero_three
 from phalanx.job.layout import Layout
 from phalanx.job.recompute import Mode, alike
 
@@ -171,13 +170,14 @@ def _shard(case: Case, moe: bool, forward: float, backward: float) -> tuple[floa
     layout, software = case.layout, case.software
     if not zero_three(layout):
         return 0.0, 0.0
-    state = state_seconds(case, block_held(case, moe), software.messages)
+    held = block_held(case, moe)
+    state = state_seconds(case, held, software.messages)
     scatters = 1.0 if layout.accumulate == "sharded" or case.batch.accumulation == 1 else 1 / case.batch.accumulation
     there = state.gather if layout.reshard or case.batch.accumulation == 1 else state.gather / case.batch.accumulation
     back = (state.gather if layout.reshard else 0.0) + state.reduce * scatters
     if not software.dp_overlaps:
         return there, back
-    slower = (software.interference - 1) * load(case.cluster, group(layout, "shard"))
+    slower = interference(case, held, software.messages)
     return (
         max(0.0, there - forward) + slower * min(there, forward),
         max(0.0, back - backward) + slower * min(back, backward),

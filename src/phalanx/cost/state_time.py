@@ -9,7 +9,7 @@ from functools import lru_cache
 from phalanx.cost.case import Case
 from phalanx.cost.communication import group
 from phalanx.cost.kernel import stream_seconds
-from phalanx.cost.link import seconds
+from phalanx.cost.link import load, seconds
 from phalanx.job.layout import Layout
 
 OPTIMIZER_BYTES = 28
@@ -44,9 +44,12 @@ def state_seconds(case: Case, held: Held, parts: int = 1) -> StateSeconds:
     width = case.width
     gradient = case.software.habits.gradient_bytes or width
     total_gather = total_reduce = 0.0
-    for numbers, shard, replicas in (
-        (held.dense, group(layout, "shard"), group(layout, "replicate")),
-        (held.experts, group(layout, "edp"), group(layout, "replicate")),
+    replicas = group(layout, "replicate")
+    # Experts that no rank has for itself travel with the rest of their block.
+    alike = layout.ep == 1
+    for numbers, shard in (
+        (held.dense + alike * held.experts, group(layout, "shard")),
+        (0 if alike else held.experts, group(layout, "edp")),
     ):
         if not numbers:
             continue
@@ -62,6 +65,13 @@ def state_seconds(case: Case, held: Held, parts: int = 1) -> StateSeconds:
         total_gather += parts * gather
         total_reduce += parts * reduce
     return StateSeconds(total_gather, total_reduce)
+
+
+def interference(case: Case, held: Held, messages: int) -> float:
+    """What a product takes longer, as a share, while the state that is held travels beside it in so many messages."""
+    axis = "shard" if case.layout.shard_ranks > 1 else "replicate"
+    each = (held.dense + held.experts) * case.width / messages
+    return (case.software.interference - 1) * load(case.cluster, group(case.layout, axis), each)
 
 
 def optimizer_seconds(case: Case, held: Held) -> float:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from phalanx.cost.case import Case
-from phalanx.cost.communication import boundary_seconds, group
-from phalanx.cost.link import load
+from phalanx.cost.communication import boundary_seconds
 from phalanx.cost.pipeline import pipeline_seconds
 from phalanx.cost.placed import Content, contents
 from phalanx.cost.prediction import Parts
 from phalanx.cost.rank_time import RankTime, held_by, rank_time
-from phalanx.cost.state_time import Held, optimizer_seconds, state_seconds, zero_three
+from phalanx.cost.state_time import Held, interference, optimizer_seconds, state_seconds, zero_three
 from phalanx.schedule import catalogue
 
 
@@ -70,14 +69,14 @@ def _state(case: Case, content: Content, held: Held, slowest: RankTime) -> tuple
         first = state_seconds(case, held, max(1, content.blocks))
         once = (first.gather + first.reduce) / max(1, content.blocks)
         return 2 * once, optimizer
-    state = state_seconds(case, held, max(1, round(content.blocks / 4)))
+    messages = max(1, round(content.blocks / 4))
+    state = state_seconds(case, held, messages)
     if not case.software.dp_overlaps:
         return state.gather + state.reduce, optimizer
     backward = slowest.total - slowest.forward
     hidden = backward * (1 - 1 / max(2, content.blocks))
     ahead = slowest.forward * (1 - 1 / max(2, content.blocks))
-    axis = "shard" if layout.shard_ranks > 1 else "replicate"
-    slower = (case.software.interference - 1) * load(case.cluster, group(layout, axis))
+    slower = interference(case, held, messages)
     late = max(0.0, state.reduce - hidden) + max(0.0, state.gather - ahead)
     beside = min(state.reduce, hidden) + min(state.gather, ahead)
     # The last bucket, and the first block's parameters, wait for nobody.

@@ -114,13 +114,14 @@ _MACHINES: dict[str, Cluster] = {
     "gaudi2": _machine("gaudi2", 8, Link(262, 8, 0.85), _network(300, 1)),
     "gaudi3": _machine("gaudi3", 8, Link(525, 8, 0.85), _network(600, 1)),
     # The sites of the lectures. Polaris: two Slingshot-11 cards for four A100-40GB (ALCF user guide). Perlmutter: four
-    # cards. Frontier: four cards for eight dies, 50 GB/s a link between dies. Aurora: eight cards for twelve tiles;
-    # ALCF measured 15 GB/s between two of its GPUs, 185 between a GPU's own tiles.
+    # cards. Frontier: four cards for eight dies, 50 GB/s a link between dies. Aurora: ALCF
+    # measured 185 GB/s between the two tiles of a GPU and 15 between GPUs, which is what a tile's share of the eight
+    # cards reaches, too (200 Gb/s for 1.5 tiles): beyond a pair of tiles all ways are as slow as the network.
     "polaris": _machine("a100-40gb", 4, replace(NVLINK3, gbs=300), _network(200, 2)),
     "sophia": _machine("a100-40gb", 8, NVLINK3, _network(200)),
     "perlmutter": _machine("a100-40gb", 4, NVLINK3, _network(200)),
     "frontier": _machine("mi250x-gcd", 8, Link(50, 8, 0.75), _network(200, 2)),
-    "aurora": _machine("max1550-tile", 12, Link(15, 10, 0.9), _network(200, 1.5)),
+    "aurora": _machine("max1550-tile", 12, Link(185, 10, 0.9), _network(200, 1.5), domain=2),
     # Machines that papers trained on. Selene (Narayanan et al. 2021): eight HDR cards. Jean Zay: four 100 Gb/s
     # Omni-Path cards for eight A100 (bigscience, train/tr11-176B-ml); its V100 nodes four for four. Eos: DGX H100.
     # Meta's (Llama 3, section 3.3.1): pods of 3,072 devices, 1:7 above; and the H100 of torchtitan's reports.

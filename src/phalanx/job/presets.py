@@ -121,6 +121,14 @@ _SHAPES: dict[str, Model] = {
         ),
         mla=MLA(q_rank=1536, kv_rank=512, rope_head_dim=64, nope_head_dim=128, v_head_dim=128),
     ),
+    # Upstage 2026 (arXiv 2601.07022); config.json of upstage/Solar-Open-100B; router as in the release's code
+    # (transformers, models/solar_open). The 4,096 tokens are an assumption: no
+    # public page read for this says how long its first phase's sequences were.
+    "solar-open-100b": replace(
+        _llama(48, 4096, 64, kv_heads=8, d_ff=10240, vocab=196608, seq_len=4096, rope_theta=1000000.0),
+        head_dim=128,
+        moe=MoE(n_experts=128, top_k=8, d_ff=1280, n_shared=1, router="sigmoid", bias_balanced=True),
+    ),
     # nanoGPT's config/train_shakespeare_char.py: the model that learns Shakespeare's characters in minutes.
     "baby": Model(n_layers=6, d_model=384, n_heads=6, seq_len=256, bias=False, dropout=0.2),
     # Small enough for a test to train it.

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from phalanx.cost.case import Case
-from phalanx.cost.communication import group
-from phalanx.cost.link import load
 from phalanx.cost.placed import Content, content_of, stages_of_case
 from phalanx.cost.rank_time import RankTime, held_by, rank_time
-from phalanx.cost.state_time import Held, StateSeconds, optimizer_seconds, state_seconds, zero_three
+from phalanx.cost.state_time import Held, StateSeconds, interference, optimizer_seconds, state_seconds, zero_three
 from phalanx.schedule.schedule import Schedule
 from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.timeline import Span
@@ -86,7 +84,7 @@ def rank_seconds(case: Case, schedule: Schedule, rank: int, disturbance: Disturb
     whole = Held(
         *map(sum, zip(*((h.dense, h.experts) for h in (held_by(case, contents[s]) for s in held)), strict=True))
     )
-    axis = "shard" if case.layout.shard_ranks > 1 else "replicate"
+    messages = max(1, round(sum(contents[stage].blocks for stage in held) / 4))
     after = not overlaps and not three
     return RankSeconds(
         durations={kind: tuple(seconds) for kind, seconds in durations.items()},
@@ -96,7 +94,7 @@ def rank_seconds(case: Case, schedule: Schedule, rank: int, disturbance: Disturb
         blocks={stage: 1.0 if three else contents[stage].blocks for stage in held},
         optimizer=optimizer_seconds(case, whole) * disturbance.device(rank),
         late_gather=sum(seconds.gather for seconds in state.values()) if after else 0.0,
-        slower=0.0 if three else (case.software.interference - 1) * load(case.cluster, group(case.layout, axis)),
+        slower=0.0 if three else interference(case, whole, messages),
         reduces_after=after or three,
     )
 

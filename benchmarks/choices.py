@@ -1,0 +1,215 @@
+"""The planner against people: on published layouts, on awkward fabrics, and where a layout is known to have mattered.
+
+    python -m benchmarks.choices [--quick]
+
+Experts' rows: Megatron-LM's ten and Llama 3's three (benchmarks/published.py), and, where the environment variable
+PHALANX_TRUTH names a folder of published measurements, torchtitan's and NVIDIA's. The planner chooses under the same
+model, machine, global batch, number format and program, among what that program could do (benchmarks/abilities.py);
+both layouts are timed by the same simulation. --quick takes Megatron's and Llama 3's alone. No run of this machine but
+for the seconds that a search takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.abilities import abilities, regathers
+from benchmarks.accuracy import rows_of
+from benchmarks.fabrics import fabrics
+from benchmarks.published import LLAMA3, MEGATRON, Published, predicted, published_case
+from benchmarks.report import machine, save
+from benchmarks.solar import assumptions, solar
+from phalanx.cost.case import Case
+from phalanx.cost.predict import predict
+from phalanx.errors import JobError
+from phalanx.plan.explain import differences, explain
+from phalanx.plan.plan import Candidate
+from phalanx.plan.question import Question
+from phalanx.plan.search import search
+from phalanx.published.accuracy_report import markdown
+from phalanx.published.row import Reading, read
+from phalanx.published.shapes import key_of, remark
+from phalanx.published.table import step_seconds as share_of
+from phalanx.simulate.step import step_seconds
+
+SOURCES = ("torchtitan", "nemo_megatron_bridge", "nvidia_dgxc_benchmarking", "mlperf_training_llm")
+"""Files of the truth whose rows somebody tuned, each with its layout."""
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Somebody's layout."""
+
+    name: str
+    source: str
+    case: Case
+    error: float | None
+    """Predicted over published throughput, minus 1."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the planner takes instead."""
+
+    expert: Expert
+    best: Candidate
+    expert_seconds: float
+    searched: int
+    seconds: float
+    """That the searches took."""
+
+    @property
+    def factor(self) -> float:
+        """Times as fast as the expert's."""
+        return self.expert_seconds / self.best.seconds
+
+    @property
+    def why(self) -> str:
+        return explain(self.best.prediction, predict(self.expert.case), self.factor)
+
+
+def printed() -> Iterator[Expert]:
+    """Megatron-LM's and Llama 3's."""
+    for row in (*MEGATRON, *LLAMA3):
+        yield Expert(row.name, _paper(row), published_case(row), predicted(row) / row.tflops - 1)
+
+
+def _paper(row: Published) -> str:
+    return "Narayanan et al. 2021" if row.program == "megatron-2021" else "Llama Team 2024"
+
+
+def tuned(truth: Path) -> Iterator[Expert]:
+    """Rows of the truth that say their layout, one for each model and device: the one with the most tokens a second,
+    which is what somebody arrived at."""
+    best: dict[object, tuple[float, Expert]] = {}
+    for source in SOURCES:
+        path = truth / f"{source}.csv"
+        for row in rows_of(path) if path.exists() else ():
+            try:
+                reading = read(row)
+            except JobError:
+                continue
+            if not _ours(row, reading):
+                continue
+            case = reading.case
+            expert = Expert(row["model_name"], source, case, _error(reading))
+            key = key_of(expert.name), case.cluster.accelerator.name
+            speed = reading.tokens_per_s(reading.measured_s or float("inf"))
+            if key not in best or speed > best[key][0]:
+                best[key] = speed, expert
+    yield from (expert for _, expert in best.values())
+
+
+def _ours(row: dict[str, str], reading: Reading) -> bool:
+    """It says its layout, it is a whole training step of the model that it names, and its program is known."""
+    name = key_of(row["model_name"])
+    return bool(
+        row["tp"] and reading.share == 1 and name and not remark(name) and reading.measured_s
+        and abilities(reading.software)
+    )  # fmt: skip
+
+
+def _error(reading: Reading) -> float | None:
+    measured = reading.measured_s
+    return measured / share_of(reading, predict(reading.case)) - 1 if measured else None
+
+
+def choose(expert: Expert) -> Choice | None:
+    """The fastest of all sets of the program; None where nothing fits."""
+    case = expert.case
+    began = time.monotonic()
+    found, searched = list[Candidate](), 0
+    for fixed in abilities(case.software.name):
+        try:
+            plan = search(
+                Question(
+                    model=case.model,
+                    cluster=case.cluster,
+                    global_batch=case.batch.global_batch,
+                    products=case.products,
+                    width=case.width,
+                    software=case.software,
+                    fixed=fixed,
+                    worlds=(case.layout.world,),
+                )
+            )
+        except JobError:
+            continue  # nothing in this set is legal
+        searched += plan.searched
+        found += [_as_run(one) for one in plan.best]
+    if not found:
+        return None
+    best = min(found, key=lambda one: one.seconds)
+    return Choice(expert, best, step_seconds(case), searched, time.monotonic() - began)
+
+
+def _as_run(one: Candidate) -> Candidate:
+    """With what the program does whatever one says."""
+    if not one.layout.sp or not regathers(one.case.software.name):
+        return one
+    case = replace(one.case, layout=replace(one.layout, sp_regather=True))
+    return Candidate(case, predict(case), step_seconds(case))
+
+
+def _line(case: Case) -> str:
+    """The layout without what a cut of even stages says."""
+    return replace(case.layout, pp_cut="", accumulation=0, sp_regather=False).line().replace(",", " ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="only the rows of the two papers")
+    options = parser.parse_args()
+    truth = os.environ.get("PHALANX_TRUTH", "")
+    experts = list(printed())
+    if not truth or not Path(truth).is_dir():
+        print("PHALANX_TRUTH names no folder of published measurements: torchtitan's and NVIDIA's rows are left out")
+    elif not options.quick:
+        experts += tuned(Path(truth))
+    table = [("model", "devices", "published layout", "error", "planner's", "factor", "why")]
+    rows = []
+    for expert in experts:
+        choice = choose(expert)
+        case = expert.case
+        who = f"{expert.name}, {case.cluster.accelerator.name}, {case.products}"
+        error = "" if expert.error is None else f"{expert.error:+.1%}"
+        if choice is None:
+            table.append((who, str(case.layout.world), _line(case), error, "nothing fits", "", ""))
+            continue
+        same = not differences(replace(choice.best.layout, pp_cut=""), replace(case.layout, pp_cut=""))
+        told = "the same layout" if same else choice.why
+        table.append(
+            (who, str(case.layout.world), _line(case), error, _line(choice.best.case), f"{choice.factor:.2f}", told)
+        )
+        print(" | ".join(table[-1]), f"{choice.searched} layouts in {choice.seconds:.1f} s", flush=True)
+        rows.append(
+            {
+                "model": expert.name,
+                "source": expert.source,
+                "device": case.cluster.accelerator.name,
+                "devices": case.layout.world,
+                "error": expert.error,
+                "published": _line(case),
+                "planned": _line(choice.best.case),
+                "factor": choice.factor,
+                "why": choice.why,
+                "searched": choice.searched,
+                "seconds": choice.seconds,
+            }
+        )
+    fabric_rows, fabric_text = fabrics()
+    solar_rows, solar_table = solar()
+    seen = "\n\n".join(
+        ["## Fabrics", fabric_text, "## Solar", markdown(solar_table), "With other batches:", markdown(assumptions())]
+    )
+    result = {"machine": machine(), "experts": rows, "fabrics": fabric_rows, "solar": solar_rows}
+    save("choices", result, table, "The planner's choices", seen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The planner on machines with awkward links: what it takes instead of what an H100 machine gets, and why.
+
+    python -m benchmarks.fabrics
+
+192 devices each. `kept` is the layout chosen on the DGX H100, timed on the other machine, and `factor` how much faster
+that machine's own choice is. Models and global batch are the same everywhere, the program is this one, the pipeline's
+schedule 1F1B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from phalanx.cost.case import Case
+from phalanx.cost.predict import predict
+from phalanx.cost.programs import PHALANX
+from phalanx.errors import JobError
+from phalanx.job.cluster import Cluster, Link
+from phalanx.job.clusters import cluster_of
+from phalanx.job.layout import Layout
+from phalanx.job.presets import PRESETS
+from phalanx.plan.explain import explain
+from phalanx.plan.plan import Plan
+from phalanx.plan.question import Question
+from phalanx.plan.search import search
+from phalanx.published.accuracy_report import markdown
+from phalanx.simulate.step import step_seconds
+from phalanx.units import gib
+
+MODELS = (("llama3-8b", 192), ("llama3-70b", 384), ("solar-open-100b", 1536), ("deepseek-v3", 1536))
+"""Names and sequences of a step."""
+HOME = "DGX H100"
+
+
+@cache
+def machines() -> dict[str, Cluster]:
+    """192 devices of each kind."""
+    h100 = cluster_of("dgx-h100:24")
+    ethernet = Link(100 / 8 / 8, 30, 0.8)
+    return {
+        HOME: h100,
+        "H100, 100 Gb/s Ethernet a node": replace(h100, preset="", inter=ethernet),
+        # Of the 72 devices of a rack jobs take 64 (NVIDIA's own recipes).
+        "GB200 NVL72, 64 of a rack": replace(cluster_of("gb200-nvl72:48"), domain=64),
+        "Polaris": cluster_of("polaris:48"),
+        "Aurora": cluster_of("aurora:16"),
+    }
+
+
+def question(model: str, sequences: int, cluster: Cluster) -> Question:
+    """What the planner is asked. One schedule, so that links decide and not bubbles."""
+    return Question(PRESETS[model], cluster, sequences, software=PHALANX, fixed={"schedule": "1f1b"})
+
+
+def fabrics() -> tuple[list[dict[str, Any]], str]:
+    """Figures, and tables with what the planner says of each choice."""
+    rows, text = list[dict[str, Any]](), list[str]()
+    for model, sequences in MODELS:
+        table = [("machine", "choice", "tokens/s a device", "MFU", "factor", "beside the choice for H100")]
+        notes = list[str]()
+        home: Layout | None = None
+        for name, cluster in machines().items():
+            asked = question(model, sequences, cluster)
+            plan = search(asked)
+            if not plan.best:
+                table.append((name, "nothing fits", "", "", "", _least(plan)))
+                continue
+            best = plan.best[0]
+            home = home or best.layout
+            factor, why = _kept(asked, home, plan)
+            line = _line(best.layout)
+            rate, mfu = f"{best.tokens_per_s_per_device:,.0f}", f"{best.mfu:.1%}"
+            table.append((name, line, rate, mfu, f"{factor:.2f}" if factor else "", why))
+            notes += [f"- {name}: {' '.join(plan.notes)}"] if plan.notes else []
+            print(" | ".join(table[-1]), *plan.notes, sep="\n  ", flush=True)
+            rows.append(
+                {"model": model, "machine": name, "layout": line, "factor": factor, "why": why, "mfu": best.mfu}
+            )
+        text += [f"### {model}, {sequences} sequences a step", markdown(table), *(["\n".join(notes)] if notes else [])]
+    return rows, "\n\n".join(text)
+
+
+def _kept(asked: Question, home: Layout, plan: Plan) -> tuple[float | None, str]:
+    """How much faster the machine's own choice is than the H100's, and why."""
+    best = plan.best[0]
+    if replace(best.layout, pp_cut="") == replace(home, pp_cut=""):
+        return 1.0, "the same"
+    try:
+        case: Case = asked.case(home)
+        kept, seconds = predict(case), step_seconds(case)
+    except (JobError, ValueError) as error:
+        return None, f"not legal here: {error}"
+    factor = seconds / best.seconds
+    return (factor if kept.fits else None), explain(best.prediction, kept, factor)
+
+
+def _least(plan: Plan) -> str:
+    nearest = plan.nearest
+    if not nearest:
+        return ""
+    needed = nearest.prediction.fullest.needed
+    return f"least is {gib(needed)} of {gib(nearest.prediction.memory_limit)}: {_line(nearest.layout)}"
+
+
+def _line(layout: Layout) -> str:
+    return replace(layout, pp_cut="", accumulation=0).line().replace(",", " ")
+
+
+def main() -> None:
+    print(fabrics()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Solar Open's case: sharding over all of 480 GPUs against groups of ten nodes, predicted beside what was published.
+
+    python -m benchmarks.solar
+
+Published: 5,500 tokens a second and device at 16 nodes and 4,267 at 60 with FSDP over all devices, 5,400 at 60 with six
+groups of ten nodes (HSDP). The model's shape is the release's (job/presets.py), the machine eight B200 a node, the
+program torchtitan. What no page that was read says is assumed: four sequences of 4,096 tokens a device and step, whole
+blocks recomputed in bf16; the batch was chosen so that 16 nodes come out right, and other batches stand beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.cost.calibration import calibrated
+from phalanx.cost.case import Case
+from phalanx.cost.predict import predict
+from phalanx.cost.prediction import Prediction
+from phalanx.job import batch
+from phalanx.job.clusters import cluster_of
+from phalanx.job.layout import Layout
+from phalanx.job.presets import PRESETS
+from phalanx.published.accuracy_report import markdown
+
+PUBLISHED = ((16, 1, 5500), (60, 1, 4267), (60, 6, 5400))
+"""Nodes, groups, tokens a second and device."""
+MICRO_BATCH, SEQ_LEN = 4, 4096
+OTHERS = ((1, 4096), (2, 4096), (4, 4096), (8, 4096), (2, 8192), (4, 8192))
+"""Micro-batches and sequence lengths that it may have been instead."""
+
+
+def predicted(nodes: int, groups: int, micro_batch: int = MICRO_BATCH, seq_len: int = SEQ_LEN) -> Prediction:
+    """A step on so many nodes, sharded inside each of so many groups, one micro-batch a device."""
+    cluster = cluster_of(f"dgx-b200:{nodes}")
+    layout = Layout(dp_replicate=groups, dp_shard=cluster.devices // groups, micro_batch=micro_batch, recompute="full")
+    model = replace(PRESETS["solar-open-100b"], seq_len=seq_len)
+    software = calibrated("torchtitan-2025", cluster.accelerator)
+    return predict(Case(model, cluster, layout, batch.solve(micro_batch * cluster.devices, layout), software=software))
+
+
+def solar() -> tuple[list[dict[str, float]], list[tuple[str, ...]]]:
+    """Figures and the table."""
+    table: list[tuple[str, ...]] = [
+        ("nodes", "sharded over", "replicas", "published", "predicted", "error", "step, s", "exposed, s")
+    ]
+    rows = []
+    for nodes, groups, published in PUBLISHED:
+        found = predicted(nodes, groups)
+        rate = found.tokens_per_s_per_device
+        exposed = sum(found.parts.exposed.values())
+        figures = (f"{published:,}", f"{rate:,.0f}", f"{rate / published - 1:+.1%}")
+        shape = (str(nodes), f"{8 * nodes // groups} GPUs", str(groups))
+        table.append((*shape, *figures, f"{found.step_time_s:.2f}", f"{exposed:.2f}"))
+        rows.append({"nodes": nodes, "groups": groups, "published": published, "predicted": rate})
+    return rows, table
+
+
+def assumptions() -> list[tuple[str, ...]]:
+    """The same with other batches: what 60 nodes lose against 16, and what groups gain there."""
+    table = [
+        ("a device and step", "16 nodes", "60 nodes", "60 nodes, 6 groups", "60 against 16", "groups against flat")
+    ]
+    rates = [float(published) for _, _, published in PUBLISHED]
+    table.append(("published", *_compared(rates)))
+    for micro_batch, seq_len in OTHERS:
+        rates = [
+            predicted(nodes, groups, micro_batch, seq_len).tokens_per_s_per_device for nodes, groups, _ in PUBLISHED
+        ]
+        table.append((f"{micro_batch} × {seq_len:,} tokens", *_compared(rates)))
+    return table
+
+
+def _compared(rates: list[float]) -> tuple[str, ...]:
+    small, large, grouped = rates
+    return (*(f"{rate:,.0f}" for rate in rates), f"{large / small - 1:+.1%}", f"{grouped / large - 1:+.1%}")
+
+
+def main() -> None:
+    print(markdown(solar()[1]), markdown(assumptions()), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
