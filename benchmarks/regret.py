@@ -1,4 +1,4 @@
-"""Is what the planner chooses the fastest? Every layout of 1, 2 and 4 processes of this machine, predicted and measured.
+"""Is what the planner chooses the fastest? Every layout of 1, 2 and 4 processes here, predicted and measured.
 
     PHALANX_HOME=/tmp/home python -m benchmarks.regret [--resume] [--models small wide] [--most 20] [--rounds 5]
 
@@ -140,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     cluster = local_cluster.read()
     record = Record(options.steps, resume=options.resume or options.keep)
     if not options.keep:
-        found = {name: [one for n in WORLDS for one in _sample(layouts(name, n), options.most)] for name in options.models}
+        found = {
+            name: [one for n in WORLDS for one in _sample(layouts(name, n), options.most)] for name in options.models
+        }
         with Pool(max(WORLDS)) as pool:
             survey(pool, record, found, options.surveys)
             for name, among in found.items():

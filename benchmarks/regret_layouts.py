@@ -40,12 +40,11 @@ def job_of(name: str, layout: Layout) -> Job:
 
 def layouts(name: str, world: int) -> list[Layout]:
     """All that so many processes can train a model with: products of the axes, ZeRO's stages, sequence parallel, rings
-    and Ulysses, schedules, and micro-batches of a whole, a half and a quarter of a data rank's sequences (of a whole and a quarter
-    on 4 processes). The simplest first: those that set least."""
+    and Ulysses, schedules, and micro-batches (SHARES). The simplest first: those that set least."""
     sequences = MODELS[name][1]
     found = []
     for degrees in _degrees(world):
-        for layout in _variants(Layout(**degrees), MODELS[name][0].moe.n_experts):
+        for layout in _variants(degrees, MODELS[name][0].moe.n_experts):
             for share in SHARES[world]:
                 micro, rest = divmod(sequences, layout.data_ranks * share)
                 one = replace(layout, micro_batch=micro, accumulation=share)
@@ -54,12 +53,11 @@ def layouts(name: str, world: int) -> list[Layout]:
     return sorted(found, key=lambda layout: layout.line().count("="))
 
 
-def _degrees(world: int) -> Iterator[dict[str, int]]:
-    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+def _degrees(world: int) -> Iterator[Layout]:
     sizes = [n for n in range(1, world + 1) if world % n == 0]
-    for degrees in product(sizes, repeat=len(names)):
-        layout = dict(zip(names, degrees, strict=True))
-        if Layout(**layout).world == world:
+    for replicas, shard, cp, tp, pp in product(sizes, repeat=5):
+        layout = Layout(dp_replicate=replicas, dp_shard=shard, cp=cp, tp=tp, pp=pp)
+        if layout.world == world:
             yield layout
 
 

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from phalanx.bench import shapes
+from phalanx.bench import cpu, shapes
 from phalanx.bench.clock import Clock
 from phalanx.bench.machine import processor
 from phalanx.bench.shapes import Shape
-from phalanx.cost.fit import Attention, Precision, Product, Row, Stream, device_rows, fit_device
+from phalanx.cost.fit import UNCACHED, Attention, Precision, Product, Row, Stream, device_rows, fit_device, fit_host
 from phalanx.data.progress import Progress
-from phalanx.job.cluster import Accelerator
+from phalanx.job.cluster import Accelerator, Sharing
+from phalanx.job.model import Model
 from phalanx.parallel.linear import linear, onednn_is_faster
 from phalanx.train.device import KNOWN_PEAKS, keep_freed_memory
 
@@ -32,6 +33,8 @@ HEADS = {shapes.CPU: (8, 64), shapes.ACCELERATOR: (32, 128)}
 """Heads and their size, for attention."""
 IN_TURNS = 8
 """Products, the largest ones, that run in turns to see what a long run keeps of their rate."""
+USUAL = (256, 512, 1024)
+"""Rows of the products, as many as tokens of small models' micro-batches, that show what more threads bring."""
 LONG_S = {True: 0.3, False: 1.5}
 """Seconds of each repeat of that, by --quick."""
 
@@ -50,10 +53,15 @@ class Measured:
     products: list[Product] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
+    tiny: tuple[Model, float] | None = None
+    """On a CPU a model of little work, and the seconds that one of its blocks takes, both passes."""
+    sharing: Sharing = field(default_factory=Sharing)
 
     def fit(self) -> tuple[Accelerator, list[Row]]:
         """The device as the cost model sees it, and every measurement beside that."""
         device = fit_device(self.base, self.precision, self.products, self.attentions, self.streams, self.known)
+        if self.tiny:
+            device = fit_host(device, self.precision, *self.tiny)
         return device, device_rows(device, self.precision, self.products, self.attentions, self.streams)
 
 
@@ -72,7 +80,11 @@ def measure(
     wanted = shapes.products(unit, quick)
     lengths = shapes.lengths(unit, quick)
     kernels = {**_tiny_kernels(device, precision), **_streams(device, precision, quick)}
-    total = clock.repeats * (len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted)))
+    on_cpu = device.type == "cpu"
+    usual = [place for place, shape in enumerate(wanted) if shape.m in USUAL]
+    telling = [(name, moved) for name, moved in kernels if moved >= UNCACHED]
+    calls = len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted))
+    total = clock.repeats * (calls + on_cpu * 2 * (1 + len(usual) + len(telling)))
     done = 0
 
     def tick() -> None:
@@ -92,6 +104,11 @@ def measure(
         found.attentions.append(Attention(lengths[place // 2], heads, head, bool(place % 2), seconds))
     for (name, moved), make in kernels.items():
         found.streams.append(Stream(name, moved, *timed([make()])))
+    if on_cpu:
+        found.tiny = cpu.FEW, cpu.block_seconds(*timed(cpu.block_calls(precision)))
+        found.sharing = cpu.sharing(
+            clock, processes, [multiply[place] for place in usual], [kernels[key]() for key in telling], tick
+        )
     by_size = sorted(zip(found.products, multiply, strict=True), key=lambda pair: pair[0].flops)
     large = [call for _, call in by_size[-IN_TURNS:]]
     (together,) = timed([lambda: [call() for call in large]], replace(clock, least_s=LONG_S[quick]))

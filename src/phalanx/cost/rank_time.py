@@ -9,6 +9,7 @@ from phalanx.cost import operators
 from phalanx.cost.case import Case
 from phalanx.cost.communication import block_traffic, group
 from phalanx.cost.held import block_parameters, outside
+from phalanx.cost.kernel import stream_seconds
 from phalanx.cost.layer import Seconds, work_seconds
 from phalanx.cost.link import load
 from phalanx.cost.placed import Content
@@ -210,4 +211,15 @@ def rank_time(case: Case, content: Content) -> RankTime:
     found = around_time(case, content)
     for kind, many in content.kinds:
         found += block_time(_alike(case, kind.recompute), kind.experts).scaled(many)
+    found += _summed(case, content)
     return found if content.share == 1 else found.scaled(content.share)
+
+
+def _summed(case: Case, content: Content) -> RankTime:
+    """Adding a micro-batch's gradients to those of the micro-batches before, of which the first has none."""
+    passes, count = case.software.sum_passes, case.batch.accumulation
+    if not passes or count == 1:
+        return RankTime()
+    held = held_by(case, content)
+    moved = (held.dense + held.experts) * (case.software.habits.gradient_bytes or case.width) * passes
+    return RankTime(streams=stream_seconds(case.cluster.accelerator, moved, 0) * (count - 1) / count)
