@@ -21,7 +21,18 @@ from phalanx.bench import cpu, shapes
 from phalanx.bench.clock import Clock
 from phalanx.bench.machine import processor
 from phalanx.bench.shapes import Shape
-from phalanx.cost.fit import UNCACHED, Attention, Precision, Product, Row, Stream, device_rows, fit_device, fit_host
+from phalanx.cost.fit import (
+    UNCACHED,
+    Attention,
+    Precision,
+    Product,
+    Row,
+    Stream,
+    device_rows,
+    fit_device,
+    fit_host,
+    product_call_us,
+)
 from phalanx.data.progress import Progress
 from phalanx.job.cluster import Accelerator, Sharing
 from phalanx.job.model import Model
@@ -33,8 +44,6 @@ HEADS = {shapes.CPU: (8, 64), shapes.ACCELERATOR: (32, 128)}
 """Heads and their size, for attention."""
 IN_TURNS = 8
 """Products, the largest ones, that run in turns to see what a long run keeps of their rate."""
-USUAL = (256, 512, 1024)
-"""Rows of the products, as many as tokens of small models' micro-batches, that show what more threads bring."""
 LONG_S = {True: 0.3, False: 1.5}
 """Seconds of each repeat of that, by --quick."""
 
@@ -81,7 +90,8 @@ def measure(
     lengths = shapes.lengths(unit, quick)
     kernels = {**_tiny_kernels(device, precision), **_streams(device, precision, quick)}
     on_cpu = device.type == "cpu"
-    usual = [place for place, shape in enumerate(wanted) if shape.m in USUAL]
+    by_work = sorted(range(len(wanted)), key=lambda place: wanted[place].m * wanted[place].n * wanted[place].k)
+    usual = by_work[len(wanted) // 3 : len(wanted) - len(wanted) // 3]
     telling = [(name, moved) for name, moved in kernels if moved >= UNCACHED]
     calls = len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted))
     total = clock.repeats * (calls + on_cpu * 2 * (1 + len(usual) + len(telling)))
@@ -105,6 +115,7 @@ def measure(
     for (name, moved), make in kernels.items():
         found.streams.append(Stream(name, moved, *timed([make()])))
     if on_cpu:
+        found.base = replace(found.base, product_us=product_call_us(found.streams))
         found.tiny = cpu.FEW, cpu.block_seconds(*timed(cpu.block_calls(precision)))
         found.sharing = cpu.sharing(
             clock, processes, [multiply[place] for place in usual], [kernels[key]() for key in telling], tick

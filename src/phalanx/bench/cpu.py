@@ -69,8 +69,8 @@ def sharing(
 ) -> Sharing:
     """What one process with all cores, while the others wait, gains on all of them together, each with its share."""
     cores = len(os.sched_getaffinity(0))
-    if processes == 1:
-        return Sharing(cores, 1, 0, 1.0, 1.0)
+    if not dist.is_initialized():
+        return Sharing(cores, processes, 0, 1.0, 1.0)
     calls = [*products, *streams]
     together = [mean(seconds) for seconds in clock.turns(calls, tick)]
     before, first = torch.get_num_threads(), dist.get_rank() == 0
@@ -80,7 +80,8 @@ def sharing(
     finally:
         torch.set_num_threads(before)
     gains = [long / short for long, short in zip(together, alone, strict=True)]
-    return Sharing(cores, processes, 0, geometric_mean(gains[: len(products)]), geometric_mean(gains[len(products) :]))
+    of_products, of_streams = gains[: len(products)], gains[len(products) :]
+    return Sharing(cores, processes, 0, geometric_mean(of_products), geometric_mean(of_streams))
 
 
 def _nothing() -> None:

@@ -92,8 +92,7 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
         f"memory: {found.bandwidth_gbs:.4g} GB/s on paper, of which the cost model takes streams to reach 85%",
         f"a tiny kernel: {found.launch_us:.3g} us",
     ]
-    if device == "cpu":
-        gain = measured.sharing
+    if (gain := measured.sharing).processes:
         lines += [
             f"a product's call: {found.product_us:.3g} us more; starting an operation: {found.host_us:.3g} us",
             f"one process with all {gain.node_cores} cores: {gain.alone_products:.2f} × the products of one of "

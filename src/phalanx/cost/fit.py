@@ -162,7 +162,7 @@ def fit_device(
 
 def _with_memory(base: Accelerator, streams: Sequence[Stream]) -> Accelerator:
     """With the bandwidth and launch time that large streams and tiny kernels tell."""
-    telling = [stream for stream in streams if _tells(stream) and stream.kernel != TINY_PRODUCT]
+    telling = [stream for stream in streams if _tells(stream) and not (base.product_us and _calls(stream))]
 
     def machine(launch: float, bytes_a_second: float) -> Accelerator:
         return replace(base, launch_us=launch * 1e6, bandwidth_gbs=bytes_a_second / 1e9)
@@ -171,9 +171,14 @@ def _with_memory(base: Accelerator, streams: Sequence[Stream]) -> Accelerator:
     found = least_squares(
         lambda *values: [log(stream_seconds(machine(*values), one.moved) / one.seconds) for one in telling], start
     )
-    device = machine(*found)
-    calls = [stream.seconds * 1e6 - device.launch_us for stream in streams if stream.kernel == TINY_PRODUCT]
-    return replace(device, product_us=max(0.0, *calls)) if calls else device
+    return machine(*found)
+
+
+def product_call_us(streams: Sequence[Stream]) -> float:
+    """What the call of a product takes more than that of another kernel, in microseconds, where none is done ahead."""
+    tiny = [stream for stream in streams if stream.moved <= TINY]
+    others = statistics.median(stream.seconds for stream in tiny if not _calls(stream))
+    return max([0.0, *((stream.seconds - others) * 1e6 for stream in tiny if _calls(stream))])
 
 
 def fit_host(device: Accelerator, precision: Precision, model: Model, seconds: float) -> Accelerator:
@@ -208,7 +213,7 @@ def device_rows(
         rows.append(Row("attention", name, a.seconds, _attention_alone(device, precision, a)))
     for s in streams:
         shape = f"{s.kernel}, {gib(s.moved)}"
-        call = device.product_us * 1e-6 if s.kernel == TINY_PRODUCT else 0.0
+        call = device.product_us * 1e-6 if _calls(s) else 0.0
         rows.append(Row("stream", shape, s.seconds, stream_seconds(device, s.moved) + call, _tells(s)))
     return rows
 
@@ -253,6 +258,10 @@ def median_error(rows: Iterable[Row]) -> float:
     """Of the rows that the fit used, the median of the sizes of their relative errors; 0 where there is none."""
     errors = [abs(row.error) for row in rows if row.used]
     return statistics.median(errors) if errors else 0.0
+
+
+def _calls(stream: Stream) -> bool:
+    return stream.kernel == TINY_PRODUCT
 
 
 def _tells(stream: Stream) -> bool:
