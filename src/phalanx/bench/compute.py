@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from phalanx.bench import cpu, shapes
@@ -94,7 +95,9 @@ def measure(
     usual = by_work[len(wanted) // 3 : len(wanted) - len(wanted) // 3]
     telling = [(name, moved) for name, moved in kernels if moved >= UNCACHED]
     calls = len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted))
-    total = clock.repeats * (calls + on_cpu * 2 * (1 + len(usual) + len(telling)))
+    if on_cpu:
+        calls += 2 + 2 * (len(usual) + len(telling)) * dist.is_initialized()
+    total = clock.repeats * calls
     done = 0
 
     def tick() -> None:
