@@ -28,13 +28,14 @@ from typing import Any
 from benchmarks.regret_layouts import MODELS, WORLDS, family, job_of, layouts
 from benchmarks.regret_record import Entry, Record, kendall
 from benchmarks.regret_steps import seconds_of
-from benchmarks.report import machine, save
+from benchmarks.report import RESULTS, machine, save
 from phalanx.cost.predict import predict
 from phalanx.job import local_cluster
 from phalanx.job.cluster import Cluster
 from phalanx.job.layout import Layout
 from phalanx.launch.pool import Pool
 from phalanx.plan.case import case_of
+from phalanx.published.accuracy_picture import Panel, scatter
 
 ASKED = 0.10
 """Top-1 regret that is allowed."""
@@ -127,6 +128,17 @@ def table(outcomes: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
+def picture(outcomes: Sequence[dict[str, Any]]) -> str:
+    """Predicted against measured step times, a panel a model, a colour for the axes that a layout uses."""
+    panels = []
+    for one in outcomes:
+        points: dict[str, list[tuple[float, float]]] = {}
+        for point in one["points"]:
+            points.setdefault(point["family"], []).append((point["measured_s"], point["predicted_s"]))
+        panels.append(Panel(one["model"], "s", dict(sorted(points.items()))))
+    return scatter(panels, "Steps of every layout of 1, 2 and 4 processes: predicted against measured")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -149,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 finals(pool, record, name, choice(name, among, cluster), options.rounds)
     outcomes = [outcome(record, name, cluster) for name in options.models]
     result = {"benchmark": "regret", "machine": machine(), "asked": ASKED, "models": outcomes}
+    (RESULTS / "regret.svg").write_text(picture(outcomes), encoding="utf-8")
     save("regret", result, table(outcomes), "Top-1 regret: the chosen layout beside the fastest of all")
 
 

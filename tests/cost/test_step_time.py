@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from phalanx.cost.case import Case
 from phalanx.cost.placed import contents
 from phalanx.cost.predict import predict
-from phalanx.cost.programs import MEGATRON_CORE, PHALANX
+from phalanx.cost.programs import MEGATRON_CORE, PHALANX, PHALANX_CPU
 from phalanx.cost.rank_time import rank_time
 from phalanx.cost.software import Software
 from phalanx.cost.step_time import step_parts
@@ -127,3 +127,37 @@ def test_where_micro_batches_go_both_ways_half_of_them_pass_each_copy_of_a_stage
     times = [[rank_time(each, content).total for content in contents(each)] for each in (one, both)]
     assert sum(times[0]) == pytest.approx(sum(times[1]), rel=0.02)
     assert times[1] == pytest.approx(times[1][::-1])
+
+
+def on_processor(layout: Layout, batch: int) -> Case:
+    """The case where one processor starts operations and does them."""
+    one = case(layout, batch, model="tiny")
+    device = replace(one.cluster.accelerator, host_us=20.0)
+    return replace(one, cluster=replace(one.cluster, accelerator=device), software=PHALANX_CPU)
+
+
+def test_a_processor_starts_each_operation_before_it_does_it() -> None:
+    """Twice the time to start adds itself, however long operations are; on an accelerator the longer of both counts."""
+    one = on_processor(Layout(micro_batch=4), 4)
+    device = one.cluster.accelerator
+    slower = replace(one, cluster=replace(one.cluster, accelerator=replace(device, host_us=40.0)))
+    slowest = replace(one, cluster=replace(one.cluster, accelerator=replace(device, host_us=60.0)))
+    times = [step_parts(each).total for each in (one, slower, slowest)]
+    assert times[1] - times[0] == pytest.approx(times[2] - times[1])
+    assert times[1] > times[0]
+    assert step_parts(one).host == 0
+
+
+def test_a_processor_pays_for_handling_collectives() -> None:
+    for layout, axis in ((Layout(tp=2, micro_batch=4), "tp"), (Layout(cp=2, zero=1, micro_batch=4), "cp")):
+        one = on_processor(layout, 4)
+        device = replace(one.cluster.accelerator, host_us=40.0)
+        slower = replace(one, cluster=replace(one.cluster, accelerator=device))
+        assert step_parts(slower).exposed[axis] > step_parts(one).exposed[axis] > 0
+
+
+def test_more_micro_batches_add_up_gradients() -> None:
+    one, four = (on_processor(Layout(micro_batch=4 // n, accumulation=n), 4) for n in (1, 4))
+    alone = replace(PHALANX_CPU, sum_passes=0.0)
+    assert step_parts(replace(one, software=alone)) == step_parts(one)
+    assert step_parts(replace(four, software=alone)).total < step_parts(four).total

@@ -54,14 +54,9 @@ class Software:
     folding, Liu et al. 2025); otherwise tensor ranks share every expert."""
     gathers_narrow: bool = False
     """fp8: parameters are gathered in 8 bits."""
-<<<<<<< HEAD
-=======
     sum_passes: float = 0.0
     """Times that adding a micro-batch's gradients to those before goes over them: 3 reads two and writes one; 0 where
     `pace` has it."""
-    step_ms: float = 0.0
-    """What every step costs besides, in milliseconds: the loader, logging, synchronising with the host."""
->>>>>>> 4a2a861 (CPU clusters: processes share cores, starting an operation and calling a product take time, gradients are added up)
     interference: float = 1.1
     """What a product takes longer while a collective runs beside it (Galvatron measured 1.13)."""
     spread: tuple[float, float] = (0.91, 1.23)

@@ -9,15 +9,16 @@ from phalanx.job.cluster import Accelerator, Cluster, Link, Sharing
 
 
 def with_processes(cluster: Cluster, processes: int) -> Cluster:
-    """The cluster with so many devices on each node; of a CPU that was measured, with what each can do then.
+    """A CPU's cluster that was measured, with so many processes on each node, and what each can do then. Where devices
+    do not share it stays as it is.
 
     Fewer processes have more threads each: one alone was measured (`Sharing.alone_products`), between it and the number
     that was measured together rates grow as a power of the threads. More have a smaller share of what all together can
     do. Where they are more than cores, each waits for its turn: whatever it starts, and every message, takes so many
-    times as long. What comes out shares nothing any more: it is not changed a second time."""
+    times as long. What comes out shares nothing any more."""
     shared = cluster.sharing
     if not shared.processes:
-        return replace(cluster, devices_per_node=processes)
+        return cluster
     share, linked = shared.processes / processes, (shared.linked or shared.processes) / processes
     cores = max(shared.node_cores, shared.processes)
     return replace(

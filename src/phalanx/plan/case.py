@@ -37,7 +37,7 @@ def case_of(job: Job, vocab: int) -> Case:
     model = replace(job.model, vocab_size=vocab)
     return Case(
         model=model,
-        cluster=with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world // job.cluster.nodes),
+        cluster=with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world),
         layout=job.layout,
         batch=batch.solve(job.train.global_batch, job.layout),
         products="fp32" if precision in ("fp32", "fp64") else precision,
