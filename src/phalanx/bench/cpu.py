@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import geometric_mean, mean
 from typing import Any
 
@@ -51,7 +52,7 @@ def block_seconds(few: float, more: float) -> float:
 
 
 def _gradients(layers: int, precision: Precision) -> Call:
-    model = Model(**{**vars(FEW), "n_layers": layers})
+    model = replace(FEW, n_layers=layers)
     job = Job(model=model, layout=Layout(micro_batch=1), train=Train(precision=precision))
     stepper = Stepper(job, meshes.alone(), torch.device("cpu"), model.vocab_size)
     tokens = np.arange(FEW.seq_len + 1)[None] % FEW.vocab_size

@@ -78,7 +78,7 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
     fields |= {f"accelerator.{name}": _short(getattr(found, name)) for name in names}
     if measured.sharing.processes:
         fields |= {
-            f"sharing.{name}": _short(value) for name, value in vars(measured.sharing).items() if name != "linked"
+            f"sharing.{name}": _short(value) for name, value in asdict(measured.sharing).items() if name != "linked"
         }
     if (other := known.get("accelerator.fp32_tflops", 0.0)) and peak != "fp32_tflops":
         # One ceiling serves all precisions: what fp32 reached stays.
