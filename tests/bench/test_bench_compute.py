@@ -38,6 +38,8 @@ def test_a_device_is_measured_and_fitted(few):
     assert 0 < device.sustained <= 1
     assert (device.cores, device.ceiling) == (1, 1.0)
     assert device.memory_gib > 0.1
+    assert device.host_us > 0
+    assert (measured.sharing.processes, measured.sharing.alone_products) == (1, 1.0)
     assert len(rows) == 3 + 2 + len(measured.streams)
 
 
@@ -60,4 +62,5 @@ def measure_few(ranks):
 def test_ranks_that_measure_together_agree(ranks):
     one, other = ranks(measure_few, 2)
     assert one == other
+    assert (one.sharing.processes, one.sharing.alone_products > 0, one.sharing.alone_streams > 0) == (2, True, True)
     assert one.base.memory_gib == pytest.approx(compute.look_up(CPU, 1).memory_gib / 2, rel=1e-6)

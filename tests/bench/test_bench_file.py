@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.bench import cluster_file
@@ -13,7 +15,7 @@ from phalanx.cost.fit import Attention, Product, Stream, Transfer
 from phalanx.cost.kernel import product_seconds, stream_seconds
 from phalanx.errors import JobError
 from phalanx.job import local_cluster
-from phalanx.job.cluster import Accelerator, Cluster, Link
+from phalanx.job.cluster import Accelerator, Cluster, Link, Sharing
 
 COMPUTE = {"device": "cpu", "devices_per_node": 1, "accelerator.name": "a cpu", "accelerator.fp32_tflops": 0.25}
 COMM = {"device": "cpu", "devices_per_node": 4, "intra.gbs": 2.5, "intra.latency_us": 80.0, "intra.reached": 1.0}
@@ -85,6 +87,15 @@ def test_the_report_of_a_device_has_the_fields_that_a_prediction_needs(tmp_path)
     assert report.as_dict()["points"][0]["kind"] == "product"
 
 
+def test_how_processes_share_a_cpu_is_read_again(tmp_path):
+    shared = Sharing(node_cores=2, processes=2, alone_products=1.8, alone_streams=1.5)
+    report = of_compute(replace(measured(), sharing=shared), {"sharing.linked": 4}, "cpu", "")
+    path = tmp_path / "cluster.yaml"
+    cluster_file.write(path, {"sharing.linked": 4, **report.fields}, report.what, "")
+    assert local_cluster.read(path=path).sharing == replace(shared, linked=4)
+    assert "one process with all 2 cores: 1.80 × the products of one of 2, 1.50 × its memory" in report.text()
+
+
 def test_a_data_sheet_s_peak_leaves_what_another_precision_reached():
     """One ceiling serves both: 0.5 of 0.4 TFLOP/s is what bf16 reaches, and fp32 goes on reaching 0.1."""
     known = {"accelerator.fp32_tflops": 0.1, "accelerator.ceiling": 1.0}
@@ -109,6 +120,7 @@ def test_the_report_of_links_takes_the_largest_group():
         "intra.gbs": 2.0,
         "intra.latency_us": 50,
         "intra.reached": 1.0,
+        "sharing.linked": 4,
     }
     assert [line.endswith("→ cluster.intra") for line in report.lines] == [False, True]
     assert report.svg.count("class='panel'") == 2

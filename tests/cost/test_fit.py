@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost import link
+from phalanx.cost import link, operators
 from phalanx.cost.fit import (
     GENERATION,
     Attention,
@@ -16,12 +16,18 @@ from phalanx.cost.fit import (
     alone,
     device_rows,
     fit_device,
+    fit_host,
     fit_link,
     link_rows,
     median_error,
+    product_call_us,
 )
 from phalanx.cost.kernel import attention_seconds, product_seconds, stream_seconds
+from phalanx.cost.layer import work_seconds
+from phalanx.cost.programs import PHALANX_CPU
 from phalanx.job.cluster import Accelerator, Cluster, Link
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
 
 SHAPES = [(n, n, n) for n in (64, 256, 512, 1024, 2048, 4096)] + [(t, 2048, 512) for t in (64, 512, 4096)]
 MOVED = (1024, 4096, 2e6, 128e6, 512e6)
@@ -141,3 +147,30 @@ def test_bandwidth_on_the_bus_counts_what_a_rank_sends():
     assert Transfer("all_reduce", 1000, link.Group(4), 1.0).bus == 1500
     assert Transfer("all_gather", 1000, link.Group(4), 1.0).bus == 750
     assert Transfer("send", 1000, link.Group(4), 1.0).bus == 1000
+
+
+def test_what_a_product_s_call_takes_is_told_by_the_tiny_one():
+    streams = [Stream("tiny add", 3072, 2e-6), Stream("tiny norm", 2048, 4e-6), Stream("tiny product", 3072, 43e-6)]
+    assert product_call_us(streams) == pytest.approx(40)
+    assert product_call_us(streams[:2]) == 0
+
+
+def test_products_with_a_call_are_fitted_with_it():
+    true = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=2, product_us=40)
+    products, attentions, streams = measured(true)
+    streams.append(Stream("tiny product", 3072, stream_seconds(true, 3072) + 40e-6))
+    found = fit_device(Accelerator(ceiling=1.0, product_us=40), "fp32", products, attentions, streams)
+    assert close(found.fp32_tflops, 0.2)
+    assert close(found.launch_us, 2)
+    assert max(abs(row.error) for row in device_rows(found, "fp32", products, [], streams)) < 0.02
+
+
+@given(st.floats(1, 100))
+def test_the_time_to_start_an_operation_is_what_a_tiny_block_leaves(host):
+    true = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=2, product_us=20, host_us=host)
+    tiny = Model(n_layers=1, d_model=32, seq_len=16, vocab_size=64)
+    work = operators.block(tiny, 0, Layout(), 1)
+    block = work_seconds(alone(true), work, PHALANX_CPU, "fp32")
+    found = fit_host(replace(true, host_us=0), "fp32", tiny, block.forward + block.backward)
+    assert close(found.host_us, host)
+    assert fit_host(true, "fp32", tiny, 1e-9).host_us > 0

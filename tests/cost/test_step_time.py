@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from phalanx.cost.case import Case
 from phalanx.cost.placed import contents
 from phalanx.cost.predict import predict
-from phalanx.cost.programs import MEGATRON_CORE, PHALANX, SOFTWARE
+from phalanx.cost.programs import MEGATRON_CORE, PHALANX, PHALANX_CPU, SOFTWARE
 from phalanx.cost.rank_time import rank_time
 from phalanx.cost.software import Software
 from phalanx.cost.state_time import Held, state_seconds
@@ -149,3 +149,37 @@ def test_solar_at_sixty_nodes_gains_by_groups_of_ten() -> None:
     flat = rate(60, 1)
     assert flat / rate(16, 1) == pytest.approx(4267 / 5500, rel=0.05)
     assert rate(60, 6) / flat == pytest.approx(5400 / 4267, rel=0.05)
+
+
+def on_processor(layout: Layout, batch: int) -> Case:
+    """The case where one processor starts operations and does them."""
+    one = case(layout, batch, model="tiny")
+    device = replace(one.cluster.accelerator, host_us=20.0)
+    return replace(one, cluster=replace(one.cluster, accelerator=device), software=PHALANX_CPU)
+
+
+def test_a_processor_starts_each_operation_before_it_does_it() -> None:
+    """Twice the time to start adds itself, however long operations are; on an accelerator the longer of both counts."""
+    one = on_processor(Layout(micro_batch=4), 4)
+    device = one.cluster.accelerator
+    slower = replace(one, cluster=replace(one.cluster, accelerator=replace(device, host_us=40.0)))
+    slowest = replace(one, cluster=replace(one.cluster, accelerator=replace(device, host_us=60.0)))
+    times = [step_parts(each).total for each in (one, slower, slowest)]
+    assert times[1] - times[0] == pytest.approx(times[2] - times[1])
+    assert times[1] > times[0]
+    assert step_parts(one).host == 0
+
+
+def test_a_processor_pays_for_handling_collectives() -> None:
+    for layout, axis in ((Layout(tp=2, micro_batch=4), "tp"), (Layout(cp=2, zero=1, micro_batch=4), "cp")):
+        one = on_processor(layout, 4)
+        device = replace(one.cluster.accelerator, host_us=40.0)
+        slower = replace(one, cluster=replace(one.cluster, accelerator=device))
+        assert step_parts(slower).exposed[axis] > step_parts(one).exposed[axis] > 0
+
+
+def test_more_micro_batches_add_up_gradients() -> None:
+    one, four = (on_processor(Layout(micro_batch=4 // n, accumulation=n), 4) for n in (1, 4))
+    alone = replace(PHALANX_CPU, sum_passes=0.0)
+    assert step_parts(replace(one, software=alone)) == step_parts(one)
+    assert step_parts(replace(four, software=alone)).total < step_parts(four).total

@@ -18,7 +18,7 @@ from phalanx.job import local_cluster
 from phalanx.job.cluster import Accelerator, Cluster
 
 HEADER = "# What `phalanx bench` measured on this machine: the cluster that `cluster=local` means."
-MEASURED = ("accelerator.", "intra.", "inter.", "devices_per_node")
+MEASURED = ("accelerator.", "intra.", "inter.", "sharing.", "devices_per_node")
 """Fields, or beginnings of them, that belong to the device they were measured on."""
 
 

@@ -15,15 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from phalanx.bench import shapes
+from phalanx.bench import cpu, shapes
 from phalanx.bench.clock import Clock
 from phalanx.bench.machine import processor
 from phalanx.bench.shapes import Shape
-from phalanx.cost.fit import Attention, Precision, Product, Row, Stream, device_rows, fit_device
+from phalanx.cost.fit import (
+    UNCACHED,
+    Attention,
+    Precision,
+    Product,
+    Row,
+    Stream,
+    device_rows,
+    fit_device,
+    fit_host,
+    product_call_us,
+)
 from phalanx.data.progress import Progress
-from phalanx.job.cluster import Accelerator
+from phalanx.job.cluster import Accelerator, Sharing
+from phalanx.job.model import Model
 from phalanx.parallel.linear import linear, onednn_is_faster
 from phalanx.train.device import KNOWN_PEAKS, keep_freed_memory
 
@@ -50,10 +63,15 @@ class Measured:
     products: list[Product] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
+    tiny: tuple[Model, float] | None = None
+    """On a CPU a model of little work, and the seconds that one of its blocks takes, both passes."""
+    sharing: Sharing = field(default_factory=Sharing)
 
     def fit(self) -> tuple[Accelerator, list[Row]]:
         """The device as the cost model sees it, and every measurement beside that."""
         device = fit_device(self.base, self.precision, self.products, self.attentions, self.streams, self.known)
+        if self.tiny:
+            device = fit_host(device, self.precision, *self.tiny)
         return device, device_rows(device, self.precision, self.products, self.attentions, self.streams)
 
 
@@ -72,7 +90,14 @@ def measure(
     wanted = shapes.products(unit, quick)
     lengths = shapes.lengths(unit, quick)
     kernels = {**_tiny_kernels(device, precision), **_streams(device, precision, quick)}
-    total = clock.repeats * (len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted)))
+    on_cpu = device.type == "cpu"
+    by_work = sorted(range(len(wanted)), key=lambda place: wanted[place].m * wanted[place].n * wanted[place].k)
+    usual = by_work[len(wanted) // 3 : len(wanted) - len(wanted) // 3]
+    telling = [(name, moved) for name, moved in kernels if moved >= UNCACHED]
+    calls = len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted))
+    if on_cpu:
+        calls += 2 + 2 * (len(usual) + len(telling)) * dist.is_initialized()
+    total = clock.repeats * calls
     done = 0
 
     def tick() -> None:
@@ -92,6 +117,12 @@ def measure(
         found.attentions.append(Attention(lengths[place // 2], heads, head, bool(place % 2), seconds))
     for (name, moved), make in kernels.items():
         found.streams.append(Stream(name, moved, *timed([make()])))
+    if on_cpu:
+        found.base = replace(found.base, product_us=product_call_us(found.streams))
+        found.tiny = cpu.FEW, cpu.block_seconds(*timed(cpu.block_calls(precision)))
+        found.sharing = cpu.sharing(
+            clock, processes, [multiply[place] for place in usual], [kernels[key]() for key in telling], tick
+        )
     by_size = sorted(zip(found.products, multiply, strict=True), key=lambda pair: pair[0].flops)
     large = [call for _, call in by_size[-IN_TURNS:]]
     (together,) = timed([lambda: [call() for call in large]], replace(clock, least_s=LONG_S[quick]))

@@ -72,8 +72,14 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
     found, rows = measured.fit()
     peak = f"{measured.precision}_tflops"
     names = ("name", peak, "ceiling", "memory_gib", "bandwidth_gbs", "cores", "sustained", "older", "launch_us")
+    if device == "cpu":
+        names = (*names, "product_us", "host_us")
     fields: dict[str, Any] = {"device": device, "devices_per_node": known.get("devices_per_node", 1)}
     fields |= {f"accelerator.{name}": _short(getattr(found, name)) for name in names}
+    if measured.sharing.processes:
+        fields |= {
+            f"sharing.{name}": _short(value) for name, value in asdict(measured.sharing).items() if name != "linked"
+        }
     if (other := known.get("accelerator.fp32_tflops", 0.0)) and peak != "fp32_tflops":
         # One ceiling serves all precisions: what fp32 reached stays.
         before = known.get("accelerator.ceiling", Accelerator.ceiling)
@@ -86,6 +92,12 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
         f"memory: {found.bandwidth_gbs:.4g} GB/s on paper, of which the cost model takes streams to reach 85%",
         f"a tiny kernel: {found.launch_us:.3g} us",
     ]
+    if (gain := measured.sharing).processes:
+        lines += [
+            f"a product's call: {found.product_us:.3g} us more; starting an operation: {found.host_us:.3g} us",
+            f"one process with all {gain.node_cores} cores: {gain.alone_products:.2f} × the products of one of "
+            f"{gain.processes}, {gain.alone_streams:.2f} × its memory",
+        ]
     title = f"{found.name}, {measured.precision}: {setting}"
     svg = device_svg(title, measured.products, measured.attentions, measured.streams, rows)
     return Report("compute", setting, fields, rows, lines, svg, {"precision": measured.precision})
@@ -93,6 +105,8 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
 
 def of_comm(groups: Sequence[Fitted], per_node: int, device: str, setting: str) -> Report:
     fields: dict[str, Any] = {"device": device, "devices_per_node": per_node}
+    if device == "cpu":
+        fields["sharing.linked"] = per_node
     lines = []
     for place in ("intra", "inter"):
         if one := chosen(groups, place):

@@ -13,12 +13,16 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import Literal
 
-from phalanx.cost import link
+from phalanx.cost import link, operators
 from phalanx.cost.kernel import attention_seconds, product_seconds, stream_seconds
+from phalanx.cost.layer import work_seconds
 from phalanx.cost.least_squares import least_squares
+from phalanx.cost.programs import PHALANX_CPU
 from phalanx.cost.software import Software
 from phalanx.cost.traffic import Collective, sent_bytes
 from phalanx.job.cluster import Accelerator, Cluster, Link
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
 from phalanx.units import gib
 
 UNCACHED = 100e6
@@ -27,6 +31,10 @@ TINY = 8192
 """Bytes moved up to which a kernel tells the time to start one."""
 GENERATION = Software().flash
 """Of the fused attention that is measured, torch's own: that of training here."""
+TINY_PRODUCT = "tiny product"
+"""The kernel that tells what a product's call takes."""
+LEAST_US = 0.1
+"""That an operation takes to start: 0 would say that something else starts it."""
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """Those that a link is fitted to."""
 
@@ -154,7 +162,7 @@ def fit_device(
 
 def _with_memory(base: Accelerator, streams: Sequence[Stream]) -> Accelerator:
     """With the bandwidth and launch time that large streams and tiny kernels tell."""
-    telling = [stream for stream in streams if _tells(stream)]
+    telling = [stream for stream in streams if _tells(stream) and not (base.product_us and _calls(stream))]
 
     def machine(launch: float, bytes_a_second: float) -> Accelerator:
         return replace(base, launch_us=launch * 1e6, bandwidth_gbs=bytes_a_second / 1e9)
@@ -164,6 +172,26 @@ def _with_memory(base: Accelerator, streams: Sequence[Stream]) -> Accelerator:
         lambda *values: [log(stream_seconds(machine(*values), one.moved) / one.seconds) for one in telling], start
     )
     return machine(*found)
+
+
+def product_call_us(streams: Sequence[Stream]) -> float:
+    """What the call of a product takes more than that of another kernel, in microseconds, where none is done ahead."""
+    tiny = [stream for stream in streams if stream.moved <= TINY]
+    others = statistics.median(stream.seconds for stream in tiny if not _calls(stream))
+    return max([0.0, *((stream.seconds - others) * 1e6 for stream in tiny if _calls(stream))])
+
+
+def fit_host(device: Accelerator, precision: Precision, model: Model, seconds: float) -> Accelerator:
+    """The device with the time to start an operation under which a block of `model`, both passes of one sequence, takes
+    so many seconds."""
+    work = operators.block(model, 0, Layout(), 1)
+
+    def predicted(host: float) -> float:
+        parts = work_seconds(alone(replace(device, host_us=host)), work, PHALANX_CPU, precision)
+        return parts.forward + parts.backward
+
+    each = predicted(2.0) - predicted(1.0)
+    return replace(device, host_us=max(LEAST_US, 1.0 + (seconds - predicted(1.0)) / each))
 
 
 def alone(device: Accelerator) -> Accelerator:
@@ -185,7 +213,8 @@ def device_rows(
         rows.append(Row("attention", name, a.seconds, _attention_alone(device, precision, a)))
     for s in streams:
         shape = f"{s.kernel}, {gib(s.moved)}"
-        rows.append(Row("stream", shape, s.seconds, stream_seconds(device, s.moved), _tells(s)))
+        call = device.product_us * 1e-6 if _calls(s) else 0.0
+        rows.append(Row("stream", shape, s.seconds, stream_seconds(device, s.moved) + call, _tells(s)))
     return rows
 
 
@@ -229,6 +258,10 @@ def median_error(rows: Iterable[Row]) -> float:
     """Of the rows that the fit used, the median of the sizes of their relative errors; 0 where there is none."""
     errors = [abs(row.error) for row in rows if row.used]
     return statistics.median(errors) if errors else 0.0
+
+
+def _calls(stream: Stream) -> bool:
+    return stream.kernel == TINY_PRODUCT
 
 
 def _tells(stream: Stream) -> bool:

@@ -89,7 +89,8 @@ def product_seconds(device: Accelerator, products: str, m: int, n: int, k: int, 
             seconds = waves * 2 * rows * columns * (k / split + filling) / (core * relative)
             best = min(best, seconds)
     slow = 1.0 if plain else UNALIGNED_RATE.get(min(x & -x for x in (n, k)), 1.0)
-    return max(best / slow, moved / (device.bandwidth_gbs * 1e9 * READ), device.launch_us * 1e-6)
+    seconds = max(best / slow, moved / (device.bandwidth_gbs * 1e9 * READ), device.launch_us * 1e-6)
+    return seconds + device.product_us * 1e-6
 
 
 @lru_cache(100_000)

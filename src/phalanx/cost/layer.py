@@ -33,7 +33,7 @@ class Seconds:
 
     @property
     def streams(self) -> float:
-        """The part of forward and backward that memory bounds."""
+        """The rest of forward and backward: what memory bounds, and starting operations where the device does that."""
         return self.forward + self.backward - self.products
 
 
@@ -61,16 +61,18 @@ def work_seconds(device: Accelerator, work: Work, software: Software, products: 
         for numbers in (sum(s.forward for s in work.streams), sum(s.backward for s in work.streams))
     )
     kernels = len(work.products) + scores_kernels + sum(s.kernels for s in work.streams)
-    host = kernels * software.kernel_us * 1e-6
+    host = kernels * (device.host_us or software.kernel_us) * 1e-6
+    # One processor starts an operation and then does it, or the host runs ahead of its device.
+    within, ahead = (host, 0.0) if device.host_us else (0.0, host)
     pace = software.pace * (software.moe_pace if any(p.name == "router" for p in work.products) else 1.0)
     return Seconds(
-        forward=pace * (forward + scores + moved),
-        backward=pace * (inputs + weights + scores_back + moved_back),
+        forward=pace * (forward + scores + moved) + within,
+        backward=pace * (inputs + weights + scores_back + moved_back) + within * HOST_BACKWARD,
         weights=pace * weights,
         attention=pace * scores,
         products=pace * (forward + inputs + weights + scores + scores_back),
-        host_forward=host,
-        host_backward=host * HOST_BACKWARD,
+        host_forward=ahead,
+        host_backward=ahead * HOST_BACKWARD,
     )
 
 

@@ -9,6 +9,7 @@ from phalanx.cost import operators
 from phalanx.cost.case import Case
 from phalanx.cost.communication import block_traffic
 from phalanx.cost.held import block_parameters, outside
+from phalanx.cost.kernel import stream_seconds
 from phalanx.cost.layer import Seconds, work_seconds
 from phalanx.cost.placed import Content
 from phalanx.cost.state_time import Held, interference, state_seconds, zero_three
@@ -17,6 +18,11 @@ from phalanx.job.recompute import Mode, alike
 
 BLEND = 2.2
 """Power mean of a pass's times on device and host: 1 is their sum (nothing runs ahead), infinity the longer of both."""
+
+HANDLING = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 90}
+"""Operations that the program itself does around a block's collectives in a forward pass, by what needs them (ring: by
+message, with the attention of its blocks and their merging; shard: FSDP's hooks). Only on a CPU are they not hidden:
+they are the processor time of two processes beside that of data parallel alone, in times of starting an operation."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +118,18 @@ def block_time(case: Case, moe: bool) -> RankTime:
     # What is gathered again, and the sum of the inputs' gradients, travel beside the weights' gradients.
     tp_backward = traffic.tp_backward * visible + max(0.0, traffic.tp_regather - seconds.weights)
     tp_backward += tp_again * visible
-    ring_forward = max(0.0, traffic.ring_forward - seconds.attention)
-    ring_backward = max(0.0, traffic.ring_backward - 2 * seconds.attention)
+    ring_forward = _beside(case, traffic.ring_forward, seconds.attention)
+    ring_backward = _beside(case, traffic.ring_backward, 2 * seconds.attention)
     cp_forward, cp_backward = traffic.cp_forward + ring_forward, traffic.cp_backward + ring_backward
     ep_forward, ep_backward = traffic.ep_forward, traffic.ep_backward + ep_again
+    handling = _handling(case, moe)
+    tp_forward, tp_backward = tp_forward + handling["tp"], tp_backward + 2 * handling["tp"]
+    cp_forward, cp_backward = cp_forward + handling["cp"], cp_backward + 2 * handling["cp"]
+    ep_forward, ep_backward = ep_forward + handling["ep"], ep_backward + 2 * handling["ep"]
     forward = seconds.forward + tp_forward + cp_forward + ep_forward
     backward = seconds.backward + again + tp_backward + cp_backward + ep_backward
     shard_forward, shard_backward = _shard(case, moe, forward, backward)
+    shard_forward, shard_backward = shard_forward + handling["shard"], shard_backward + 2 * handling["shard"]
     repeated = seconds.host_forward if layout.recompute == "full" else 0.0
     starts = software.kernel_us * 1e-6 * _collectives(layout, moe)
     return RankTime(
@@ -136,9 +147,29 @@ def block_time(case: Case, moe: bool) -> RankTime:
     )
 
 
+def _handling(case: Case, moe: bool) -> dict[str, float]:
+    """Seconds that the program itself takes around a block's collectives, by axis, in the forward pass; twice that in
+    the backward pass. 0 where it runs ahead of a device."""
+    layout, each = case.layout, case.cluster.accelerator.host_us * 1e-6
+    operations = {
+        "tp": (layout.tp > 1) * HANDLING["sp" if layout.sp else "tp"],
+        "cp": (layout.ring - 1) * HANDLING["ring"] + (layout.cp_ulysses > 1) * HANDLING["ulysses"],
+        "ep": (moe and layout.ep > 1) * HANDLING["ep"],
+        "shard": zero_three(layout) * HANDLING["shard"],
+    }
+    return {axis: count * each for axis, count in operations.items()}
+
+
 def _alike(case: Case, mode: Mode) -> Case:
     """The case with all blocks recomputing the same."""
     return replace(case, layout=alike(case.layout, mode)) if case.layout.recompute_cut else case
+
+
+def _beside(case: Case, traffic: float, work: float) -> float:
+    """What a ring's traffic adds to the attention beside it: what is longer, and where one processor moves bytes and
+    computes, what it takes of it."""
+    slower = case.software.interference - 1 if case.cluster.accelerator.host_us else 0.0
+    return max(0.0, traffic - work) + slower * min(traffic, work)
 
 
 def _collectives(layout: Layout, moe: bool) -> int:
@@ -210,4 +241,15 @@ def rank_time(case: Case, content: Content) -> RankTime:
     found = around_time(case, content)
     for kind, many in content.kinds:
         found += block_time(_alike(case, kind.recompute), kind.experts).scaled(many)
+    found += _summed(case, content)
     return found if content.share == 1 else found.scaled(content.share)
+
+
+def _summed(case: Case, content: Content) -> RankTime:
+    """Adding a micro-batch's gradients to those of the micro-batches before, of which the first has none."""
+    passes, count = case.software.sum_passes, case.batch.accumulation
+    if not passes or count == 1:
+        return RankTime()
+    held = held_by(case, content)
+    moved = (held.dense + held.experts) * (case.software.habits.gradient_bytes or case.width) * passes
+    return RankTime(streams=stream_seconds(case.cluster.accelerator, moved, 0) * (count - 1) / count)

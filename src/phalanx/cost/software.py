@@ -54,6 +54,9 @@ class Software:
     folding, Liu et al. 2025); otherwise tensor ranks share every expert."""
     gathers_narrow: bool = False
     """fp8: parameters are gathered in 8 bits."""
+    sum_passes: float = 0.0
+    """Times that adding a micro-batch's gradients to those before goes over them: 3 reads two and writes one; 0 where
+    `pace` has it."""
     interference: float = 1.1
     """What a product takes longer while a collective runs beside it (Galvatron measured 1.13)."""
     spread: tuple[float, float] = (0.91, 1.23)

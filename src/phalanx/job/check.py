@@ -86,6 +86,8 @@ AT_LEAST_ZERO = [
     "cluster.pod",
     *(f"cluster.accelerator.{name}" for name in ("bf16_tflops", "fp16_tflops", "fp8_tflops", "fp4_tflops")),
     *(f"cluster.accelerator.{name}" for name in ("fp32_tflops", "memory_gib", "bandwidth_gbs", "launch_us")),
+    *(f"cluster.accelerator.{name}" for name in ("product_us", "host_us")),
+    *(f"cluster.sharing.{name}" for name in ("node_cores", "processes", "linked", "alone_products", "alone_streams")),
     *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us")),
     "layout.pp_chunks",
     "layout.pp_slices",

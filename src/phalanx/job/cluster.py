@@ -43,6 +43,11 @@ class Accelerator:
     """Rate of kernels written for the instructions of the generation before, beside those for its own."""
     launch_us: float = 4.0
     """Time on the device between two kernels, in microseconds: the floor of a small kernel."""
+    product_us: float = 0.0
+    """What the call of a matrix product takes more than that, in microseconds."""
+    host_us: float = 0.0
+    """What a training program takes besides to start an operation, where the same processor then does it (a CPU), in
+    microseconds; 0: the host starts operations ahead."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,22 @@ class Link:
 
 
 @hashed_once
+@dataclass(frozen=True)
+class Sharing:
+    """How the processes of a CPU node share its cores, where they are its devices and were measured."""
+
+    node_cores: int = 0
+    """Cores of the node."""
+    processes: int = 0
+    """Processes of which `accelerator` is one; 0: devices do not share."""
+    linked: int = 0
+    """Processes that the links were measured among; 0: as many."""
+    alone_products: float = 0.0
+    """Rate of matrix products of one process with all cores, over that of one of `processes`."""
+    alone_streams: float = 0.0
+    """The same of what memory bounds."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The machine: nodes × devices a node, and what they and their links can do."""
@@ -88,6 +109,7 @@ class Cluster:
     accelerator: Accelerator = field(default_factory=Accelerator)
     intra: Link = field(default_factory=Link)
     inter: Link = field(default_factory=Link)
+    sharing: Sharing = field(default_factory=Sharing)
 
     @property
     def devices(self) -> int:

@@ -10,6 +10,7 @@ from phalanx.cost.programs import PHALANX, PHALANX_CPU
 from phalanx.errors import JobError
 from phalanx.job import batch
 from phalanx.job.clusters import CLUSTERS
+from phalanx.job.cpu_node import with_processes
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
@@ -36,7 +37,7 @@ def case_of(job: Job, vocab: int) -> Case:
     model = replace(job.model, vocab_size=vocab)
     return Case(
         model=model,
-        cluster=job.cluster,
+        cluster=with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world),
         layout=job.layout,
         batch=batch.solve(job.train.global_batch, job.layout),
         products="fp32" if precision in ("fp32", "fp64") else precision,

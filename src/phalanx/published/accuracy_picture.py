@@ -18,7 +18,9 @@ _SHAPES = ("circle", "square")
 
 
 @dataclass(frozen=True)
-class _Panel:
+class Panel:
+    """One pair of axes with its points."""
+
     title: str
     unit: str
     points: dict[str, list[tuple[float, float]]]
@@ -30,6 +32,11 @@ def svg(found: Sequence[Outcome], title: str = "predicted against measured") -> 
     panels = [panel for panel in (_times(found), _memory(found)) if panel.points]
     if not panels:
         raise ValueError("no row with a measured time or memory")
+    return scatter(panels, title)
+
+
+def scatter(panels: Sequence[Panel], title: str) -> str:
+    """The panels side by side under one legend, as an SVG document."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.points))
     legend = -(-len(names) // 4) * _LEGEND
     width = _LEFT + len(panels) * (_SIDE + _GAP)
@@ -50,15 +57,15 @@ def svg(found: Sequence[Outcome], title: str = "predicted against measured") -> 
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _times(found: Sequence[Outcome]) -> _Panel:
+def _times(found: Sequence[Outcome]) -> Panel:
     points = {
         name: [(one.measured_s, one.predicted_s) for one in group if one.measured_s]
         for name, group in by(found, lambda one: one.source).items()
     }
-    return _Panel("step time", "s", {name: some for name, some in points.items() if some})
+    return Panel("step time", "s", {name: some for name, some in points.items() if some})
 
 
-def _memory(found: Sequence[Outcome]) -> _Panel:
+def _memory(found: Sequence[Outcome]) -> Panel:
     points = {
         name: [
             (one.measured_bytes / 2**30, one.predicted_bytes / 2**30)
@@ -67,10 +74,10 @@ def _memory(found: Sequence[Outcome]) -> _Panel:
         ]
         for name, group in by(found, lambda one: one.source).items()
     }
-    return _Panel("memory of the fullest device", "GiB", {name: some for name, some in points.items() if some})
+    return Panel("memory of the fullest device", "GiB", {name: some for name, some in points.items() if some})
 
 
-def _drawn(panel: _Panel, names: Sequence[str]) -> list[str]:
+def _drawn(panel: Panel, names: Sequence[str]) -> list[str]:
     values = [value for some in panel.points.values() for point in some for value in point]
     low, high = math.log10(min(values)) - 0.05, math.log10(max(values)) + 0.05
 

@@ -1,0 +1,78 @@
+"""Measured steps in a file of JSON lines, one a layout and round, so that an interrupted benchmark goes on."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from phalanx.job.layout import Layout
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One layout in one round."""
+
+    phase: str
+    """survey, or final."""
+    round: int
+    model: str
+    layout: Layout
+    seconds: tuple[float, ...]
+    """Of each step."""
+
+
+class Record:
+    """All entries, on disk as they come."""
+
+    def __init__(self, path: Path, *, resume: bool):
+        self.path = path
+        self.entries: list[Entry] = []
+        if not resume:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                found = json.loads(line)
+                layout, seconds = Layout(**found.pop("layout")), tuple(found.pop("seconds"))
+                self.entries.append(Entry(**found, layout=layout, seconds=seconds))
+
+    def add(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(entry)) + "\n")
+
+    def has(self, phase: str, number: int, model: str, layout: Layout) -> bool:
+        return any((e.phase, e.round, e.model, e.layout) == (phase, number, model, layout) for e in self.entries)
+
+    def seconds(self, model: str, *phases: str) -> dict[Layout, float]:
+        """The median of each layout's steps, in all rounds of some phases together."""
+        steps: dict[Layout, list[float]] = {}
+        for entry in self.entries:
+            if entry.model == model and entry.phase in phases:
+                steps.setdefault(entry.layout, []).extend(entry.seconds)
+        return {layout: statistics.median(found) for layout, found in steps.items()}
+
+    def ratio(self, model: str, layout: Layout, other: Layout) -> float:
+        """How many times as long as `other` a layout takes: the median of the final rounds' ratios."""
+        rounds: list[dict[Layout, float]] = []
+        for number in sorted({e.round for e in self.entries if e.phase == "final" and e.model == model}):
+            of_round = [e for e in self.entries if (e.phase, e.model, e.round) == ("final", model, number)]
+            rounds.append({e.layout: statistics.median(e.seconds) for e in of_round})
+        return statistics.median(one[layout] / one[other] for one in rounds)
+
+
+def kendall(first: Sequence[float], second: Sequence[float]) -> float:
+    """Kendall's tau-b of two series of the same things: 1 where they rank alike, -1 where they rank the other way."""
+    agree = disagree = ties_first = ties_second = 0
+    for i in range(len(first)):
+        for j in range(i):
+            a, b = first[i] - first[j], second[i] - second[j]
+            agree += a * b > 0
+            disagree += a * b < 0
+            ties_first += a == 0 != b
+            ties_second += b == 0 != a
+    pairs = agree + disagree
+    rest = ((pairs + ties_first) * (pairs + ties_second)) ** 0.5
+    return (agree - disagree) / rest if rest else 0.0
