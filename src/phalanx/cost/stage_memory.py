@@ -86,7 +86,8 @@ def rank_memory(case: Case, pp_rank: int) -> RankMemory:
 
 def needed_bytes(case: Case, limit: float = inf) -> int:
     """What the fullest rank needs (RankMemory.needed), without looking at ranks that hold the same as another and have
-    fewer micro-batches in flight; beyond `limit`, what the first rank needs that needs more. Raises as `rank_memory`."""
+    fewer micro-batches in flight. Where some need more than `limit`, what the first of them needs. Raises as
+    `rank_memory`."""
     step, most = Step(case), 0
     seen = list[tuple[tuple[object, ...], Flight]]()
     for flight in step.flights:

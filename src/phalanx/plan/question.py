@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from phalanx.cost.software import Software
 from phalanx.errors import JobError
 from phalanx.job import batch
 from phalanx.job.cluster import Cluster
+from phalanx.job.cpu_node import with_processes
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
@@ -39,6 +40,12 @@ class Question:
     def devices(self) -> tuple[int, ...]:
         """Numbers of devices that may be used."""
         return self.worlds or (self.cluster.devices,)
+
+    def each(self) -> Iterator[Question]:
+        """The same for each number of devices alone. Processes that share a processor have each their part of it."""
+        for world in self.devices:
+            per_node = max(1, world // self.cluster.nodes)
+            yield replace(self, cluster=with_processes(self.cluster, per_node), worlds=(world,))
 
     def case(self, layout: Layout) -> Case:
         """The case of one layout. Raises JobError or ValueError where it does not go with model or batch."""
@@ -69,7 +76,7 @@ def question_of(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) ->
         )
     return Question(
         case.model,
-        case.cluster,
+        job.cluster,
         job.train.global_batch or batch.DEFAULT_GLOBAL_BATCH,
         case.products,
         case.width,

@@ -1,15 +1,15 @@
 """The fastest layout that fits: exhaustive over the legal space, by branch and bound.
 
-Layouts come in the order of a lower bound on their time (bounds.py). What cannot fit or cannot be among the best is left
-out by its bounds; the rest is predicted, until the bound of the next is beyond the best. The best of those are simulated
-event by event, and that time ranks them; of equals the simpler one wins.
+Layouts come in the order of a lower bound on their time (bounds.py). What cannot fit or cannot be among the best is
+left out by its bounds; the rest is predicted, until the bound of the next is beyond the best. The best of those are
+simulated event by event, and that time ranks them; of equals the simpler one wins.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -23,7 +23,7 @@ from phalanx.cost.step_time import step_parts
 from phalanx.errors import JobError
 from phalanx.job.layout import Layout
 from phalanx.plan.bounds import Bounds
-from phalanx.plan.plan import Candidate
+from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.question import Question
 from phalanx.plan.space import Rows, Space, space_of
 from phalanx.simulate.step import step_seconds
@@ -42,6 +42,8 @@ FIRST, SEEDS = 6, 24
 """Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
 BLOCK = 2048
 """Pairs whose layouts are bounded at a time."""
+SHOWN = 10
+"""Layouts that are told."""
 KEPT = 1000
 """Layouts that do not fit which are kept for the picture."""
 ALIKE = 1.001
@@ -196,21 +198,56 @@ def complexity(layout: Layout) -> tuple[int, ...]:
     return axes, settings, layout.tp * layout.pp * layout.cp * layout.ep, layout.pp_chunks, layout.zero
 
 
-def families(layout: Layout) -> Iterator[str]:
-    """The kinds of parallelism that a layout is made of, in words."""
-    if layout.tp > 1:
-        yield "tensor"
-    if layout.pp > 1:
-        yield "pipeline"
-    if layout.cp > 1:
-        yield "context"
-    if layout.ep > 1:
-        yield "expert"
-    if layout.dp_shard > 1:
-        yield {1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP"}[layout.zero]
-    if layout.dp_replicate > 1:
-        yield "replicas"
+def search(question: Question, progress: Progress | None = None, sample: int = 0) -> Plan:
+    """The best layouts, what was weighed against them, and why they won; `sample` is how many layouts of the space are
+    predicted for a picture of it.
+
+    Raises JobError where no layout is legal, and where something about the devices is not known."""
+    began = time.perf_counter()
+    searches, told = list[Search](), list[str]()
+    for one in question.each():
+        try:
+            searches.append(Search(one, progress))
+        except JobError as error:
+            told += error.problems
+    if not searches:
+        raise JobError(told)
+    found = [(one, one.best()) for one in searches]
+    candidates = ranked(candidate for one, what in found for candidate in simulated(what))
+    rejected = sum((what.rejected for _, what in found), Counter[str]())
+    asked = replace(searches[0].question, fixed=question.fixed)
+    return Plan(
+        question=asked.case(searches[0].space.layout(searches[0].space.rows(np.array([0])), 0)),
+        best=tuple(distinct(candidates)),
+        nearest=None if candidates else nearest(found),
+        alternatives=(),
+        points=(),
+        rejected={reason: number for reason, number in rejected.most_common() if number},
+        searched=sum(one.space.size for one in searches),
+        seconds=time.perf_counter() - began,
+        notes=(),
+    )
 
 
-def clock() -> float:
-    return time.perf_counter()
+def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The best of each mesh, the first few."""
+    shown: dict[tuple[int, ...], Candidate] = {}
+    for one in candidates:
+        layout = one.layout
+        degrees = (layout.tp, layout.cp, layout.pp, layout.data_ranks, layout.ep)
+        shown.setdefault(degrees, one)
+    return list(shown.values())[:SHOWN]
+
+
+def nearest(found: Iterable[tuple[Search, Found]]) -> Candidate:
+    """Where nothing fits: the layout that needs the least memory."""
+    cases = list[tuple[float, Case]]()
+    for one, _ in found:
+        least = np.argsort(one.pair_bytes, kind="stable")[:FIRST]
+        rows = one.space.rows(least)
+        _, memory = one.bounds.rows(rows)
+        for number in np.argsort(memory, kind="stable")[:SEEDS]:
+            case = one.question.case(one.space.layout(rows, int(number)))
+            cases.append((needed_bytes(case), case))
+    _, case = min(cases, key=lambda one: (one[0], complexity(one[1].layout)))
+    return Candidate(case, predict(case), step_seconds(case))

@@ -39,9 +39,9 @@ def run(
     """The schedule with the `durations` of each rank's passes.
 
     `hops` are the times of a message from one rank to another, by default none; messages from a rank to another go one
-    after the other, beside the passes, or, with `blocks`, while the sender waits. `floors` say, by rank and stage, before
-    when no forward pass begins. One visit an action, so that 10^5 of them take a fraction of a second. Where ranks wait
-    for each other in a circle, or for what no rank does, some have fewer starts than actions."""
+    after the other, beside the passes, or, with `blocks`, while the sender waits. `floors` say, by rank and stage,
+    before when no forward pass begins. One visit an action, so that 10^5 of them take a fraction of a second. Where
+    ranks wait for each other in a circle, or for what no rank does, some have fewer starts than actions."""
     micros, slices, last = schedule.micro_batches, schedule.slices, schedule.stages - 1
     layer, backward = micros * slices, schedule.stages * micros * slices
     ends = [NOT_YET] * (2 * backward)

@@ -1,9 +1,9 @@
 """One training step, event by event: the schedule's own program with the times that the cost model gives each stage,
 messages between stages, the state's collectives beside the passes, and the optimizer.
 
-One pipeline stands for all: replicas are alike, and where one of them is slower all wait for it. Inside a pass the cost
-model has weighed computation, collectives of its axes and the host already (cost/rank_time.py); what the simulation adds
-is when passes, messages and the state's collectives meet.
+One pipeline stands for all: replicas are alike, and where one of them is slower all wait for it. Inside a pass the
+cost model has weighed computation, collectives of its axes and the host already (cost/rank_time.py); what the
+simulation adds is when passes, messages and the state's collectives meet.
 """
 
 from __future__ import annotations
