@@ -1,28 +1,39 @@
 """Frozen dataclasses whose hash is computed once: those that caches have as keys, nested and asked for millions of
-times."""
+times. Each is written as
+
+    @hashed_once
+    @dataclass(frozen=True)
+    class Layout(Hashed): ...
+"""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
-T = TypeVar("T")
-_KEPT = "_hash"
+T = TypeVar("T", bound="type[Hashed]")
 
 
-def hashed_once(cls: type[T]) -> type[T]:
-    """Has each object of a frozen dataclass keep its hash. It does not travel with pickles: another process hashes
+class Hashed:
+    """Has a place for the hash beside the fields, where `vars` and pickles do not find it: another process hashes
     strings differently."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def hashed_once(cls: T) -> T:
+    """Has each object of a frozen dataclass keep its hash."""
     compute = cls.__hash__
 
     def kept(self: Any) -> int:
-        known = self.__dict__.get(_KEPT)
-        if known is None:
-            known = self.__dict__[_KEPT] = compute(self)
-        return known
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", compute(self))
+            return self._hash
 
-    def state(self: Any) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != _KEPT}
-
-    cls.__hash__ = kept
-    cls.__getstate__ = state  # type: ignore[method-assign]
+    cls.__hash__ = kept  # type: ignore[method-assign]
     return cls

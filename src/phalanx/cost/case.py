@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.cost.software import Software
-from phalanx.hashed import hashed_once
+from phalanx.hashed import Hashed, hashed_once
 from phalanx.job.batch import Batch
 from phalanx.job.cluster import Cluster
 from phalanx.job.layout import Layout
@@ -17,7 +17,7 @@ Products = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 
 @hashed_once
 @dataclass(frozen=True)
-class Case:
+class Case(Hashed):
     """One training step. The model's vocabulary is written out, the layout complete."""
 
     model: Model

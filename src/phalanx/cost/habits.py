@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.hashed import hashed_once
+from phalanx.hashed import Hashed, hashed_once
 
 MIB = 2**20
 
 
 @hashed_once
 @dataclass(frozen=True)
-class Habits:
+class Habits(Hashed):
     """What a program keeps. The defaults are our own runtime's, on a GPU."""
 
     parameter_bytes: int = 0

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.cost.habits import Habits
-from phalanx.hashed import hashed_once
+from phalanx.hashed import Hashed, hashed_once
 
 
 @hashed_once
 @dataclass(frozen=True)
-class Software:
+class Software(Hashed):
     """A training program, as far as time and memory depend on it."""
 
     name: str = "phalanx"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.hashed import hashed_once
+from phalanx.hashed import Hashed, hashed_once
 
 
 @hashed_once
 @dataclass(frozen=True)
-class Accelerator:
+class Accelerator(Hashed):
     """One device, as its data sheet and one run of a matrix product describe it."""
 
     name: str = ""
@@ -69,7 +69,7 @@ class Link:
 
 @hashed_once
 @dataclass(frozen=True)
-class Sharing:
+class Sharing(Hashed):
     """How the processes of a CPU node share its cores, where they are its devices and were measured."""
 
     node_cores: int = 0
@@ -85,7 +85,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Hashed):
     """The machine: nodes × devices a node, and what they and their links can do."""
 
     preset: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from phalanx.hashed import hashed_once
+from phalanx.hashed import Hashed, hashed_once
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh's axes, outermost first; `ep` is carved out of dp_shard × cp and multiplies nothing."""
@@ -13,7 +13,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @hashed_once
 @dataclass(frozen=True)
-class Layout:
+class Layout(Hashed):
     """How the model is spread over the devices."""
 
     auto: bool = False

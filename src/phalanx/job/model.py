@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
 
-from phalanx.hashed import hashed_once
+from phalanx.hashed import Hashed, hashed_once
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class MLA:
 
 @hashed_once
 @dataclass(frozen=True)
-class Model:
+class Model(Hashed):
     """The model's shape."""
 
     preset: str = ""
