@@ -35,6 +35,8 @@ from phalanx.job.cluster import Cluster
 from phalanx.job.layout import Layout
 from phalanx.launch.pool import Pool
 from phalanx.plan.case import case_of
+from phalanx.plan.question import question_of
+from phalanx.plan.search import search
 from phalanx.published.accuracy_picture import Panel, scatter
 
 ASKED = 0.10
@@ -52,9 +54,11 @@ def predicted(name: str, layout: Layout, machine: Cluster) -> float:
     return predict(case_of(job, job.model.vocab_size)).step_time_s
 
 
-def choice(name: str, among: Sequence[Layout], machine: Cluster) -> Layout:
-    """What the planner would have trained: the least predicted time; of equals the simplest, which comes first."""
-    return min(among, key=lambda layout: predicted(name, layout, machine))
+def choice(name: str, machine: Cluster) -> Layout:
+    """What the planner would train, on 1, 2 or 4 processes of the measured machine."""
+    job = replace(job_of(name, Layout()), cluster=replace(machine, devices_per_node=max(WORLDS)))
+    question = replace(question_of(job, job.model.vocab_size), worlds=WORLDS)
+    return search(question).best[0].layout
 
 
 def survey(pool: Pool, record: Record, found: dict[str, list[Layout]], rounds: int) -> None:
@@ -88,7 +92,7 @@ def outcome(record: Record, name: str, machine: Cluster) -> dict[str, Any]:
     """What came out for one model. The chosen layout has to be in the final rounds."""
     measured = record.seconds(name, "survey")
     guessed = {layout: predicted(name, layout, machine) for layout in measured}
-    chosen = choice(name, sorted(measured, key=_simplicity), machine)
+    chosen = choice(name, machine)
     final = record.seconds(name, "final")
     best = min(final, key=final.__getitem__)
     ratios = [guessed[layout] / measured[layout] for layout in measured]
@@ -107,10 +111,6 @@ def outcome(record: Record, name: str, machine: Cluster) -> dict[str, Any]:
             for one in measured
         ],
     }
-
-
-def _simplicity(layout: Layout) -> int:
-    return layout.line().count("=")
 
 
 def table(outcomes: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -157,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         with Pool(max(WORLDS)) as pool:
             survey(pool, record, found, options.surveys)
-            for name, among in found.items():
-                finals(pool, record, name, choice(name, among, cluster), options.rounds)
+            for name in found:
+                finals(pool, record, name, choice(name, cluster), options.rounds)
     outcomes = [outcome(record, name, cluster) for name in options.models]
     result = {"benchmark": "regret", "machine": machine(), "asked": ASKED, "models": outcomes}
     (RESULTS / "regret.svg").write_text(picture(outcomes), encoding="utf-8")
