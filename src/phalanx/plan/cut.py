@@ -7,7 +7,7 @@ much as four to five of its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -20,6 +20,11 @@ from phalanx.errors import JobError
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.stages import ranges, written_stages
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.intp]
+StageCost = Callable[[int, Places, Places], Floats]
+"""Of a stage, with the layers from the first of these to before the second, by broadcasting."""
 
 ROUNDING = 1e-9
 """Relative difference up to which two costs count as equal: sums of floats differ by their order."""
@@ -67,13 +72,25 @@ def cut(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) 
         raise JobError(
             f"{stages} stages need as many layers, the model has {len(costs)}; nearest legal: {len(costs)} stages"
         )
-    before = list(accumulate(costs, initial=0))
+    before = np.array(list(accumulate(costs, initial=0)), np.float64)
     extra = [0.0] * stages
     extra[0] += first
     extra[-1] += last
-    room = len(costs) - stages
-    slowest = _best(before, extra, room, inf, squares=False)[0]
-    _, sizes = _best(before, extra, room, slowest * (1 + ROUNDING), squares=True)
+
+    def cost(stage: int, begins: Places, ends: Places) -> Floats:
+        return before[ends] - before[begins] + extra[stage]
+
+    return cut_by(cost, stages, len(costs))
+
+
+def cut_by(cost: StageCost, stages: int, layers: int) -> tuple[range, ...]:
+    """The same where a stage costs what `cost` says: infinity where it cannot have these layers. Empty where no cut
+    goes."""
+    room = layers - stages
+    slowest = _best(cost, stages, room, inf, squares=False)[0]
+    if slowest == inf:
+        return ()
+    _, sizes = _best(cost, stages, room, slowest * (1 + ROUNDING), squares=True)
     return ranges(sizes)
 
 
@@ -92,25 +109,22 @@ def shown(stages: Sequence[range], costs: LayerCosts) -> str:
     return f"{' + '.join(str(len(stage)) for stage in stages)} layers, slowest stage {slowest:.2f} × the mean"
 
 
-def _best(
-    before: Sequence[float], extra: Sequence[float], room: int, limit: float, squares: bool
-) -> tuple[float, list[int]]:
+def _best(cost: StageCost, stages: int, room: int, limit: float, squares: bool) -> tuple[float, list[int]]:
     """The smallest maximum of the stages' costs, or of their squares the smallest sum, where no stage costs more than
     `limit`; and the layers of each stage.
 
-    `before[n]` is the cost of the first n layers. A stage can have `room` layers more than one, so stage s ends after
-    s + 1 to s + 1 + room layers: rows are indexed by how many of the room the stages up to s have taken."""
-    fronts, ends = np.array(before[:-1]), np.array(before[1:])
+    A stage can have `room` layers more than one, so stage s ends after s + 1 to s + 1 + room layers: rows are indexed
+    by how many of the room the stages up to s have taken."""
     row = np.full(room + 1, inf)
     row[0] = 0.0
     later = np.triu(np.ones((room + 1, room + 1), bool), 1)
     """By what is used and what was used before: the stages before have more than all."""
     taken: list[NDArray[np.intp]] = []
-    for stage, more in enumerate(extra):
-        places = slice(stage, stage + room + 1)
-        cost = ends[places, None] + more - fronts[None, places]
-        value = row + cost * cost if squares else np.maximum(row, cost)
-        value[later | (cost > limit)] = inf
+    for stage in range(stages):
+        places = np.arange(stage, stage + room + 1)
+        each = np.where(later, inf, cost(stage, places[None, :], np.maximum(places[:, None] + 1, places[None, :])))
+        value = row + each * each if squares else np.maximum(row, each)
+        value[each > limit] = inf
         best = value.min(axis=1)
         # The fewest to the stages before, among equals.
         choice = np.argmax(value <= best[:, None] * (1 + ROUNDING), axis=1)

@@ -23,8 +23,10 @@ from phalanx.cost.step_time import step_parts
 from phalanx.errors import JobError
 from phalanx.job.layout import Layout
 from phalanx.plan.bounds import Bounds
+from phalanx.plan.mixtures import same_passes
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.question import Question
+from phalanx.plan.refine import refinements
 from phalanx.plan.space import Rows, Space, space_of
 from phalanx.simulate.step import step_seconds
 
@@ -163,7 +165,7 @@ def simulated(found: Found) -> list[Candidate]:
     for case, seconds in near:
         layout = case.layout
         # Layouts that differ in how the state is shared have the same passes: two of each are enough.
-        passes = replace(layout, dp_shard=1, dp_replicate=1, zero=3, reshard=True, accumulate="local")
+        passes = same_passes(layout)
         if seconds > found.cutoff or len(done) >= SIMULATED or (visits > VISITS and len(done) >= FEWEST):
             break
         if alike[passes] < 2:
@@ -192,6 +194,8 @@ def complexity(layout: Layout) -> tuple[int, ...]:
     settings = (
         (layout.pp > 1) * (layout.schedule != "1f1b")
         + (layout.recompute != "none")
+        + bool(layout.pp_cut)
+        + bool(layout.recompute_cut)
         + (layout.shard_ranks > 1) * ((layout.accumulate == "sharded") + (layout.zero == 3 and not layout.reshard))
         + (layout.ring > 1 and layout.cp_ulysses > 1)
     )
@@ -213,7 +217,7 @@ def search(question: Question, progress: Progress | None = None, sample: int = 0
     if not searches:
         raise JobError(told)
     found = [(one, one.best()) for one in searches]
-    candidates = ranked(candidate for one, what in found for candidate in simulated(what))
+    candidates = ranked(candidate for one, what in found for candidate in _best(one, what))
     rejected = sum((what.rejected for _, what in found), Counter[str]())
     asked = replace(searches[0].question, fixed=question.fixed)
     return Plan(
@@ -227,6 +231,12 @@ def search(question: Question, progress: Progress | None = None, sample: int = 0
         seconds=time.perf_counter() - began,
         notes=(),
     )
+
+
+def _best(one: Search, found: Found) -> list[Candidate]:
+    """The best of a space, and what comes of them with stages and layers that differ."""
+    uniform = simulated(found)
+    return [*refinements(one, found, uniform), *uniform]
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:

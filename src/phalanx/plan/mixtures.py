@@ -1,0 +1,79 @@
+"""Layouts that keep too much to fit and recompute too much to be fast: with some layers of each sort they do both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from phalanx.cost.case import Case
+from phalanx.cost.stage_memory import needed_bytes
+from phalanx.cost.step_time import step_parts
+from phalanx.errors import JobError
+from phalanx.job.layout import Layout
+from phalanx.plan.space import RECOMPUTE, Rows
+
+if TYPE_CHECKING:
+    from phalanx.plan.search import Found, Search
+
+PAIRS = 512
+"""Pairs of a mesh and a micro-batch that are looked at: those with the lowest bounds."""
+PREDICTED = 24
+"""Layouts that are predicted: those with the lowest bounds."""
+NEAR = 1.1
+"""Layouts are told up to so much beyond the best: what is left to recompute is only known about."""
+
+
+def mixtures(search: Search, found: Found, seconds: float) -> list[Case]:
+    """Layouts that recompute everything and fit, those first that would be fastest if they recomputed only as much as
+    they need to fit; `seconds` are the best one's. Their time lies between those of the layout that keeps all and of
+    the one that keeps nothing, as far as the device's memory is between theirs: by bounds, then by prediction."""
+    told = list[tuple[float, int, Case]]()
+    for layout in islice(_by_bounds(search, found, seconds), PREDICTED):
+        try:
+            small, large = (search.question.case(replace(layout, recompute=mode)) for mode in ("full", "none"))
+        except (JobError, ValueError):
+            continue
+        least, most = needed_bytes(small), needed_bytes(large)
+        if least > search.limit:
+            continue
+        fast, slow = step_parts(large).total, step_parts(small).total
+        about = fast + (slow - fast) * min(1.0, max(0.0, most - search.limit) / max(most - least, 1))
+        if about < NEAR * seconds:
+            told.append((about, len(told), small))
+    return [case for _, _, case in sorted(told)]
+
+
+def _by_bounds(search: Search, found: Found, seconds: float) -> Iterator[Layout]:
+    fixed = search.question.fixed
+    if "recompute" in fixed or fixed.get("recompute_cut"):
+        return
+    pairs = np.flatnonzero((search.pair_bytes <= search.limit) & (search.pair_seconds < seconds))
+    pairs = pairs[np.argsort(search.pair_seconds[pairs], kind="stable")][:PAIRS]
+    rows = search.space.rows(pairs)
+    rows = rows.select(rows.recompute == RECOMPUTE.index("full"))
+    if not len(rows):
+        return
+    keeping = Rows(rows.pair, rows.plan, rows.state, np.zeros_like(rows.recompute))
+    slow, small = search.bounds.rows(rows)
+    fast, large = search.bounds.rows(keeping)
+    share = np.clip((large - search.limit) / np.maximum(large - small, 1.0), 0.0, 1.0)
+    about = fast + share * (slow - fast)
+    order = np.flatnonzero((small <= search.limit) & (about < seconds))
+    fitting = {case.layout for case, _ in found.predicted}
+    seen = set[Layout]()
+    for number in order[np.argsort(about[order], kind="stable")]:
+        layout = search.space.layout(rows, int(number))
+        passes = same_passes(layout)
+        if passes in seen or replace(layout, recompute="none") in fitting:
+            continue
+        seen.add(passes)
+        yield layout
+
+
+def same_passes(layout: Layout) -> Layout:
+    """The layout without how ranks share the state: what is left says what the passes do."""
+    return replace(layout, dp_shard=1, dp_replicate=1, zero=3, reshard=True, accumulate="local")

@@ -1,0 +1,151 @@
+"""Good layouts made better: stages of uneven size, and layers that recompute differently.
+
+The search (search.py) cuts by FLOPs and has all layers recompute the same. Here a layout's stages are cut by the
+seconds that the cost model gives them, each within the memory of its rank, and the layers of every rank keep what there
+is room for: the last rank of a 1F1B pipeline has one micro-batch in flight, the first one a micro-batch for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby, islice
+from math import inf
+from typing import TYPE_CHECKING
+
+from phalanx.cost.case import Case
+from phalanx.cost.placed import stages_of_case
+from phalanx.cost.predict import predict
+from phalanx.cost.step_time import step_parts
+from phalanx.errors import JobError
+from phalanx.job.layout import Layout
+from phalanx.job.recompute import MODES, Mode, Run, modes, written
+from phalanx.plan.mixtures import mixtures, same_passes
+from phalanx.plan.plan import Candidate
+from phalanx.plan.question import Question
+from phalanx.plan.rank_costs import Ranks
+from phalanx.plan.uneven import stages_of_ranks
+from phalanx.simulate.step import step_seconds
+
+if TYPE_CHECKING:
+    from phalanx.plan.search import Found, Search
+
+ROUNDS = 6
+"""Times that the line of the memory (rank_costs.py) is put right."""
+WORTH = 1.002
+"""A layout is refined where it gets that much faster: below, the simpler one is as good."""
+MARGIN = 1.01
+"""Predicted times up to so much beyond the best are simulated."""
+TRIED, MIXED = 3, 2
+"""Layouts that are refined: of the best, and of those that would fit with some recomputation."""
+
+
+def refined(question: Question, candidate: Candidate) -> Candidate:
+    """The candidate with the best cut and the least recomputation that fit; the same one where that is no faster."""
+    case = refinement(question, candidate.case)
+    if case is None:
+        return candidate
+    seconds = step_seconds(case)
+    better = seconds * WORTH < candidate.seconds or not candidate.prediction.fits
+    return Candidate(case, predict(case), seconds) if better else candidate
+
+
+def refinements(search: Search, found: Found, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """What comes of the best of a search, of what would fit and be fast if only some layers recomputed, and, where
+    nothing fits, of what needs least: those that are faster than all before. `candidates` are the fastest first."""
+    best = candidates[0].seconds if candidates else inf
+    passes = dict[Layout, Case]()
+    for candidate in candidates:
+        passes.setdefault(same_passes(candidate.layout), candidate.case)
+    cases = list(islice(passes.values(), TRIED))
+    if candidates:
+        cases += islice(mixtures(search, found, best), MIXED)
+    else:
+        cases += [case for case, _ in sorted(found.too_large, key=lambda one: one[1])[:TRIED]]
+    better = list[Candidate]()
+    for case in cases:
+        other = refinement(search.question, case)
+        if other is None or step_parts(other).total > MARGIN * best:
+            continue
+        seconds = step_seconds(other)
+        if seconds * WORTH < best:
+            best = seconds
+            better.append(Candidate(other, predict(other), seconds))
+    return better
+
+
+def refinement(question: Question, case: Case) -> Case | None:
+    """The layout of a case that fits, with another cut, another recomputation of its layers or both, so that its
+    slowest rank is faster; None where there is none."""
+    layout = case.layout
+    cuts, mixes = _open(question, layout)
+    if not (cuts or mixes):
+        return None
+    every = MODES if mixes else tuple(dict.fromkeys(modes(written(layout), case.model.n_layers)))
+    ranks = Ranks(case, every)
+    start = stages_of_case(case, ranks.stages)
+    fits = ranks.calibrated(case)
+    best, found = (_score(ranks, case) / WORTH if fits else inf), None
+    seen = {layout}
+    for _ in range(ROUNDS):
+        stages = stages_of_ranks(ranks, start) if cuts else start
+        other = _written(ranks, layout, stages, start, mixes) if stages else layout
+        if other in seen:
+            break
+        seen.add(other)
+        try:
+            tried = question.case(other)
+        except (JobError, ValueError):
+            break
+        score = _score(ranks, tried)
+        if score >= best:
+            break
+        if ranks.calibrated(tried):
+            best, found = score, tried
+    return found
+
+
+def _open(question: Question, layout: Layout) -> tuple[bool, bool]:
+    """Whether stages may be cut otherwise, and whether layers may recompute otherwise."""
+    fixed = question.fixed
+    cuts = layout.pp > 1 and not fixed.get("pp_cut")
+    return cuts, not fixed.get("recompute_cut") and "recompute" not in fixed
+
+
+def _score(ranks: Ranks, case: Case) -> float:
+    """Seconds of a step, about: the slowest rank's micro-batches, and one of every other rank on the way in and out."""
+    times = ranks.times(case)
+    return (case.batch.accumulation - 1) * max(times) + sum(times)
+
+
+def _written(ranks: Ranks, layout: Layout, stages: Sequence[range], start: Sequence[range], mixes: bool) -> Layout:
+    """The layout with these stages, and what each rank's blocks recompute with them."""
+    if tuple(stages) != tuple(start):
+        layout = replace(layout, pp_cut="+".join(str(len(stage)) for stage in stages))
+    if not mixes:
+        return layout
+    counts, every = ranks.counts(stages), ["full"] * len(ranks.experts)
+    for rank, flight in enumerate(ranks.flights):
+        filling = ranks.filling(rank, ranks.held(rank, counts))
+        if filling is None:
+            return layout
+        numbers = iter(filling.numbers)
+        for stage in flight.held:
+            for experts, many in zip((False, True), counts[stage], strict=True):
+                if many:
+                    layers = [layer for layer in stages[stage] if ranks.experts[layer] == experts]
+                    _assign(every, layers, dict(zip(ranks.modes, next(numbers), strict=True)))
+    runs = [Run(len(list(run)), mode) for mode, run in groupby(every)]  # type: ignore[arg-type]
+    if len(runs) == 1:
+        return replace(layout, recompute=runs[0].mode, recompute_cut="")
+    return replace(layout, recompute="none", recompute_cut="+".join(map(str, runs)))
+
+
+def _assign(every: list[str], layers: Sequence[int], numbers: dict[Mode, int]) -> None:
+    """What some layers do: those that recompute come first, since the backward pass begins with the last, which give up
+    what they kept before others need room to compute again."""
+    place = 0
+    for mode in ("full", "selective", "none"):
+        for layer in layers[place : place + numbers.get(mode, 0)]:
+            every[layer] = mode
+        place += numbers.get(mode, 0)
