@@ -51,17 +51,15 @@ def refined(question: Question, candidate: Candidate) -> Candidate:
 
 
 def refinements(search: Search, found: Found, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """What comes of the best of a search, of what would fit and be fast if only some layers recomputed, and, where
-    nothing fits, of what needs least: those that are faster than all before. `candidates` are the fastest first."""
-    best = candidates[0].seconds if candidates else inf
+    """What comes of the best of a search, and of what would fit and be fast if only some layers recomputed: those that
+    are faster than all before. `candidates` are the fastest first, or, where nothing fits, what needs least."""
+    best = candidates[0].seconds if candidates[0].prediction.fits else inf
     passes = dict[Layout, Case]()
     for candidate in candidates:
         passes.setdefault(same_passes(candidate.layout), candidate.case)
     cases = list(islice(passes.values(), TRIED))
-    if candidates:
+    if best < inf:
         cases += islice(mixtures(search, found, best), MIXED)
-    else:
-        cases += [case for case, _ in sorted(found.too_large, key=lambda one: one[1])[:TRIED]]
     better = list[Candidate]()
     for case in cases:
         other = refinement(search.question, case)

@@ -236,7 +236,7 @@ def search(question: Question, progress: Progress | None = None, sample: int = 0
 def _best(one: Search, found: Found) -> list[Candidate]:
     """The best of a space, and what comes of them with stages and layers that differ."""
     uniform = simulated(found)
-    return [*refinements(one, found, uniform), *uniform]
+    return [*refinements(one, found, uniform or [nearest([(one, found)])]), *uniform]
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:

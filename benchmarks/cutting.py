@@ -1,0 +1,145 @@
+"""Uneven stages: what cutting a model by seconds and memory gains over equal numbers of layers.
+
+    python -m benchmarks.cutting
+
+Models whose layers do not make equal stages: a vocabulary of 250,880 (BLOOM), dense layers before those with experts
+(DeepSeek-V3), 126 layers on 16 stages (Llama 3 405B), each with the layout of its report where that is known, on the
+machine it was trained on. Every cut is simulated event by event; nothing runs on this machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks.report import machine, save
+from phalanx.cost.predict import predict
+from phalanx.cost.programs import PHALANX
+from phalanx.cost.stage_memory import needed_bytes
+from phalanx.job.clusters import cluster_of
+from phalanx.job.layout import Layout
+from phalanx.job.model import Model
+from phalanx.job.presets import PRESETS
+from phalanx.job.stages import even
+from phalanx.plan.plan import Candidate
+from phalanx.plan.question import Question
+from phalanx.plan.refine import refined
+from phalanx.schedule import catalogue
+from phalanx.simulate.step import step_seconds
+
+BLOOM = Model(
+    n_layers=70,
+    d_model=14336,
+    n_heads=112,
+    seq_len=2048,
+    vocab_size=250_880,
+    bias=True,
+    qkv_bias=True,
+)
+"""BigScience 2022 (arXiv 2211.05100), Table 3; with learned positions in place of ALiBi."""
+
+
+@dataclass(frozen=True)
+class Awkward:
+    """A model that equal stages do not suit, on its machine."""
+
+    name: str
+    question: Question
+    layout: Layout
+
+
+def awkward(name: str, model: Model, cluster: str, global_batch: int, layout: Layout) -> Awkward:
+    return Awkward(name, Question(model, cluster_of(cluster), global_batch, software=PHALANX), layout)
+
+
+BLOOM_LAYOUT = Layout(dp_shard=8, tp=4, pp=12, zero=1, micro_batch=2, recompute="full")
+DEEPSEEK = Layout(dp_shard=128, pp=16, ep=64, zero=1, micro_batch=1, recompute="full")
+LLAMA = Layout(dp_shard=128, tp=8, pp=16, sp=True, zero=1, micro_batch=1, recompute="full")
+CASES = (
+    awkward("BLOOM 176B, vocabulary 250,880", BLOOM, "jean-zay:48", 2048, BLOOM_LAYOUT),
+    awkward("DeepSeek-V3, 3 dense layers first", PRESETS["deepseek-v3"], "h800:256", 15360, DEEPSEEK),
+    awkward(
+        "DeepSeek-V3, 3 dense layers first",
+        PRESETS["deepseek-v3"],
+        "h800:256",
+        15360,
+        replace(DEEPSEEK, schedule="zb_v"),
+    ),
+    awkward("Llama 3 405B, 126 layers", PRESETS["llama3-405b"], "dgx-h100:2048", 8192, LLAMA),
+    awkward(
+        "Llama 3 405B, 126 layers",
+        PRESETS["llama3-405b"],
+        "dgx-h100:2048",
+        8192,
+        replace(LLAMA, schedule="interleaved_1f1b", pp_chunks=2),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Seconds of a step, by cut."""
+
+    name: str
+    layout: str
+    even: float
+    """Equal numbers of layers."""
+    flops: float
+    """By FLOPs: what `phalanx train` does by itself."""
+    seconds: float
+    """By seconds and memory, all layers recomputing the same."""
+    mixed: float
+    """The same, with each layer recomputing what its rank has to."""
+    pp_cut: str
+    mixed_cut: str
+    recompute_cut: str
+    even_fits: bool
+
+
+def compared(case: Awkward) -> Cuts:
+    """One model's cuts."""
+    question, layout = case.question, case.layout
+    stages = catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks)
+    equal = "+".join(str(len(stage)) for stage in even(question.model.n_layers, stages))
+    dealt = _candidate(question, replace(layout, pp_cut=equal))
+    default = _candidate(question, layout)
+    same = refined(replace(question, fixed={"recompute": layout.recompute}), default)
+    mixed = refined(question, default)
+    limit = question.cluster.accelerator.memory_gib * 2**30
+    assert all(needed_bytes(one.case) <= limit for one in (same, mixed))
+    return Cuts(
+        case.name,
+        layout.line(),
+        dealt.seconds,
+        default.seconds,
+        same.seconds,
+        mixed.seconds,
+        same.layout.pp_cut or "+".join(str(len(stage)) for stage in same.case.stages),
+        mixed.layout.pp_cut,
+        mixed.layout.recompute_cut,
+        needed_bytes(dealt.case) <= limit,
+    )
+
+
+def _candidate(question: Question, layout: Layout) -> Candidate:
+    case = question.case(layout)
+    return Candidate(case, predict(case), step_seconds(case))
+
+
+def main() -> None:
+    found = [compared(case) for case in CASES]
+    head = ("model", "layout", "even", "by FLOPs", "by seconds, in memory", "and recomputation by layer", "the cut")
+    table: list[tuple[str, ...]] = [head]
+    for one in found:
+        times = [f"{seconds:.2f} s, {one.even / seconds:.3f} ×" for seconds in (one.flops, one.seconds, one.mixed)]
+        table.append((one.name, one.layout.replace(",", " "), f"{one.even:.2f} s", *times, one.pp_cut))
+    result: dict[str, Any] = {"machine": machine(), "cuts": [asdict(one) for one in found]}
+    seen = (
+        "Seconds of a step, simulated, and how many times as fast as equal numbers of layers. The last but one column "
+        "has each rank recompute only what it has no room for; its cut is in the JSON file."
+    )
+    save("cutting", result, table, "Uneven stages", seen)
+
+
+if __name__ == "__main__":
+    main()
