@@ -3,8 +3,8 @@
     python -m benchmarks.cutting
 
 Models whose layers do not make equal stages: a vocabulary of 250,880 (BLOOM), dense layers before those with experts
-(DeepSeek-V3), 126 layers on 16 stages (Llama 3 405B), each with the layout of its report where that is known, on the
-machine it was trained on. Every cut is simulated event by event; nothing runs on this machine.
+(DeepSeek-V3), 126 layers on 16 stages (Llama 3 405B), each on the machine it was trained on; and a V-shape, whose ranks
+have two stages each. Every cut is simulated event by event; nothing runs on this machine.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def awkward(name: str, model: Model, cluster: str, global_batch: int, layout: La
 BLOOM_LAYOUT = Layout(dp_shard=8, tp=4, pp=12, zero=1, micro_batch=2, recompute="full")
 DEEPSEEK = Layout(dp_shard=128, pp=16, ep=64, zero=1, micro_batch=1, recompute="full")
 LLAMA = Layout(dp_shard=128, tp=8, pp=16, sp=True, zero=1, micro_batch=1, recompute="full")
+THREE = Layout(cp=2, tp=4, pp=3, zero=2, accumulate="sharded", sp=True, schedule="v_half", micro_batch=1)
 CASES = (
     awkward("BLOOM 176B, vocabulary 250,880", BLOOM, "jean-zay:48", 2048, BLOOM_LAYOUT),
     awkward("DeepSeek-V3, 3 dense layers first", PRESETS["deepseek-v3"], "h800:256", 15360, DEEPSEEK),
@@ -73,6 +74,7 @@ CASES = (
         8192,
         replace(LLAMA, schedule="interleaved_1f1b", pp_chunks=2),
     ),
+    awkward("Llama 3 70B, 6 stages of 3 ranks", PRESETS["llama3-70b"], "dgx-h100:3", 96, THREE),
 )
 
 

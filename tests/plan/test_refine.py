@@ -39,10 +39,14 @@ def limit(asked: Question) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, {case.layout.schedule}")
 def test_models_with_unlike_layers_gain_over_equal_stages(case):
-    """A vocabulary of 250,880, dense layers first, 126 layers on 16 stages."""
+    """A vocabulary of 250,880, dense layers first, 126 layers on 16 stages; two stages a rank."""
     found = compared(case)
-    assert found.seconds <= found.flops < found.even
-    assert found.mixed < 0.95 * found.seconds
+    assert found.mixed <= found.seconds <= found.flops
+    assert found.seconds < found.even
+    if case.layout.recompute == "full":
+        assert found.mixed < 0.95 * found.seconds
+    if case.layout.schedule == "v_half":
+        assert found.seconds < 0.98 * found.flops
 
 
 def test_layers_recompute_what_there_is_no_room_for_and_no_more():

@@ -1,0 +1,72 @@
+"""What ranks would take with other layers: against the cost model, which says it of a whole layout."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.cost.placed import contents
+from phalanx.cost.programs import PHALANX
+from phalanx.cost.rank_time import rank_time
+from phalanx.cost.stage_memory import step_memory
+from phalanx.job.clusters import cluster_of
+from phalanx.job.layout import Layout
+from phalanx.job.presets import PRESETS
+from phalanx.plan.question import Question
+from phalanx.plan.rank_costs import Ranks
+
+LAYOUTS = [
+    Layout(pp=4, dp_shard=4, zero=1, micro_batch=1, recompute="full"),
+    Layout(pp=4, dp_shard=4, zero=2, micro_batch=1, recompute_cut="8*full+4*selective+20*none"),
+    Layout(pp=2, dp_shard=8, schedule="interleaved_1f1b", pp_chunks=4, micro_batch=1),
+    Layout(pp=4, dp_shard=2, tp=2, sp=True, schedule="zb_v", micro_batch=1, recompute="selective"),
+    Layout(pp=4, dp_shard=4, schedule="dualpipe", micro_batch=1),
+    Layout(dp_shard=16, micro_batch=1, recompute_cut="30*full+2*none"),
+]
+
+
+def question(model: str) -> Question:
+    shape = replace(PRESETS[model], n_layers=32)
+    return Question(shape, cluster_of("dgx-h200:2"), 256, software=PHALANX)
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "deepseek-v3"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.line)
+def test_seconds_of_a_layout_are_the_cost_models(model, layout):
+    case = question(model).case(layout)
+    expected = [rank_time(case, content).total for content in contents(case)]
+    # Added up block by block, without the sum of gradients over micro-batches.
+    assert Ranks(case).times(case) == pytest.approx(expected, rel=0.02)
+
+
+def test_more_layers_take_more_bytes_and_other_recomputation_makes_room():
+    asked = question("llama3-8b")
+    asked = replace(asked, model=replace(asked.model, vocab_size=256))
+    layout = replace(LAYOUTS[0], pp_cut="8+8+8+8")
+    needed = step_memory(asked.case(layout))[0].needed
+    device = replace(asked.cluster.accelerator, memory_gib=2 * needed / 2**30)
+    full = replace(asked, cluster=replace(asked.cluster, accelerator=device)).case(layout)
+    ranks = Ranks(full)
+    assert ranks.calibrated(full)
+    fillings = [ranks.filling(rank, ((8, 0),)) for rank in range(4)]
+    recomputed = [filling.numbers[0][2] for filling in fillings if filling]
+    # The fewer are in flight the more layers keep what twice the memory has room for.
+    assert 8 > recomputed[0] > recomputed[1] > recomputed[2] > recomputed[3]
+    more, less = ranks.filling(0, ((9, 0),)), ranks.filling(0, ((7, 0),))
+    assert less is not None
+    assert more is None or more.numbers[0][2] > recomputed[0]
+    assert less.numbers[0][2] < recomputed[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:5], ids=Layout.line)
+def test_bytes_are_near_the_exact_ones_one_layer_further(layout):
+    """A rank that is as full as a device lets it be, with a layer more than where the line was put right."""
+    asked = question("llama3-8b")
+    case = asked.case(replace(layout, recompute="full", recompute_cut=""))
+    ranks = Ranks(case)
+    ranks.calibrated(case)
+    before = list(ranks.around)
+    sizes = [len(stage) for stage in case.stages]
+    sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+    other = asked.case(replace(case.layout, pp_cut="+".join(map(str, sizes))))
+    ranks.calibrated(other)
+    assert [a / 2**30 for a in ranks.around] == pytest.approx([b / 2**30 for b in before], abs=1.0)
