@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import inf
 
 from phalanx.cost.case import Case
@@ -46,6 +47,7 @@ class Ranks:
         model = case.model
         self.experts = [model.is_moe_layer(layer) for layer in range(model.n_layers)]
         """Of each layer, whether it has experts."""
+        self._experts_before = list(accumulate(self.experts, initial=0))
         # With a cut, the cost model takes of a kind of block what it recomputes.
         cut = replace(case.layout, recompute="none", recompute_cut=f"{model.n_layers}*none")
         self._plain = replace(case, layout=cut)
@@ -169,9 +171,9 @@ class Ranks:
 
     def counts(self, stages: Sequence[range]) -> list[Counts]:
         """Blocks of each kind in each stage."""
-        return [
-            (len(stage) - moe, moe) for stage, moe in ((stage, sum(self.experts[n] for n in stage)) for stage in stages)
-        ]
+        before = self._experts_before
+        moe = [before[stage.stop] - before[stage.start] for stage in stages]
+        return [(len(stage) - some, some) for stage, some in zip(stages, moe, strict=True)]
 
     def held(self, rank: int, counts: Sequence[Counts]) -> tuple[Counts, ...]:
         """Those of a rank's stages."""
