@@ -99,9 +99,12 @@ class _Step:
         return self.events.starts[rank][-1] + self.ranks[rank].durations[last.kind][last.stage]
 
     def _ready(self, rank: int) -> float:
-        reduced = self.reduced[rank]
-        slowed = sum(self.ranks[rank].slower * span.seconds for span in reduced if span.start < self._ends(rank))
-        return max([self._ends(rank) + slowed, *(span.end for span in reduced)])
+        """When the rank's gradients are reduced. Passes lose time to collectives beside them, and all after them waits
+        for it."""
+        costs, begins, ends = self.ranks[rank], self.events.starts[rank][0], self._ends(rank)
+        collectives = (*costs.gathers(), *self.reduced[rank])
+        beside = sum(max(0.0, min(span.end, ends) - max(span.start, begins)) for span in collectives)
+        return max([ends, *(span.end for span in self.reduced[rank])]) + costs.slower * beside
 
     def _reduce(self, rank: int) -> Iterator[Span]:
         """Gradients of each stage, from the first block's of the last micro-batch on, one stage after the other."""
