@@ -85,4 +85,4 @@ def _run(name: str, pp: int, micro_batches: int, chunks: int, slices: int, forwa
     inputs = 1 - forward - weights
     costs = {"F": forward / each, "B": (1 - forward) / each, "I": inputs / each, "W": weights / each}
     timing = time(schedule, costs)
-    return max(0.0, timing.duration - max(timing.work(rank) for rank in range(schedule.ranks)))
+    return max(0.0, timing.duration - max(timing.work(rank) for rank in range(schedule.ranks))) / schedule.steps

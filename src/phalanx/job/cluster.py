@@ -84,6 +84,7 @@ class Sharing(Hashed):
     """The same of what memory bounds."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Cluster(Hashed):
     """The machine: nodes × devices a node, and what they and their links can do."""

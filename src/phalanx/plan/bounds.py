@@ -24,7 +24,7 @@ from phalanx.plan.tables import Floats, Share, Tables, alone
 
 IN_FLIGHT: dict[str, Callable[[int, int, int, int], int]] = {
     "1f1b": lambda p, m, _, r: min(m, p - r),
-    "interleaved_1f1b": lambda p, m, v, r: min(m * v, p * v + p - 1 - 2 * r),
+    "interleaved_1f1b": lambda p, m, v, r: (v - 1) * min(m, p) + min(m, 2 * (p - 1 - r) + 1),
     "zb_h1": lambda p, m, _, r: min(m, p - r),
     "zb_h2": lambda p, m, _, r: min(m, 2 * (p - r) - 1),
     "zb_v": lambda p, m, *_: min(m + 1, 2 * p),
@@ -58,10 +58,21 @@ class Bounds:
         tables = self.tables
         everything, which = np.arange(len(tables.inner)), tables.inner_of
         time = self.space.accumulation * _total(tables.work(tables.whole, 0, everything)[which] / self.pp[:, None])
-        state = tables.numbers(tables.whole).sum(1)[which] / self.pp / self.shard_ranks * sum(self.widths)
+        parameters, gradients, optimizer = (
+            tables.numbers(tables.whole).sum(1)[which] / self.pp / self.shard_ranks * width for width in self.widths
+        )
         full = 2
-        kept = sum(number * tables.activations(moe, full, everything)[:, 0] for number, moe in tables.whole.blocks)
-        return time, state + np.asarray(kept)[which] / self.pp + self.context
+        each = sum(number * tables.activations(moe, full, everything)[:, 0] for number, moe in tables.whole.blocks)
+        kept = np.asarray(each)[which] / self.pp
+        counted = all(plan.schedule in IN_FLIGHT for plan in self.space.plans)
+        early = self.stays(np.arange(len(kept)), counted) * gradients
+        return time, parameters + optimizer + np.maximum(gradients, early + kept) + self.context
+
+    def stays(self, pairs: NDArray[Any], counted: bool) -> NDArray[np.bool_]:
+        """Whether gradients of earlier micro-batches are there while the most are in flight; `counted` says that
+        IN_FLIGHT has the schedule."""
+        pp, m = self.pp[pairs], self.space.accumulation[pairs]
+        return self.habits.gradients_stay | np.where(pp == 1, m > 1, counted & (m > 2 * pp + 1))
 
     def rows(self, rows: Rows) -> tuple[Floats, Floats]:
         """Of every layout: seconds and bytes below which it does not come."""
@@ -85,7 +96,7 @@ class _Part:
     def __init__(self, group: _Group, share: Share, mode: int, flying: Floats):
         tables, inner = group.tables, group.inner
         work = tables.work(share, mode, inner)
-        self.share, self.seconds, self.forward = share, _total(work), work[:, 0]
+        self.share, self.work, self.seconds, self.forward = share, work, _total(work), work[:, 0]
         self.numbers, self.inside = tables.numbers(share)[inner], tables.numbers(share, inside=True)[inner]
         kinds = [tables.activations(moe, mode, inner) for _, moe in share.blocks]
         kept = flying * share.least * np.minimum.reduce([kind[:, 0] for kind in kinds])
@@ -121,12 +132,11 @@ class _Group:
 
     def seconds(self, parts: list[_Part], state: int) -> Floats:
         slowest = np.maximum.reduce([part.seconds for part in parts])
-        sent = np.maximum.reduce([self._sent(part, state) for part in parts])
-        overlaps = self.bounds.question.software.dp_overlaps
         if self._three(state):
-            time = self.m * (np.maximum(slowest, sent) if overlaps else slowest + sent)
+            time = self.m * np.maximum.reduce([self._sharing(part, state) for part in parts])
         else:
-            time = self.m * slowest + np.maximum(0.0, sent - slowest * overlaps)
+            overlaps = self.bounds.question.software.dp_overlaps
+            time = self.m * slowest + np.maximum(0.0, self._sent(parts) - slowest * overlaps)
         whole, forward = (
             np.asarray(sum(number * each for each, (_, number) in zip(lists, self.cut.shares.values(), strict=True)))
             for lists in ([part.seconds for part in parts], [part.forward for part in parts])
@@ -137,19 +147,33 @@ class _Group:
         """Whether ranks share parameters."""
         return STATES[state].zero == 3 and self.shared
 
-    def _sent(self, part: _Part, state: int) -> Floats:
-        """Seconds in which a rank's state travels: of zero 3 in a micro-batch, else in a step."""
+    def _sharing(self, part: _Part, state: int) -> Floats:
+        """Seconds of a micro-batch on ranks that share parameters: these travel beside its passes, or before them."""
         _, reshard, accumulate = STATES[state]
-        three, blocks = self._three(state), part.share.dense + part.share.moe
-        numbers = part.inside if three else part.numbers
-        messages = blocks * self.bounds.question.software.messages if three else max(1, round(blocks / 4))
-        some = numbers > 0
-        gather = (numbers * self.slopes[:, 0:2] + some * messages * self.slopes[:, 4:6]).sum(1)
-        reduce = (numbers * self.slopes[:, 2:4] + some * messages * self.slopes[:, 6:8]).sum(1)
-        if not three:
-            return gather + reduce
-        both = gather * (2 if reshard else 1 / self.m) + reduce * (1 / self.m if accumulate == "local" else 1.0)
-        return both * part.share.part
+        software, share = self.bounds.question.software, part.share
+        gather, reduce = self._travels(part.inside, (share.dense + share.moe) * software.messages)
+        there = gather * (1 if reshard else 1 / self.m) * share.part
+        back = (gather * reshard + reduce * (1 / self.m if accumulate == "local" else 1.0)) * share.part
+        if software.dp_overlaps:
+            return np.maximum(part.seconds, there + back)
+        return _total(part.work + np.stack([there, back, *np.zeros((2, len(there)))], 1))
+
+    def _sent(self, parts: list[_Part]) -> Floats:
+        """Seconds in which the state of the rank that holds most travels, once a step."""
+        numbers = np.stack([part.numbers for part in parts])
+        most = numbers.sum(2).argmax(0)
+        fewest = min(part.share.dense + part.share.moe for part in parts)
+        gather, reduce = self._travels(numbers[most, np.arange(len(most))], max(1, round(fewest / 4)))
+        return gather + reduce
+
+    def _travels(self, numbers: Floats, messages: int) -> tuple[Floats, Floats]:
+        """Seconds of gathering so many parameters, dense and of experts, and of reducing their gradients. Experts that
+        no rank has for itself need no messages of their own."""
+        apart = np.stack([np.ones(len(numbers), bool), self.bounds.space.column("ep")[self.pairs] > 1], 1)
+        started = (numbers > 0) * apart * messages
+        gather = numbers * self.slopes[:, 0:2] + started * self.slopes[:, 4:6]
+        reduce = numbers * self.slopes[:, 2:4] + started * self.slopes[:, 6:8]
+        return gather.sum(1), reduce.sum(1)
 
     def bytes(self, parts: list[_Part], state: int) -> Floats:
         """Of the fullest rank: of those with the same share the first has the most in flight."""
@@ -165,8 +189,7 @@ class _Group:
             optimizer = optimizer + held * each[2]
             if zero >= 2 and accumulate == "local" and not habits.reduces_each:
                 unsent = unsent + np.where((m > 1) & (ranks > 1), held * widths[1], 0.0)
-        # Gradients of earlier micro-batches are there while the most are in flight.
-        stays = m > 2 * self.pp + 1 if self.count or self.pp == 1 else m < 0
+        stays = self.bounds.stays(self.pairs, self.count is not None)
         early = np.maximum(unsent, np.where(stays, gradients, 0.0))
         whole = np.where(self.bounds.data_ranks[self.pairs] > 1, habits.bucket_numbers * widths[1], 0.0)
         if self._three(state) and not habits.gathers_matrices:

@@ -21,7 +21,7 @@ from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.stage_seconds import RankSeconds, rank_seconds
 from phalanx.simulate.timeline import Span, Timeline
 
-SETTLED = 4
+SETTLED = 8
 """Micro-batches a pipeline rank after which a schedule repeats itself."""
 
 
@@ -34,17 +34,22 @@ def simulate(case: Case, disturbance: Disturbance | None = None) -> Timeline:
 
 
 def step_seconds(case: Case, disturbance: Disturbance | None = None) -> float:
-    """The duration of a step, without its spans. From 6 micro-batches a pipeline rank on it is extrapolated from fewer:
-    by then schedules repeat themselves (tests hold the difference). Raises as `simulate` does."""
+    """The duration of a step, without its spans. Beyond 16 micro-batches a pipeline rank it is extrapolated from
+    fewer: by then schedules repeat themselves (tests hold the difference). Raises as `simulate` does."""
     if problems := list(refusals(case)):
         raise JobError(problems)
     disturbance = disturbance or Disturbance()
     m, period = case.batch.accumulation, 2 * case.layout.pp
-    more = SETTLED * case.layout.pp + m % period
-    if m <= more or is_file(case.layout.schedule):
+    few = SETTLED * case.layout.pp + m % period
+    if m <= few + SETTLED * case.layout.pp or is_file(case.layout.schedule):
         return _Step(case, _schedule(case, m), disturbance).seconds()
-    fewer, some = (_Step(case, _schedule(case, n), disturbance).seconds() for n in (more - period, more))
-    return some + (some - fewer) * (m - more) / period
+    fewer, some = (_Step(case, _schedule(case, n), disturbance) for n in (few - period, few))
+    ends = []
+    for rank, (early, late) in enumerate(zip(fewer.ready, some.ready, strict=True)):
+        # What the first micro-batches in flight still hide of the slowest rank's work, later ones do not.
+        grows = max(late - early, some.work(rank) - fewer.work(rank)) / period
+        ends.append(late + (m - few) * grows)
+    return (max(ends) + some.after) / some.schedule.steps
 
 
 def refusals(case: Case) -> Iterator[str]:
@@ -79,12 +84,23 @@ class _Step:
         durations = [one.durations for one in self.ranks]
         self.events: Events = run(schedule, durations, self.hops, floors, blocks)
         self.reduced = [list(self._reduce(rank)) for rank in range(schedule.ranks)]
+        self.ready = [self._ready(rank) for rank in range(schedule.ranks)]
         # Clipping wants the norm of all gradients: no rank's optimizer begins before the last gradient is there.
-        self.meet = max(self._ready(rank) for rank in range(schedule.ranks))
+        self.meet = max(self.ready)
+        self.after = max(one.optimizer + one.late_gather for one in self.ranks)
 
     def seconds(self) -> float:
         """From the first pass to the end of the last optimizer, a step."""
-        return max(self.meet + one.optimizer + one.late_gather for one in self.ranks) / self.schedule.steps
+        return (self.meet + self.after) / self.schedule.steps
+
+    def work(self, rank: int) -> float:
+        """Seconds of a rank's passes, and of the messages for which it waits."""
+        durations, program = self.ranks[rank].durations, self.schedule.programs[rank]
+        passes = sum(durations[action.kind][action.stage] for action in program)
+        if self.case.software.pp_overlaps:
+            return passes
+        receivers = (self._receiver(rank, action) for action in program)
+        return passes + sum(self.hops[rank, other] for other in receivers if other is not None)
 
     def timeline(self) -> Timeline:
         ranks = range(self.schedule.ranks)
@@ -99,9 +115,12 @@ class _Step:
         return self.events.starts[rank][-1] + self.ranks[rank].durations[last.kind][last.stage]
 
     def _ready(self, rank: int) -> float:
-        reduced = self.reduced[rank]
-        slowed = sum(self.ranks[rank].slower * span.seconds for span in reduced if span.start < self._ends(rank))
-        return max([self._ends(rank) + slowed, *(span.end for span in reduced)])
+        """When the rank's gradients are reduced. Passes lose time to collectives beside them, and all after them waits
+        for it."""
+        costs, begins, ends = self.ranks[rank], self.events.starts[rank][0], self._ends(rank)
+        collectives = (*costs.gathers(), *self.reduced[rank])
+        beside = sum(max(0.0, min(span.end, ends) - max(span.start, begins)) for span in collectives)
+        return max([ends, *(span.end for span in self.reduced[rank])]) + costs.slower * beside
 
     def _reduce(self, rank: int) -> Iterator[Span]:
         """Gradients of each stage, from the first block's of the last micro-batch on, one stage after the other."""

@@ -1,0 +1,96 @@
+"""Bounds are bounds: no layout is faster or smaller than they say."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from phalanx.cost.predict import predict
+from phalanx.cost.stage_memory import needed_bytes
+from phalanx.errors import JobError
+from phalanx.plan.bounds import IN_FLIGHT, Bounds
+from phalanx.plan.question import Question
+from phalanx.plan.space import space_of
+from phalanx.schedule import catalogue
+from plan.questions import QUESTIONS, on_laptop, question
+
+PAIRS, LAYOUTS = 50, 50
+EXACT = 1 + 1e-9
+"""Sums of floats differ by their order."""
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_no_layout_is_faster_or_smaller_than_its_bounds(name: str) -> None:
+    for one in QUESTIONS[name].each():
+        compared = compare(one, random.Random(name))
+        assert compared >= 10
+
+
+def compare(one: Question, random: random.Random) -> int:
+    """Holds some layouts of a question against their bounds; how many."""
+    space = space_of(one)
+    numbers = sorted(random.sample(range(len(space.options)), min(PAIRS, len(space.options))))
+    with np.errstate(all="raise"):
+        bounds = Bounds(one, space)
+        pair_seconds, pair_bytes = bounds.pairs()
+        rows = space.rows(np.array(numbers))
+        rows = rows.select(np.array(sorted(random.sample(range(len(rows)), min(LAYOUTS, len(rows))))))
+        seconds, memory = bounds.rows(rows)
+    compared = 0
+    for number in range(len(rows)):
+        layout = space.layout(rows, number)
+        try:
+            case = one.case(layout)
+            predicted, needed = predict(case).step_time_s, needed_bytes(case)
+        except JobError:  # the schedule does not go with the batch or the layers
+            continue
+        compared += 1
+        pair = rows.pair[number]
+        assert 0 < pair_seconds[pair] <= seconds[number] * EXACT, layout.line()
+        assert 0 < pair_bytes[pair] <= memory[number] * EXACT, layout.line()
+        assert seconds[number] <= predicted * EXACT, layout.line()
+        assert memory[number] <= needed * EXACT, layout.line()
+        assert seconds[number] > predicted / 5, layout.line()
+    return compared
+
+
+def test_bounds_are_near_where_nothing_is_left_out() -> None:
+    """Data parallel alone, zero 3: no bubble, and everything hidden but a block's collectives."""
+    one = question("llama3-8b", "dgx-h100:2", 64, tp=1, pp=1, cp=1, dp_replicate=1, zero=3, recompute="full")
+    space = space_of(one)
+    rows = space.rows(np.arange(len(space.options)))
+    seconds, memory = Bounds(one, space).rows(rows)
+    for number in range(len(rows)):
+        case = one.case(space.layout(rows, number))
+        assert seconds[number] > 0.95 * predict(case).step_time_s
+        assert memory[number] > 0.7 * needed_bytes(case)
+
+
+def test_bounds_do_not_depend_on_what_else_is_asked() -> None:
+    one = on_laptop(16)
+    space = space_of(one)
+    every = space.rows(np.arange(len(space.options)))
+    seconds, memory = Bounds(one, space).rows(every)
+    some = np.arange(0, len(every), 7)
+    again, bytes_again = Bounds(one, space).rows(every.select(some))
+    assert (again == seconds[some]).all()
+    assert (bytes_again == memory[some]).all()
+
+
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_no_rank_has_fewer_activations_than_its_formula(name: str) -> None:
+    """Exactly as many where the docstrings of the schedules say so."""
+    least, most = catalogue.SCHEDULES[name].chunks
+    exact = name in ("1f1b", "interleaved_1f1b")
+    for ranks in range(2, 8):
+        for chunks in range(least, min(most, 4) + 1):
+            written = chunks if least < most else 0
+            for micros in range(1, 3 * ranks + 3):
+                if catalogue.problems(name, ranks, micros, written):
+                    continue
+                schedule = catalogue.build(name, ranks, micros, written)
+                for rank in range(ranks):
+                    formula, peak = IN_FLIGHT[name](ranks, micros, chunks, rank), schedule.peak(rank)
+                    assert formula == peak if exact else formula <= peak, (ranks, micros, chunks, rank)

@@ -1,0 +1,166 @@
+"""The search finds what looking at every layout finds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from phalanx.cost.predict import predict
+from phalanx.cost.stage_memory import needed_bytes
+from phalanx.errors import JobError
+from phalanx.job.check import problems_of
+from phalanx.job.clusters import cluster_of
+from phalanx.job.job import Job
+from phalanx.job.layout import Layout
+from phalanx.job.train import Train
+from phalanx.plan.plan import Candidate, Plan
+from phalanx.plan.question import Question
+from phalanx.plan.search import ALIKE, complexity, ranked, search
+from phalanx.plan.space import space_of
+from phalanx.simulate.step import step_seconds
+from plan.questions import model, on_laptop, question
+
+SLOW = replace(cluster_of("dgx-a100:2"), inter=replace(cluster_of("dgx-a100:2").inter, gbs=0.5))
+SMALL = {
+    "little memory": question("llama3-8b", "dgx-a100-40gb:1", 16, sp=True, accumulate="local", cp=1),
+    "experts": question("mixtral-8x7b", "dgx-h200:2", 32, tp=1, cp=1, recompute="full", micro_batch=1),
+    "a slow network": replace(question("gpt2-xl", "dgx-a100:2", 64, tp=1, cp=1, recompute="selective"), cluster=SLOW),
+    "long sequences": replace(
+        question("llama3-8b", "dgx-h100:1", 4, recompute="full"), model=model("llama3-8b", seq_len=65536)
+    ),
+    "a laptop": on_laptop(8, (1, 2, 4), recompute="none"),
+}
+"""Spaces of a few hundred layouts to a few thousand."""
+
+
+@cache
+def found(name: str) -> Plan:
+    return search(SMALL[name])
+
+
+@cache
+def by_force(name: str) -> tuple[list[Candidate], int]:
+    """The fastest of all layouts that fit, and how many layouts there are."""
+    fitting, count = [], 0
+    for one in SMALL[name].each():
+        space = space_of(one)
+        rows = space.rows(np.arange(len(space.options)))
+        count += len(rows)
+        limit = one.cluster.accelerator.memory_gib * 2**30
+        for number in range(len(rows)):
+            case = one.case(space.layout(rows, number))
+            if needed_bytes(case, limit) <= limit:
+                fitting.append((step_seconds(case), case))
+    least = min(seconds for seconds, _ in fitting)
+    return ranked(
+        Candidate(case, predict(case), seconds) for seconds, case in fitting if seconds <= 1.02 * least
+    ), count
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_best_is_the_best_of_all(name: str) -> None:
+    (best, *_), count = by_force(name)
+    plan = found(name)
+    assert plan.searched == count
+    mine = plan.best[0]
+    assert mine.seconds == step_seconds(mine.case)
+    assert mine.layout == best.layout or 1 / ALIKE <= mine.seconds / best.seconds <= ALIKE, (
+        f"{mine.layout.line()} {mine.seconds}, by force {best.layout.line()} {best.seconds}"
+    )
+    assert sum(plan.rejected.values()) < plan.searched
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_same_question_has_the_same_answer(name: str) -> None:
+    again, once = search(SMALL[name]), found(name)
+    assert [one.layout for one in again.best] == [one.layout for one in once.best]
+    assert again.rejected == once.rejected
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_layout_is_legal(name: str) -> None:
+    draw = random.Random(name)
+    for one in SMALL[name].each():
+        space = space_of(one)
+        rows = space.rows(np.arange(len(space.options)))
+        layouts = [space.layout(rows, number) for number in range(len(rows))]
+        assert len(set(layouts)) == len(layouts)
+        for layout in draw.sample(layouts, min(200, len(layouts))):
+            job = Job(model=one.model, cluster=one.cluster, layout=layout, train=Train(global_batch=one.global_batch))
+            assert not problems_of(job), layout.line()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_is_fixed_stays(name: str) -> None:
+    one = SMALL[name]
+    for candidate in found(name).best:
+        assert {field: getattr(candidate.layout, field) for field in one.fixed} == dict(one.fixed)
+        assert candidate.layout.world in one.devices
+        assert candidate.prediction.fits
+
+
+def test_the_fastest_come_first_and_every_mesh_once() -> None:
+    best = found("little memory").best
+    assert len(best) > 1
+    assert all(a.seconds <= b.seconds for a, b in zip(best[1:], best[2:], strict=False))
+    assert all(best[0].seconds <= ALIKE * one.seconds for one in best)
+
+
+def test_of_equals_the_simpler_wins() -> None:
+    plan = found("a laptop").best[0]
+    simple = replace(plan, seconds=plan.seconds * (1 + (ALIKE - 1) / 2))
+    case = replace(plan.case, layout=replace(plan.layout, recompute="full", reshard=False, zero=3, dp_shard=4))
+    fancy = Candidate(case, plan.prediction, plan.seconds)
+    assert complexity(simple.layout) < complexity(fancy.layout)
+    assert ranked([fancy, simple])[0] is simple
+    slower = replace(simple, seconds=fancy.seconds * ALIKE * 1.001)
+    assert ranked([slower, fancy])[0] is fancy
+    assert ranked([]) == []
+
+
+def test_simpler_is_fewer_axes_then_fewer_settings() -> None:
+    in_order = [
+        Layout(),
+        Layout(dp_replicate=8),
+        Layout(dp_replicate=8, recompute="full"),
+        Layout(dp_shard=4, dp_replicate=2, zero=1),
+        Layout(dp_shard=4, tp=2),
+        Layout(dp_shard=2, tp=2, pp=2),
+    ]
+    assert sorted(reversed(in_order), key=complexity) == in_order
+
+
+def test_where_nothing_fits_the_one_that_needs_least_is_told() -> None:
+    one = question("llama3-405b", "dgx-a100:1", 8, sp=True)
+    plan = search(one)
+    assert plan.best == ()
+    assert plan.nearest is not None
+    assert not plan.nearest.prediction.fits
+    space = space_of(one)
+    draw = random.Random(0)
+    rows = space.rows(np.array(draw.sample(range(len(space.options)), 20)))
+    for number in range(0, len(rows), 10):
+        assert needed_bytes(one.case(space.layout(rows, number))) >= needed_bytes(plan.nearest.case)
+
+
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (question("llama3-8b", "dgx-h100:1", 16, tp=3), "no layout of 8 devices is legal .* global batch 16 and tp=3"),
+        (question("llama3-8b", "dgx-h100:1", 1, tp=1, pp=1, cp=1), "data ranks must divide the global batch"),
+        (on_laptop(1, (3,), pp=1, tp=1, cp=1), "no layout of 3 devices"),
+    ],
+)
+def test_where_nothing_is_legal_it_says_so(one: Question, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        search(one)
+
+
+def test_numbers_of_devices_without_a_layout_do_not_stop_the_others() -> None:
+    """Three processes cannot share a batch of two, nor six heads among... two can."""
+    plan = search(on_laptop(2, (2, 16), pp=1, cp=1, tp=1))
+    assert plan.best[0].layout.world == 2
