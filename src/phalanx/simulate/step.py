@@ -127,7 +127,8 @@ class _Step:
         """Of each stage of a rank, when the pass that ends its gradients begins and ends."""
         found: dict[int, tuple[float, float]] = {}
         durations, stages = self.ranks[rank].durations, len(self.ranks[rank].reduce)
-        for action, start in zip(reversed(self.schedule.programs[rank]), reversed(self.events.starts[rank])):
+        program, starts = self.schedule.programs[rank], self.events.starts[rank]
+        for action, start in zip(reversed(program), reversed(starts), strict=True):
             if action.kind in ("B", "W") and action.stage not in found:
                 found[action.stage] = (start, start + durations[action.kind][action.stage])
             if len(found) == stages:
