@@ -180,7 +180,8 @@ def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
             {
                 "busy_s": busy,
                 "communication_s": communication,
-                "idle_s": timeline.seconds - busy - communication,
+                # What rounding leaves of nothing is nothing.
+                "idle_s": max(0.0, timeline.seconds - busy - communication),
                 "peak_in_flight": timeline.schedule.peak(rank) / timeline.schedule.slices,
             }
         )
