@@ -22,6 +22,8 @@ from phalanx.plan.search import search
 
 POINTS = 300
 """Layouts of the map of the space."""
+LEGIBLE = 120
+"""Passes of a rank that a picture of the step shows one by one."""
 
 VERB = JobVerb(
     "plan",
@@ -45,8 +47,8 @@ def run(argv: Sequence[str]) -> int:
     check_folders(options, "html")
     loaded = on_known_devices(words.loaded, measures=True)
     question = asked(_question(loaded), options)
-    if kept := _kept(loaded):
-        print(f"kept of the layout: {kept}; the rest is open", file=sys.stderr)
+    if told := _told(loaded):
+        print(told, file=sys.stderr)
     with stderr_progress() as progress:
         plan = search(question, progress, sample=POINTS if page else 0)
     plan = replace(plan, best=plan.best[: options["top"]])
@@ -67,10 +69,15 @@ def _question(loaded: LoadedJob) -> Question:
     return replace(question_of(job, vocabulary_size(job), fixed), worlds=worlds_of(job))
 
 
-def _kept(loaded: LoadedJob) -> str:
-    """What of the layout is not open, in words."""
-    layout = loaded.job.layout
-    return ", ".join(f"{name} {getattr(layout, name)}" for name in fixed_of(loaded))
+def _told(loaded: LoadedJob) -> str:
+    """What of the layout is kept, in words; nothing where all is open."""
+    layout, kept = loaded.job.layout, fixed_of(loaded)
+    if not kept:
+        return ""
+    if not layout.auto:
+        return f"the whole layout is given, {layout.line()}: open is the batch at most"
+    said = ",".join(f"{name}={str(getattr(layout, name)).lower()}" for name in kept)
+    return f"kept of the layout: {said}; the rest is open"
 
 
 def _page(plan: Plan) -> str:
@@ -81,8 +88,13 @@ def _page(plan: Plan) -> str:
 
 
 def _timeline(best: Candidate) -> str:
-    """The picture of the best layout's step."""
+    """The picture of the best layout's step; of a long one its beginning and its end."""
     from phalanx.simulate import picture
     from phalanx.simulate.step import simulate
 
-    return picture.svg(simulate(best.case))
+    timeline = simulate(best.case)
+    passes = max(map(len, timeline.schedule.programs))
+    if passes <= LEGIBLE:
+        return picture.svg(timeline)
+    part = timeline.seconds * LEGIBLE / 2 / passes
+    return picture.svg(timeline, 0, part) + picture.svg(timeline, timeline.seconds - part)

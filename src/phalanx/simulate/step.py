@@ -194,12 +194,13 @@ class Figures:
 
     step_time_s: float
     bubble: float
-    """Idle time over the rest, on the rank that is idle longest."""
+    """Idle time over the rest, on the rank that is idle least: what waiting for the others costs the one for which
+    they wait, as in a prediction."""
     ranks: list[Mapping[str, float]]
 
 
 def figures(timeline: Timeline) -> Figures:
     ranks = rank_figures(timeline)
-    idle = max(rank["idle_s"] for rank in ranks)
+    idle = min(rank["idle_s"] for rank in ranks)
     step = timeline.seconds / timeline.schedule.steps
     return Figures(step, idle / (timeline.seconds - idle), ranks)
