@@ -37,12 +37,19 @@ def test_json_has_what_the_design_says(capsys):
 
 
 def test_page_for_a_terminal_and_for_a_browser(tmp_path, capsys):
-    page = tmp_path / "plan.html"
-    assert main([*JOB, "--html", str(page), "--top", "2"]) == 0
+    page, picture = tmp_path / "plan.html", tmp_path / "space.svg"
+    assert main([*JOB, "--html", str(page), "--svg", str(picture), "--top", "2"]) == 0
     out = capsys.readouterr().out
-    for word in ("gpt2 on 8 × h100-80gb", "global batch 32", "the first:", "searched", f"written: {page}"):
+    for word in (
+        "gpt2 on 8 × h100-80gb",
+        "global batch 32",
+        "the first:",
+        "searched",
+        f"written: {page} and {picture}",
+    ):
         assert word in out
     assert "\n3  " not in out
+    assert picture.read_text(encoding="utf-8").startswith("<svg")
     html = page.read_text(encoding="utf-8")
     assert html.startswith("<!doctype html>")
     assert "The step of the best, simulated" in html
@@ -72,9 +79,7 @@ def test_what_is_set_beside_auto_or_on_the_command_line_is_kept(tmp_path, capsys
 
 def test_a_whole_line_leaves_nothing_open(capsys):
     document = planned(capsys, *JOB, "layout=dp_shard=2,tp=4,sp=true,micro_batch=16")
-    assert [one["line"] for one in document["candidates"]] == [
-        "dp_shard=2,tp=4,sp=true,micro_batch=16,accumulation=1"
-    ]
+    assert [one["line"] for one in document["candidates"]] == ["dp_shard=2,tp=4,sp=true,micro_batch=16,accumulation=1"]
 
 
 def test_other_programs_and_formats(capsys):

@@ -32,6 +32,7 @@ VERB = JobVerb(
     switches={},
     options={
         "html": Option(str, "", "write the answer as a page with pictures to a file"),
+        "svg": Option(str, "", "write the map of the space, a dot a layout, to a file"),
         "top": Option(int, 10, "show so many layouts at most", at_least=1),
         **OPTIONS,
     },
@@ -43,23 +44,25 @@ def run(argv: Sequence[str]) -> int:
     words = VERB.parse(argv)
     if words is None:
         return 0
-    options, page = words.options, words.options["html"]
-    check_folders(options, "html")
+    options = words.options
+    pictures = {"html": _page, "svg": _map}
+    check_folders(options, *pictures)
     loaded = on_known_devices(words.loaded, measures=True)
     question = asked(_question(loaded), options)
     if told := _told(loaded):
         print(told, file=sys.stderr)
     with stderr_progress() as progress:
-        plan = search(question, progress, sample=POINTS if page else 0)
+        plan = search(question, progress, sample=POINTS if any(options[name] for name in pictures) else 0)
     plan = replace(plan, best=plan.best[: options["top"]])
-    if page:
-        write(page, _page(plan))
+    for name, drawn in pictures.items():
+        if options[name]:
+            write(options[name], drawn(plan))
     if "json" in words.switches:
         print(json.dumps(report.as_json(plan), indent=1))
     else:
         print(report.text(plan))
-        if page:
-            print(f"\nwritten: {page}")
+        if files := " and ".join(options[name] for name in pictures if options[name]):
+            print(f"\nwritten: {files}")
     return 0 if plan.best else DoesNotFitError.exit_code
 
 
@@ -80,8 +83,14 @@ def _told(loaded: LoadedJob) -> str:
     return f"kept of the layout: {said}; the rest is open"
 
 
+def _map(plan: Plan) -> str:
+    # Here and below, because few ask for it.
+    from phalanx.plan.space_picture import space_picture
+
+    return space_picture(plan)
+
+
 def _page(plan: Plan) -> str:
-    # Here, because few ask for it.
     from phalanx.plan import page
 
     return page.html(plan, _timeline(plan.best[0]) if plan.best else None)

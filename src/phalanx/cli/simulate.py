@@ -56,8 +56,10 @@ VERB = JobVerb(
             like=r"\d+-\d+=",
         ),
         "failures_per_device_day": Option(
-            float, None, f"add the time lost to failures; of Llama 3's training {LLAMA_3:.3g}, which is taken where only "
-            "the next two are said"
+            float,
+            None,
+            f"add the time lost to failures; of Llama 3's training {LLAMA_3:.3g}, which is taken where only "
+            "the next two are said",
         ),
         "checkpoint_s": Option(float, None, f"seconds for which a save holds training up; {CHECKPOINT_S:g}"),
         "restart_s": Option(float, None, f"seconds from a failure to the next step; {RESTART_S:g}"),
