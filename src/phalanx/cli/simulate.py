@@ -58,8 +58,7 @@ VERB = JobVerb(
         "failures_per_device_day": Option(
             float,
             None,
-            f"add the time lost to failures; of Llama 3's training {LLAMA_3:.3g}, which is taken where only "
-            "the next two are said",
+            f"add the time lost to failures; {LLAMA_3:.3g}, Llama 3's, where only the next two are said",
         ),
         "checkpoint_s": Option(float, None, f"seconds for which a save holds training up; {CHECKPOINT_S:g}"),
         "restart_s": Option(float, None, f"seconds from a failure to the next step; {RESTART_S:g}"),
@@ -240,7 +239,7 @@ def _rank_lines(result: Simulated) -> Iterator[str]:
         )
         yield f"{number:>6}  {times}  {figures['peak_in_flight']:g}"
     if len(shown) < len(ranks):
-        yield f"        {len(shown)} of {len(ranks)} pipeline ranks, those that are idle longest and shortest among them"
+        yield f"        {len(shown)} of {len(ranks)} pipeline ranks, with those that are idle longest and shortest"
 
 
 def _shown(result: Simulated) -> list[int]:
