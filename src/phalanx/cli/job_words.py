@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,14 @@ class Option:
     at_least: int | None = None
     many: bool = False
     """Takes all words up to the next that begins with `--` or names a YAML file; its value is then a tuple."""
+    like: str = ""
+    """Of many: a regular expression for the beginning of those after the first; any word where it is empty."""
+
+    @property
+    def shown_kind(self) -> Any:
+        """The type of its value."""
+        kind = tuple[self.kind, ...] if self.many else self.kind
+        return kind | None if self.default is None else kind
 
     def convert(self, texts: Sequence[str]) -> tuple[Any, ...]:
         """The values of what was written. Raises ValueError that says what was expected."""
@@ -66,9 +75,14 @@ class JobVerb:
     about: str
     switches: dict[str, str]
     options: dict[str, Option] = field(default_factory=dict)
-    auto: Literal["open", "plan", "measure", "train"] = "plan"
-    """What becomes of `layout: auto`: it stays open, the planner chooses; this machine may be measured for that; and a
-    run keeps the layout that it has (cli/auto_layout.py)."""
+    auto: Literal["open", "always", "plan", "measure", "train"] = "plan"
+    """What becomes of `layout: auto`: it stays open, also where job files have a layout; the planner chooses; this
+    machine may be measured for that; and a run keeps the layout that it has (cli/auto_layout.py)."""
+
+    @property
+    def opens(self) -> str:
+        """Who leaves the layout to the planner, where the words do not: nobody, or the verb."""
+        return f"phalanx {self.name}" if self.auto == "always" else ""
 
     def parse(self, argv: Sequence[str]) -> JobWords | None:
         """The job and the switches, or None where the words asked for help or the configuration, which was printed.
@@ -79,7 +93,7 @@ class JobVerb:
             self._print_help(argv)
             return None
         words, options = self._words(argv)
-        loaded = self._planned(load_words(words), fresh="fresh" in words.switches)
+        loaded = self._planned(load_words(words, opens=self.opens), fresh="fresh" in words.switches)
         if "print_config" in words.switches:
             text = json.dumps(_with_origins(loaded), indent=2) if "json" in words.switches else as_yaml(loaded).rstrip()
             print(text)
@@ -88,7 +102,7 @@ class JobVerb:
 
     def _planned(self, loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
         """With the layout that the planner chooses, where the job leaves it to it."""
-        if not loaded.job.layout.auto or self.auto == "open":
+        if not loaded.job.layout.auto or self.auto in ("open", "always"):
             return loaded
         from phalanx.cli import auto_layout  # here, because few jobs need it
 
@@ -112,7 +126,7 @@ class JobVerb:
                 continue
             option = self.options[name]
             try:
-                converted = option.convert([text] if equals else _take(left, option.many))
+                converted = option.convert([text] if equals else _take(left, option))
             except ValueError as error:
                 problems.append(f"{flag}: {error}")
             else:
@@ -127,7 +141,7 @@ class JobVerb:
 
         words, _ = self._words([word for word in argv if word not in ("-h", "--help")])
         try:
-            job = load_words(words).job
+            job = load_words(words, opens=self.opens).job
         except JobError:
             job = Job()  # the page must come even for a job that is wrong
         switches = [
@@ -137,7 +151,7 @@ class JobVerb:
         options = [
             (
                 name,
-                Annotated[tuple[option.kind, ...] if option.many else option.kind, tyro.conf.arg(help=option.about)],
+                Annotated[option.shown_kind, tyro.conf.arg(help=option.about)],
                 dataclasses.field(default=option.default),
             )
             for name, option in self.options.items()
@@ -160,11 +174,13 @@ class JobVerb:
             sys.stdout.flush()
 
 
-def _take(left: list[str], many: bool) -> list[str]:
+def _take(left: list[str], option: Option) -> list[str]:
     """An option's values, off the words that follow it."""
     taken: list[str] = []
-    while left and not left[0].startswith("--") and (many or not taken):
-        if many and left[0].endswith((".yaml", ".yml")):
+    while left and not left[0].startswith("--") and (option.many or not taken):
+        if option.many and left[0].endswith((".yaml", ".yml")):
+            break
+        if taken and not re.match(option.like, left[0]):
             break
         taken.append(left.pop(0))
     return taken

@@ -19,7 +19,9 @@ VERBS = {
     "verify": "prove that a job computes the same under every layout as on one process",
     "generate": "text from a checkpoint of a run",
     "data": "prepare a corpus: tokenize it into memory-mapped shards",
+    "plan": "choose the layout of a job: the fastest that fits, and why",
     "predict": "time, memory and traffic of a step on any machine, without it",
+    "simulate": "a step as a timeline: every pass and message, slow devices, failures",
     "bench": "measure this machine, for predictions on cluster=local",
     "schedule": "pipeline schedules: list, draw, measure and check them",
 }
@@ -39,6 +41,8 @@ examples:
   phalanx verify job.yaml --layouts tp=2,sp=true dp_shard=4,zero=2
   phalanx generate runs/main --prompt "def " --max-new-tokens 200
   phalanx predict model=llama3-8b cluster=dgx-h100:1 dp_shard=8 train.precision=bf16 train.global_batch=16
+  phalanx plan model=llama3-70b cluster=dgx-h100:8 train.global_batch=256 train.precision=bf16 --html plan.html
+  phalanx simulate examples/pipeline.yaml cluster=local --straggler 1=1.5 --svg step.svg
   phalanx schedule show 1f1b --stages 4 --microbatches 8
 
 `phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.

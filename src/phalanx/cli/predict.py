@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from phalanx.cli.files import check_folders, write
 from phalanx.cli.job_words import JobVerb, Option
+from phalanx.cli.software import OPTIONS, asked
 from phalanx.cost import prediction_picture
 from phalanx.cost.breakdown import document, memory_lines, question, time_lines
-from phalanx.cost.calibration import calibrated
-from phalanx.cost.case import Case, Products
+from phalanx.cost.case import Case
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
-from phalanx.cost.programs import PHALANX, SOFTWARE
 from phalanx.cost.traffic_step import step_traffic
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
-from phalanx.errors import DoesNotFitError, JobError
+from phalanx.errors import DoesNotFitError
 from phalanx.job.job import Job
-from phalanx.nearest import nearest
 from phalanx.plan.advice import advice, shortfall
 from phalanx.plan.case import case_of
 from phalanx.published import table
@@ -34,10 +31,7 @@ VERB = JobVerb(
     switches={},
     options={
         "svg": Option(str, "", "write the pictures to a file: time and memory by part, roofline of a block"),
-        "products": Option(
-            Literal["job", "bf16", "fp8", "fp4"], "job", "number format of the blocks' matrix products; the job's own"
-        ),
-        "program": Option(str, "phalanx", f"predict another program: {', '.join(SOFTWARE)}"),
+        **OPTIONS,
         "table": Option(str, "", "predict every row of a CSV file of configurations instead of a job"),
         "out": Option(str, "", "table: the CSV file to write; standard output where none is named"),
     },
@@ -52,11 +46,12 @@ def run(argv: Sequence[str]) -> int:
     if words.options["table"]:
         as_document = "json" in words.switches
         return table.run(words.options["table"], words.options["out"], as_json=as_document, progress=stderr_progress)
-    case = _asked(case_of(words.job, vocabulary_size(words.job)), words.options["products"], words.options["program"])
+    check_folders(words.options, "svg")
+    case = asked(case_of(words.job, vocabulary_size(words.job)), words.options)
     prediction = predict(case)
     traffic = _traffic(words.job, case)
     if words.options["svg"]:
-        Path(words.options["svg"]).write_text(prediction_picture.svg(case, prediction), encoding="utf-8")
+        write(words.options["svg"], prediction_picture.svg(case, prediction))
     if "json" in words.switches:
         print(json.dumps(as_json(case, prediction, traffic), indent=1))
     else:
@@ -68,16 +63,6 @@ def run(argv: Sequence[str]) -> int:
     if "json" not in words.switches:
         print(f"\n{shortfall(case)}", file=sys.stderr)
     return DoesNotFitError.exit_code
-
-
-def _asked(case: Case, products: Products | Literal["job"], program: str) -> Case:
-    """The case with what the command line asks for besides the job. Raises JobError for a program that is not known."""
-    if program not in SOFTWARE:
-        meant = nearest(program, SOFTWARE)
-        hint = f"; did you mean {meant}?" if meant else ""
-        raise JobError(f"--program: {program!r} is not known{hint} (known: {', '.join(SOFTWARE)})")
-    software = calibrated(program, case.cluster.accelerator) if program != PHALANX.name else case.software
-    return replace(case, software=software, products=case.products if products == "job" else products)
 
 
 def _traffic(job: Job, case: Case) -> dict[str, dict[str, float]]:

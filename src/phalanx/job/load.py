@@ -28,15 +28,21 @@ class LoadedJob:
     origins: dict[str, str]
 
 
-def load_words(words: overrides.Words) -> LoadedJob:
-    """The job that a command line describes. Raises JobError with every problem of files, overrides and values."""
+def load_words(words: overrides.Words, opens: str = "") -> LoadedJob:
+    """The job that a command line describes. With `opens`, the name of who wants it so, its layout is left to the
+    planner but for what the command line sets, unless a job file says itself what is left to it.
+
+    Raises JobError with every problem of files, overrides and values."""
     problems: list[str] = []
     settings: list[Setting] = []
     for path in words.files:
         found, wrong = yaml_file.read(path)
         settings = _over(settings, found)
         problems += wrong
-    settings = _over(settings, words.settings)
+    said = words.settings
+    if opens and not _leaves_layout([*settings, *said]):
+        said = [Setting("layout.auto", "true", opens), *said]
+    settings = _over(settings, said)
     problems += words.problems
     name = words.files[-1].stem if words.files else "job"
     return resolve(settings, problems, default_name=name)
@@ -45,9 +51,13 @@ def load_words(words: overrides.Words) -> LoadedJob:
 def _over(earlier: list[Setting], later: list[Setting]) -> list[Setting]:
     """The settings of all job files so far, and of the next or the command line. One that leaves the layout to the
     planner begins the layout anew: what earlier ones say about it is no wish of whoever says `auto`."""
-    if any(setting.path == "layout.auto" and str(setting.text).lower() in values.TRUE for setting in later):
+    if _leaves_layout(later):
         earlier = [setting for setting in earlier if not setting.path.startswith("layout.")]
     return [*earlier, *later]
+
+
+def _leaves_layout(settings: list[Setting]) -> bool:
+    return any(setting.path == "layout.auto" and str(setting.text).lower() in values.TRUE for setting in settings)
 
 
 def load_file(path: Path, argv: Sequence[str] = ()) -> LoadedJob:

@@ -134,7 +134,8 @@ def _legend(plan: Plan, colours: dict[str, str]) -> Iterator[str]:
 def _colours(points: Sequence[Point]) -> dict[str, str]:
     """A colour a family, the most frequent first; where colours do not suffice, the last of them are `others`."""
     families = [family for family, _ in Counter(point.family for point in points).most_common()]
-    found: dict[str, str] = dict(zip(families, COLOURS, strict=False))
+    named = [family for family in families if family != _OTHERS]
+    found: dict[str, str] = dict(zip(named, COLOURS, strict=False))
     return found if len(found) == len(families) else {**found, _OTHERS: NEUTRAL}
 
 
@@ -145,7 +146,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     found = [factor * 10.0**power for power in powers for factor in _ROUND if low <= factor * 10.0**power <= high]
     if len(found) > 10:
         return [tick for tick in found if abs(log10(tick) - round(log10(tick))) < 1e-9]
-    return found if len(found) > 2 else ticks(low, high, 4)
+    return found if len(found) > 2 else ticks(low, high, 7)
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.schedule.schedule import Action, Schedule
+from phalanx.schedule.schedule import Schedule
 
 NOT_YET = math.inf
 Durations = Mapping[str, Sequence[float]]
@@ -22,11 +22,18 @@ class Events:
     starts: tuple[tuple[float, ...], ...]
     """By rank, when each action begins: of a rank that waits for ever, only of those before."""
     arrivals: Sequence[float]
-    """By `place`, when the result of a pass is where the next stage needs it."""
+    """By stage, micro-batch and slice, of forward passes and then of backward passes (or their I): when the result is
+    where the next stage needs it."""
 
-    def arrival(self, action: Action) -> float:
-        """When the result of a pass (F, B or I) is on the rank that needs it."""
-        return self.arrivals[_place(self.schedule, action)]
+    def arrivals_of(self, rank: int) -> list[float]:
+        """By action of a rank, when the result of the pass is on the rank that needs it; of a W, which nobody needs,
+        that of its I."""
+        micros, slices = self.schedule.micro_batches, self.schedule.slices
+        backward = self.schedule.stages * micros * slices
+        return [
+            self.arrivals[(stage * micros + micro) * slices + part + (0 if kind == "F" else backward)]
+            for kind, stage, micro, part in self.schedule.programs[rank]
+        ]
 
 
 def run(
@@ -50,6 +57,7 @@ def run(
     clocks = [0.0] * schedule.ranks
     starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
     channels = dict.fromkeys(hops or (), 0.0)
+    holders = [schedule.placements[schedule.direction(micro)] for micro in range(micros)]
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()
@@ -87,7 +95,7 @@ def run(
             ends[done] = clock
             if hops:
                 to = stage + 1 if kind == "F" else stage - 1
-                other = schedule.rank_of(to, micro) if 0 <= to <= last else rank
+                other = holders[micro][to] if 0 <= to <= last else rank
                 arrival = clock
                 if hop := hops.get((rank, other)):
                     arrival = max(clock, channels[rank, other]) + hop
@@ -99,9 +107,3 @@ def run(
                 ready.append(other)
         clocks[rank] = clock
     return Events(schedule, tuple(map(tuple, starts)), there)
-
-
-def _place(schedule: Schedule, action: Action) -> int:
-    """Where the time of a pass stands; forward and backward passes (or their I) have a place each."""
-    forward = (action.stage * schedule.micro_batches + action.micro) * schedule.slices + action.slice
-    return forward if action.kind == "F" else schedule.stages * schedule.micro_batches * schedule.slices + forward

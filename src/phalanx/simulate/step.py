@@ -8,15 +8,17 @@ simulation adds is when passes, messages and the state's collectives meet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from phalanx.cost.case import Case
 from phalanx.errors import JobError
 from phalanx.job.pipeline import is_file, schedule_of
 from phalanx.schedule import catalogue
 from phalanx.schedule.events import Events, run
-from phalanx.schedule.schedule import Action, Schedule
+from phalanx.schedule.schedule import Schedule
 from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.stage_seconds import RankSeconds, rank_seconds
 from phalanx.simulate.timeline import Span, Timeline
@@ -79,6 +81,7 @@ class _Step:
             rank_seconds(case, schedule, rank, disturbance) for rank in range(schedule.ranks)
         ]
         self.hops = disturbance.hops(case, schedule)
+        self.directions = list(map(schedule.direction, range(schedule.micro_batches)))
         blocks = not case.software.pp_overlaps
         floors = [[one.floors.get(stage, 0.0) for stage in range(schedule.stages)] for one in self.ranks]
         durations = [one.durations for one in self.ranks]
@@ -105,9 +108,8 @@ class _Step:
     def timeline(self) -> Timeline:
         ranks = range(self.schedule.ranks)
         whole = self.seconds() * self.schedule.steps
-        return Timeline(
-            self.schedule, tuple(map(self._device, ranks)), tuple(tuple(sorted(self._network(r))) for r in ranks), whole
-        )
+        device = tuple(tuple(self._device(rank)) for rank in ranks)
+        return Timeline(self.schedule, device, tuple(tuple(sorted(self._network(rank))) for rank in ranks), whole)
 
     def _ends(self, rank: int) -> float:
         """When the rank's last pass is over."""
@@ -143,63 +145,66 @@ class _Step:
     def _last_passes(self, rank: int) -> dict[int, tuple[float, float]]:
         """Of each stage of a rank, when the pass that ends its gradients begins and ends."""
         found: dict[int, tuple[float, float]] = {}
-        durations = self.ranks[rank].durations
-        for action, start in zip(self.schedule.programs[rank], self.events.starts[rank], strict=True):
-            if action.kind in ("B", "W"):
+        durations, stages = self.ranks[rank].durations, len(self.ranks[rank].reduce)
+        program, starts = self.schedule.programs[rank], self.events.starts[rank]
+        for action, start in zip(reversed(program), reversed(starts), strict=True):
+            if action.kind in ("B", "W") and action.stage not in found:
                 found[action.stage] = (start, start + durations[action.kind][action.stage])
+            if len(found) == stages:
+                break
         return found
 
-    def _device(self, rank: int) -> tuple[Span, ...]:
-        costs = self.ranks[rank]
-        spans = [
-            Span(
-                start,
-                costs.durations[kind][stage],
-                kind,
-                stage,
-                micro,
-                part,
-                costs.exposed[kind][stage],
-            )
-            for (kind, stage, micro, part), start in zip(
-                self.schedule.programs[rank], self.events.starts[rank], strict=True
-            )
-        ]
-        return (*spans, Span(self.meet, costs.optimizer, "optimizer"))
+    def _device(self, rank: int) -> Iterator[Span]:
+        durations, exposed = self.ranks[rank].durations, self.ranks[rank].exposed
+        for action, start in zip(self.schedule.programs[rank], self.events.starts[rank], strict=True):
+            kind, stage, micro, part = action
+            yield _span((start, durations[kind][stage], kind, stage, micro, part, exposed[kind][stage], -1))
+        yield Span(self.meet, self.ranks[rank].optimizer, "optimizer")
 
     def _network(self, rank: int) -> Iterator[Span]:
-        costs = self.ranks[rank]
-        yield from (span for span in costs.gathers())
-        for action in self.schedule.programs[rank]:
-            if (other := self._receiver(rank, action)) is not None:
+        costs, program = self.ranks[rank], self.schedule.programs[rank]
+        yield from costs.gathers()
+        receivers = self._receivers(rank)
+        for action, arrival in zip(program, self.events.arrivals_of(rank), strict=True):
+            kind, stage, micro, part = action
+            if (other := receivers.get((kind, stage, self.directions[micro]))) is not None:
                 hop = self.hops[rank, other]
-                arrival = self.events.arrival(action)
-                yield Span(arrival - hop, hop, "send", action.stage, action.micro, action.slice, to=other)
+                yield _span((arrival - hop, hop, "send", stage, micro, part, 0.0, other))
         yield from self.reduced[rank]
         if costs.late_gather:
             yield Span(self.meet + costs.optimizer, costs.late_gather, "gather")
 
-    def _receiver(self, rank: int, action: Action) -> int | None:
-        """The rank to which the result of an action is sent, if to any."""
-        to = action.stage + (1 if action.kind == "F" else -1)
-        if action.kind == "W" or not 0 <= to < self.schedule.stages:
-            return None
-        other = self.schedule.rank_of(to, action.micro)
-        return other if self.hops.get((rank, other)) else None
+    def _receivers(self, rank: int) -> dict[tuple[str, int, int], int]:
+        """By kind, stage and direction of a pass, the rank to which its result is sent, if to any."""
+        found: dict[tuple[str, int, int], int] = {}
+        for direction, placement in enumerate(self.schedule.placements):
+            for stage, at in enumerate(placement):
+                for kind, to in (("F", stage + 1), ("B", stage - 1), ("I", stage - 1)):
+                    if at == rank and 0 <= to < len(placement) and self.hops.get((rank, placement[to])):
+                        found[kind, stage, direction] = placement[to]
+        return found
+
+
+_span: Callable[[tuple[Any, ...]], Span] = partial(tuple.__new__, Span)
+"""A span from all of its fields: there are half a million of them in a large step."""
 
 
 def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
     """Of each pipeline rank: seconds busy, in communication that nothing hides, and idle, and the micro-batches (each
     stage's counted) that it has in flight at most."""
-    return [
-        {
-            "busy_s": timeline.busy(rank),
-            "communication_s": timeline.communication(rank),
-            "idle_s": timeline.idle(rank),
-            "peak_in_flight": timeline.schedule.peak(rank) / timeline.schedule.slices,
-        }
-        for rank in range(timeline.schedule.ranks)
-    ]
+    found: list[Mapping[str, float]] = []
+    for rank in range(timeline.schedule.ranks):
+        busy, communication = timeline.busy(rank), timeline.communication(rank)
+        found.append(
+            {
+                "busy_s": busy,
+                "communication_s": communication,
+                # What rounding leaves of nothing is nothing.
+                "idle_s": max(0.0, timeline.seconds - busy - communication),
+                "peak_in_flight": timeline.schedule.peak(rank) / timeline.schedule.slices,
+            }
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -208,12 +213,13 @@ class Figures:
 
     step_time_s: float
     bubble: float
-    """Idle time over the rest, on the rank that is idle longest."""
+    """Idle time over the rest, on the rank that is idle least: what waiting for the others costs the one for which
+    they wait, as in a prediction."""
     ranks: list[Mapping[str, float]]
 
 
 def figures(timeline: Timeline) -> Figures:
     ranks = rank_figures(timeline)
-    idle = max(rank["idle_s"] for rank in ranks)
+    idle = min(rank["idle_s"] for rank in ranks)
     step = timeline.seconds / timeline.schedule.steps
     return Figures(step, idle / (timeline.seconds - idle), ranks)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.schedule.schedule import Schedule
 
@@ -57,21 +61,23 @@ class Timeline:
         return self.seconds - self.busy(rank) - self.communication(rank)
 
 
-def _outside(spans: tuple[Span, ...], hiding: tuple[Span, ...]) -> float:
-    """Seconds that are in any of `spans` and in none of `hiding`; both in order of their starts."""
-    total, covered, number = 0.0, 0.0, 0
-    for span in spans:
-        at = max(span.start, covered)
-        covered = max(covered, span.end)
-        # What ends before this one begins hides nothing of those after it either.
-        while number < len(hiding) and hiding[number].end <= at:
-            number += 1
-        following = number
-        while at < covered:
-            if following == len(hiding) or hiding[following].start >= covered:
-                total += covered - at
-                break
-            total += max(0.0, hiding[following].start - at)
-            at = max(at, hiding[following].end)
-            following += 1
-    return total
+def _outside(spans: Sequence[Span], hiding: Sequence[Span]) -> float:
+    """Seconds that are in any of `spans` and in none of `hiding`; both in order of their starts, of `hiding` no two at
+    once."""
+    if not spans:
+        return 0.0
+    starts, seconds = _columns(spans)
+    ends = np.maximum.accumulate(starts + seconds)
+    # What each span adds to those before it: from where they end.
+    starts[1:] = np.maximum(starts[1:], ends[:-1])
+    hides, during = _columns(hiding)
+    # Seconds of `hiding` before a moment: a line that goes up within each of them, and is level between.
+    edges = np.column_stack([hides, hides + during]).ravel()
+    hidden = np.cumsum(np.column_stack([np.zeros(len(hides)), during]).ravel())
+    inside = np.interp(ends, edges, hidden) - np.interp(starts, edges, hidden) if len(hiding) else 0.0
+    return max(0.0, float(np.sum(ends - starts - inside)))
+
+
+def _columns(spans: Sequence[Span]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """When each begins, and how long it takes."""
+    return np.array([span[0] for span in spans]), np.array([span[1] for span in spans])

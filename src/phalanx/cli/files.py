@@ -1,0 +1,30 @@
+"""Files that a verb writes where its options say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import JobError, RunError
+
+
+def check_folders(options: Mapping[str, Any], *names: str) -> None:
+    """Raises JobError where an option names a file that cannot be written, before anything is worked out for it."""
+    problems = []
+    for name in names:
+        path = Path(options[name])
+        if options[name] and not path.parent.is_dir():
+            problems.append(f"--{name} {path}: there is no folder {path.parent}; make it, or name another")
+        elif options[name] and path.is_dir():
+            problems.append(f"--{name} {path}: that is a folder; name a file in it")
+    if problems:
+        raise JobError(problems)
+
+
+def write(path: str, text: str) -> None:
+    """Raises RunError where that is refused."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {error.strerror}") from None

@@ -1,0 +1,253 @@
+"""`phalanx simulate JOB`: the events of one step on every pipeline rank, also with slow devices and links, and the time
+that a job loses to failures."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from phalanx.cli.files import check_folders, write
+from phalanx.cli.job_words import JobVerb, Option
+from phalanx.cli.software import OPTIONS, asked
+from phalanx.cost.breakdown import duration, question
+from phalanx.cost.case import Case
+from phalanx.cost.predict import predict
+from phalanx.cost.prediction import Prediction
+from phalanx.data.progress import Progress, silent, stderr_progress
+from phalanx.data.vocabulary import vocabulary_size
+from phalanx.errors import JobError
+from phalanx.plan.advice import shortfall
+from phalanx.plan.case import case_of
+from phalanx.simulate import goodput
+from phalanx.simulate.disturbance import AXES, Disturbance, check
+from phalanx.simulate.goodput import LLAMA_3, Goodput, best
+from phalanx.simulate.step import Figures, figures, simulate
+from phalanx.simulate.timeline import Timeline
+
+LONG = 50_000
+"""Passes from which on the progress is told."""
+CHECKPOINT_S, RESTART_S = 30.0, 600.0
+"""Where failures are asked about and these are not said."""
+ROWS = 16
+"""Pipeline ranks that the table shows at most."""
+
+VERB = JobVerb(
+    "simulate",
+    "One step of a job, event by event, as the schedule orders it: what every pipeline rank computes, sends and waits "
+    "for, as figures, a picture and a trace for Perfetto.",
+    switches={},
+    options={
+        "svg": Option(str, "", "write the picture of the step to a file"),
+        "trace": Option(str, "", "write trace events for ui.perfetto.dev or chrome://tracing to a file"),
+        "straggler": Option(
+            str, (), "RANK=FACTOR: the passes of a pipeline rank take so much longer; several", many=True, like=r"\d+="
+        ),
+        "slow_link": Option(
+            str,
+            (),
+            f"A-B=FACTOR: messages between two pipeline ranks take so much longer; AXIS=FACTOR: the collectives of an "
+            f"axis ({', '.join(AXES)}), as the first word only",
+            many=True,
+            like=r"\d+-\d+=",
+        ),
+        "failures_per_device_day": Option(
+            float,
+            None,
+            f"add the time lost to failures; {LLAMA_3:.3g}, Llama 3's, where only the next two are said",
+        ),
+        "checkpoint_s": Option(float, None, f"seconds for which a save holds training up; {CHECKPOINT_S:g}"),
+        "restart_s": Option(float, None, f"seconds from a failure to the next step; {RESTART_S:g}"),
+        **OPTIONS,
+    },
+    auto="measure",
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    words = VERB.parse(argv)
+    if words is None:
+        return 0
+    options, as_document = words.options, "json" in words.switches
+    check_folders(options, "svg", "trace")
+    case = asked(case_of(words.job, vocabulary_size(words.job)), options)
+    disturbance = _disturbance(options["straggler"], options["slow_link"])
+    check(disturbance, case)
+    with stderr_progress() as progress:
+        result = _simulated(case, disturbance, progress if _passes(case) > LONG else silent)
+    lost = _goodput(options, case, result.figures.step_time_s)
+    _write(result.timeline, options["svg"], options["trace"])
+    if as_document:
+        print(json.dumps(as_json(result, lost), indent=1))
+    else:
+        print(report(result, lost))
+        if files := " and ".join(options[name] for name in ("svg", "trace") if options[name]):
+            print(f"\nwritten: {files}")
+    if not result.prediction.fits:
+        print(f"\nphalanx: simulated all the same, but it {shortfall(case)}", file=sys.stderr)
+    return 0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step, and what it is compared with."""
+
+    case: Case
+    prediction: Prediction
+    disturbance: Disturbance
+    timeline: Timeline
+    figures: Figures
+    undisturbed_s: float
+    """Of a step on a machine without what disturbs it."""
+
+
+def _simulated(case: Case, disturbance: Disturbance, progress: Progress) -> Simulated:
+    disturbed = disturbance != Disturbance()
+    number = 3 if disturbed else 2
+    progress("simulating the step", 0, number)
+    timeline = simulate(case, disturbance)
+    progress("simulating the step", 1, number)
+    found = figures(timeline)
+    progress("simulating the step", 2, number)
+    undisturbed = found.step_time_s
+    if disturbed:
+        undisturbed = simulate(case).seconds / timeline.schedule.steps
+        progress("simulating the step", number, number)
+    return Simulated(case, predict(case), disturbance, timeline, found, undisturbed)
+
+
+def _passes(case: Case) -> int:
+    """Of all ranks, about."""
+    return 2 * case.batch.accumulation * case.layout.pp * max(1, case.layout.pp_chunks)
+
+
+def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance:
+    """What the options say is slow. Raises JobError with every word that is wrong."""
+    slow, pairs, axes, problems = list[tuple[int, float]](), [], list[tuple[str, float]](), []
+    for option, said in (*(("straggler", word) for word in stragglers), *(("slow-link", word) for word in links)):
+        what, _, number = said.partition("=")
+        try:
+            factor = float(number)
+        except ValueError:
+            problems.append(f"--{option} {said}: expected a factor after the =, such as {what or 3}=1.5")
+            continue
+        pair = re.fullmatch(r"(\d+)-(\d+)", what)
+        if option == "straggler" and re.fullmatch(r"-?\d+", what):
+            slow.append((int(what), factor))
+        elif option == "straggler":
+            problems.append(f"--{option} {said}: expected a pipeline rank and a factor, such as 3=1.5")
+        elif pair:
+            pairs.append(((int(pair[1]), int(pair[2])), factor))
+        else:
+            axes.append((what, factor))
+    if problems:
+        raise JobError(problems)
+    return Disturbance(tuple(slow), tuple(pairs), tuple(axes))
+
+
+def _goodput(options: Mapping[str, Any], case: Case, step_s: float) -> Goodput | None:
+    """What failures cost, where an option asks for it."""
+    rate, save, restart = (options[name] for name in ("failures_per_device_day", "checkpoint_s", "restart_s"))
+    if rate is None and save is None and restart is None:
+        return None
+    return best(
+        case.layout.world,
+        LLAMA_3 if rate is None else rate,
+        CHECKPOINT_S if save is None else save,
+        RESTART_S if restart is None else restart,
+        step_s,
+    )
+
+
+def _write(timeline: Timeline, svg: str, trace: str) -> None:
+    # Here, because few ask for them.
+    from phalanx.simulate import picture
+    from phalanx.simulate import trace as events
+
+    if svg:
+        write(svg, picture.svg(timeline))
+    if trace:
+        write(trace, events.text(timeline))
+
+
+def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
+    """The document of `--json` (docs/simulate.md)."""
+    found = result.figures
+    document: dict[str, Any] = {
+        "step_time_s": found.step_time_s,
+        "bubble": found.bubble,
+        "ranks": found.ranks,
+        "steps": result.timeline.schedule.steps,
+        "predicted_step_time_s": result.prediction.step_time_s,
+        "undisturbed_step_time_s": result.undisturbed_s,
+        "fits": result.prediction.fits,
+    }
+    if lost:
+        # Without failures there is nothing to wait for: JSON has no infinity.
+        times = {name: value if isfinite(value) else None for name, value in vars(lost).items()}
+        document["goodput"] = times
+    return document
+
+
+def report(result: Simulated, lost: Goodput | None) -> str:
+    """The figures for a person."""
+    case, found = result.case, result.figures
+    predicted = result.prediction.step_time_s
+    lines = [
+        f"{question(case, case.layout.world)}: {case.layout.line()}",
+        case.batch.equation(),
+        "",
+        f"step time: {duration(found.step_time_s)} simulated, {duration(predicted)} by the cost model  "
+        f"bubble: {found.bubble:.1%}",
+    ]
+    if result.disturbance != Disturbance():
+        more = found.step_time_s / result.undisturbed_s - 1
+        compared = f"{abs(more):.1%} {'faster' if more < 0 else 'slower'} than undisturbed"
+        lines.append(f"{_said(result.disturbance)}: {compared}, {duration(result.undisturbed_s)}")
+    lines += ["", *_rank_lines(result)]
+    if lost:
+        lines += ["", goodput.text(lost)]
+        if lost.fraction > 0:
+            lines.append(f"{'a step, failures counted':<28} {duration(found.step_time_s / lost.fraction)}")
+    return "\n".join(lines)
+
+
+def _said(disturbance: Disturbance) -> str:
+    """What is slow, in words."""
+    words = [f"rank {rank} takes {factor:g} ×" for rank, factor in disturbance.slow]
+    words += [f"messages {one}-{other} {factor:g} ×" for (one, other), factor in disturbance.links]
+    words += [f"{axis} {factor:g} ×" for axis, factor in disturbance.axes]
+    return ", ".join(words)
+
+
+def _rank_lines(result: Simulated) -> Iterator[str]:
+    """A row a pipeline rank, or of some of them."""
+    ranks = result.figures.ranks
+    shown = _shown(result)
+    steps = result.timeline.schedule.steps
+    whole = result.timeline.seconds
+    yield f"{'rank':>6}  {'computes':>17}  {'communicates':>17}  {'idle':>17}  in flight, at most"
+    for number in shown:
+        figures = ranks[number]
+        times = "  ".join(
+            f"{duration(figures[name] / steps):>9} {figures[name] / whole:>7.1%}"
+            for name in ("busy_s", "communication_s", "idle_s")
+        )
+        yield f"{number:>6}  {times}  {figures['peak_in_flight']:g}"
+    if len(shown) < len(ranks):
+        yield f"        {len(shown)} of {len(ranks)} pipeline ranks, with those that are idle longest and shortest"
+
+
+def _shown(result: Simulated) -> list[int]:
+    """The pipeline ranks of the table: all, or some evenly, the extremes, and those that are slow."""
+    idle = [rank["idle_s"] for rank in result.figures.ranks]
+    if len(idle) <= ROWS:
+        return list(range(len(idle)))
+    every = -(-len(idle) // (ROWS - 4))
+    slow = (rank for rank, _ in result.disturbance.slow)
+    extremes = (idle.index(max(idle)), idle.index(min(idle)), len(idle) - 1)
+    return sorted({*range(0, len(idle), every), *extremes, *slow})
