@@ -47,9 +47,7 @@ def question(
 
 def on_laptop(global_batch: int, worlds: tuple[int, ...] = (), **fixed: Any) -> Question:
     """The same for a small GPT on a processor."""
-    return Question(
-        model("baby"), LAPTOP, global_batch, "fp32", 4, PHALANX_CPU, fixed, worlds
-    )
+    return Question(model("baby"), LAPTOP, global_batch, "fp32", 4, PHALANX_CPU, fixed, worlds)
 
 
 QUESTIONS = {

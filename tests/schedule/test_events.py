@@ -152,9 +152,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Schedule, list[dict[str, list[float]]]]:
 @given(pipelines(), st.floats(0, 3), st.floats(0, 3), st.booleans())
 def test_slower_messages_never_make_a_step_faster(pipeline, less: float, more: float, blocks: bool) -> None:
     schedule, durations = pipeline
-    fast, slow = (
-        run(schedule, durations, ways(schedule, seconds), blocks=blocks) for seconds in (less, less + more)
-    )
+    fast, slow = (run(schedule, durations, ways(schedule, seconds), blocks=blocks) for seconds in (less, less + more))
     for early, late in zip(fast.starts, slow.starts, strict=True):
         assert all(a <= b * (1 + 1e-12) for a, b in zip(early, late, strict=True))
 

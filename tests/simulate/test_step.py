@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -167,7 +167,7 @@ def pipelines(draw: st.DrawFn) -> Case:
 @settings(max_examples=80, derandomize=True)
 @given(pipelines())
 def test_a_long_step_is_a_short_one_and_more_of_the_same(one: Case) -> None:
-    # Mostly to 1e-12; where two ranks are nearly as slow, what the first micro-batches hide lasts longer than what is run.
+    # Mostly to 1e-12; where two ranks are nearly as slow, what the first micro-batches hide lasts longer than what runs.
     assert abs(step_seconds(one) / figures(simulate(one)).step_time_s - 1) <= 3e-3, one.layout.line()
 
 
@@ -181,7 +181,7 @@ def test_every_moment_of_a_rank_is_accounted_for(one: Case) -> None:
         assert min(parts) >= -1e-9 * found.seconds
         assert sum(parts) == pytest.approx(found.seconds)
         spans = found.device[rank]
-        assert all(a.end <= b.start * (1 + 1e-12) + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.end <= b.start * (1 + 1e-12) + 1e-12 for a, b in itertools.pairwise(spans))
         assert spans[-1].end <= found.seconds * (1 + 1e-12)
 
 

@@ -102,8 +102,9 @@ class _Step:
         passes = sum(durations[action.kind][action.stage] for action in program)
         if self.case.software.pp_overlaps:
             return passes
-        receivers = (self._receiver(rank, action) for action in program)
-        return passes + sum(self.hops[rank, other] for other in receivers if other is not None)
+        receivers = self._receivers(rank)
+        sent = (receivers.get((kind, stage, self.directions[micro])) for kind, stage, micro, _ in program)
+        return passes + sum(self.hops[rank, other] for other in sent if other is not None)
 
     def timeline(self) -> Timeline:
         ranks = range(self.schedule.ranks)
