@@ -33,8 +33,8 @@ from phalanx.simulate.step import step_seconds
 Progress = Callable[[str, int, int], None]
 """What is done, how much of it, of how much."""
 
-MARGIN = 1.01
-"""Predicted times up to so much beyond the best are simulated: by more the two do not differ where it matters."""
+MARGIN = 1.03
+"""Predicted times up to so much beyond the best simulated one are of interest: by more a simulation is not faster."""
 SIMULATED = 300
 """Layouts that are simulated at most."""
 VISITS = 600_000
@@ -64,12 +64,13 @@ class Found:
     seen: set[Layout] = field(default_factory=set)
     """Layouts that were predicted."""
     cutoff: float = inf
-    """Seconds beyond which a layout is of no interest."""
+    """Predicted seconds beyond which a layout is of no interest."""
 
     def add(self, case: Case, seconds: float) -> None:
         """A layout that fits, and its predicted time."""
         self.predicted.append((case, seconds))
-        self.cutoff = min(self.cutoff, MARGIN * seconds)
+        if seconds * MARGIN < self.cutoff:
+            self.cutoff = min(self.cutoff, MARGIN * step_seconds(case))
 
 
 class Search:
@@ -172,6 +173,7 @@ def simulated(found: Found) -> list[Candidate]:
             alike[passes] += 1
             visits += min(case.batch.accumulation, 10 * layout.pp) * layout.pp * max(1, layout.pp_chunks) * 4
             done.append(Candidate(case, predict(case), step_seconds(case)))
+            found.cutoff = min(found.cutoff, MARGIN * done[-1].seconds)
     return ranked(done)
 
 
