@@ -120,3 +120,15 @@ def test_refusals(words, said, capsys):
     message = capsys.readouterr().err
     assert said in message
     assert "Traceback" not in message
+
+
+def test_on_this_machine_fewer_processes_are_weighed_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PHALANX_HOME", str(tmp_path))
+    machine = "{name: a cpu, fp32_tflops: 0.2, memory_gib: 8.0, bandwidth_gbs: 20.0}"
+    links = "{gbs: 1.0, latency_us: 50.0}"
+    text = f"cluster:\n  devices_per_node: 2\n  device: cpu\n  accelerator: {machine}\n  intra: {links}\n"
+    (tmp_path / "cluster.yaml").write_text(text, encoding="utf-8")
+    document = planned(capsys, "plan", "model=tiny", "model.vocab_size=64", "train.global_batch=8")
+    lines = [one["line"] for one in document["candidates"]]
+    assert any(line.startswith("micro_batch=8") for line in lines)
+    assert any("=2" in line for line in lines)
