@@ -149,7 +149,7 @@ def _first(question: Question, where: str, tried: Iterable[tuple[str, Layout]]) 
     for name, layout in tried:
         if found := fitted(question, layout):
             return _told(question, where, name, found)
-    return f"{where}: {name}, and not even that fits", replace(layout, micro_batch=1, recompute="full")
+    return f"{where}: nothing of the rules fits, not even {name}", replace(layout, micro_batch=1, recompute="full")
 
 
 def _told(question: Question, where: str, name: str, layout: Layout) -> tuple[str, Layout]:

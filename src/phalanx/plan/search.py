@@ -28,6 +28,10 @@ from phalanx.plan.question import Question
 from phalanx.plan.space import Rows, Space, space_of
 from phalanx.simulate.step import step_seconds
 
+Mask = NDArray[np.bool_]
+"""Of the pairs of a space, some."""
+Keep = Callable[[Rows], Mask]
+"""Of some rows, those that may be taken."""
 Progress = Callable[[str, int, int], None]
 """What is done, how much of it, of how much."""
 
@@ -40,6 +44,8 @@ VISITS = 600_000
 FEWEST = 12
 FIRST, SEEDS = 6, 24
 """Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
+FEW = 100
+"""Pairs besides, for a layout that need not be the best."""
 BLOCK = 2048
 """Pairs whose layouts are bounded at a time."""
 SHOWN = 10
@@ -80,9 +86,7 @@ class Search:
         self.limit = question.cluster.accelerator.memory_gib * 2**30
         self.pair_seconds, self.pair_bytes = self.bounds.pairs()
 
-    def best(
-        self, pairs: NDArray[np.bool_] | None = None, keep: Callable[[Rows], NDArray[np.bool_]] | None = None
-    ) -> Found:
+    def best(self, pairs: Mask | None = None, keep: Keep | None = None) -> Found:
         """The fastest layouts of the space that fit, or of some `pairs` of it and of the rows to `keep`."""
         found = Found()
         chosen = np.ones(len(self.pair_seconds), bool) if pairs is None else pairs
@@ -109,14 +113,47 @@ class Search:
         self.progress("layouts", len(blocks), len(blocks))
         return found
 
+    def short(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
+        """A good layout of some pairs and of the rows to `keep`: the fastest of the first few that fit, in the order of
+        their bounds, not proved to be the best. None where none fits."""
+        found = Found()
+        order = np.flatnonzero(pairs & (self.pair_bytes <= self.limit))
+        order = order[np.argsort(self.pair_seconds[order], kind="stable")]
+        first = np.union1d(order[:FEW], self._first(order))
+        rest = order[~np.isin(order, first)]
+        for block in [first, *(rest[start : start + BLOCK] for start in range(0, len(rest), BLOCK))]:
+            self._rows(self.space.rows(block), found, keep, enough=SEEDS)
+            if found.predicted:
+                case, _ = min(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
+                return Candidate(case, predict(case), step_seconds(case))
+        return None
+
+    def least(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
+        """The layout of some pairs and of the rows to `keep` that needs the least memory; None where there is none."""
+        order = np.flatnonzero(pairs)
+        order = order[np.argsort(self.pair_bytes[order], kind="stable")]
+        cases = list[tuple[int, Case]]()
+        for start in range(0, len(order), FIRST):
+            rows = self.space.rows(order[start : start + FIRST])
+            rows = rows if keep is None else rows.select(keep(rows))
+            _, memory = self.bounds.rows(rows)
+            for number in np.argsort(memory, kind="stable")[:SEEDS]:
+                try:
+                    case = self.question.case(self.space.layout(rows, int(number)))
+                except (JobError, ValueError):
+                    continue
+                cases.append((needed_bytes(case), case))
+            if cases:
+                _, case = min(cases, key=lambda one: (one[0], complexity(one[1].layout)))
+                return Candidate(case, predict(case), step_seconds(case))
+        return None
+
     def _first(self, order: NDArray[np.intp]) -> NDArray[np.intp]:
         """Of every number of pipeline ranks a few of the pairs with the lowest bounds."""
         pp = self.bounds.pp[order]
         return np.concatenate([order[pp == ranks][:FIRST] for ranks in np.unique(pp)] or [order])
 
-    def _rows(
-        self, rows: Rows, found: Found, keep: Callable[[Rows], NDArray[np.bool_]] | None, enough: float = inf
-    ) -> None:
+    def _rows(self, rows: Rows, found: Found, keep: Keep | None, enough: float = inf) -> None:
         """Predict what can be among the best of some rows; with `enough`, only until so many fit, and nothing is
         counted."""
         if keep is not None:
@@ -219,7 +256,7 @@ def search(question: Question, progress: Progress | None = None, sample: int = 0
     return Plan(
         question=asked.case(searches[0].space.layout(searches[0].space.rows(np.array([0])), 0)),
         best=tuple(distinct(candidates)),
-        nearest=None if candidates else nearest(found),
+        nearest=None if candidates else nearest(searches),
         alternatives=(),
         points=(),
         rejected={reason: number for reason, number in rejected.most_common() if number},
@@ -239,15 +276,7 @@ def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(shown.values())[:SHOWN]
 
 
-def nearest(found: Iterable[tuple[Search, Found]]) -> Candidate:
+def nearest(searches: Iterable[Search]) -> Candidate:
     """Where nothing fits: the layout that needs the least memory."""
-    cases = list[tuple[float, Case]]()
-    for one, _ in found:
-        least = np.argsort(one.pair_bytes, kind="stable")[:FIRST]
-        rows = one.space.rows(least)
-        _, memory = one.bounds.rows(rows)
-        for number in np.argsort(memory, kind="stable")[:SEEDS]:
-            case = one.question.case(one.space.layout(rows, int(number)))
-            cases.append((needed_bytes(case), case))
-    _, case = min(cases, key=lambda one: (one[0], complexity(one[1].layout)))
-    return Candidate(case, predict(case), step_seconds(case))
+    least = [one.least(np.ones(len(one.pair_bytes), bool)) for one in searches]
+    return min((one for one in least if one), key=lambda one: (one.prediction.fullest.needed, complexity(one.layout)))
