@@ -46,7 +46,7 @@ def families(space: Space, cluster: Cluster, best: Layout | None) -> Iterator[Fa
     yield Family("FSDP over all devices (zero 3)", flat, _zero(3), Layout(dp_shard=devices))
     node, where = neighbours(cluster)
     if devices > node:
-        yield from _in_nodes(space, devices, node, where)
+        yield from _in_nodes(space, devices, node, where, min(node, cluster.joined))
     two = replace(Layout(), pp=min(divisors(devices)[1:]))
     yield Family(
         "pipeline and data parallel",
@@ -64,7 +64,7 @@ def neighbours(cluster: Cluster) -> tuple[int, str]:
     return (cluster.joined, "rack") if cluster.joined > node else (node, "node")
 
 
-def _in_nodes(space: Space, devices: int, node: int, where: str) -> Iterator[Family]:
+def _in_nodes(space: Space, devices: int, node: int, where: str, joined: int) -> Iterator[Family]:
     """What cuts the model inside a node and not between nodes, or the other way round."""
     shard = max(divisors(devices, node))
     yield Family(
@@ -73,9 +73,14 @@ def _in_nodes(space: Space, devices: int, node: int, where: str) -> Iterator[Fam
         _zero(3),
         Layout(dp_shard=shard, dp_replicate=devices // shard),
     )
-    tp = max((mesh.tp for mesh in space.meshes if mesh.tp <= node), default=1)
-    if tp == 1:
-        return
+    for most, which in {joined: f"group of {joined} neighbours", node: where}.items():
+        tp = max((mesh.tp for mesh in space.meshes if mesh.tp <= most), default=1)
+        if tp > 1:
+            yield from _tensor(devices, tp, which)
+
+
+def _tensor(devices: int, tp: int, where: str) -> Iterator[Family]:
+    """Tensor ranks in a node, and what people put around them."""
     yield Family(
         f"tensor parallel inside a {where} (tp {tp}), FSDP outside",
         lambda c: (c.tp == tp) & (c.pp == 1) & (c.cp == 1) & (c.dp_shard == devices // tp),

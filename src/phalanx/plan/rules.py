@@ -105,7 +105,8 @@ def _many_nodes(question: Question, world: int) -> tuple[str, Layout]:
     if not fast:
         return _first(question, where, three or whole)
     if fitted(question, whole[0][1]) is None:
-        where += ", FSDP over all devices is not legal with this batch or does not fit"
+        problems = question.problems(replace(whole[0][1], micro_batch=1))
+        where += f", FSDP over all devices {'is not legal' if problems else 'does not fit'}"
     return _first(question, where, [*whole, *three])
 
 

@@ -44,8 +44,8 @@ VISITS = 600_000
 FEWEST = 12
 FIRST, SEEDS = 6, 24
 """Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
-FEW = 100
-"""Pairs besides, for a layout that need not be the best."""
+FEW, ENOUGH = 100, 60
+"""Pairs besides, and layouts that fit, for one that need not be the best."""
 BLOCK = 2048
 """Pairs whose layouts are bounded at a time."""
 SHOWN = 10
@@ -118,11 +118,13 @@ class Search:
         their bounds, not proved to be the best. None where none fits."""
         found = Found()
         order = np.flatnonzero(pairs & (self.pair_bytes <= self.limit))
-        order = order[np.argsort(self.pair_seconds[order], kind="stable")]
+        # The usual bubble counts: large micro-batches alone have the lowest bounds.
+        likely = self.pair_seconds * (1 + (self.bounds.pp - 1) / self.space.accumulation)
+        order = order[np.argsort(likely[order], kind="stable")]
         first = np.union1d(order[:FEW], self._first(order))
         rest = order[~np.isin(order, first)]
         for block in [first, *(rest[start : start + BLOCK] for start in range(0, len(rest), BLOCK))]:
-            self._rows(self.space.rows(block), found, keep, enough=SEEDS)
+            self._rows(self.space.rows(block), found, keep, enough=ENOUGH)
             if found.predicted:
                 case, _ = min(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
                 return Candidate(case, predict(case), step_seconds(case))
