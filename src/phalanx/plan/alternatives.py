@@ -1,4 +1,4 @@
-"""What somebody would have taken without a search, and why it loses: the best of each kind that a short search finds."""
+"""What somebody would have taken without a search, and why it loses: the best of each kind, by a search of its own."""
 
 from __future__ import annotations
 
@@ -67,12 +67,11 @@ def _rule(search: Search, best: Candidate | None) -> Alternative:
 
 
 def _of(search: Search, family: Family, weighed: Sequence[Candidate], best: Candidate | None) -> Alternative:
-    """The fastest of a family that a short search finds, or was weighed before; where none fits the one that needs
-    least."""
+    """The fastest of a family, or what was weighed before and is faster; where none fits the one that needs least."""
     pairs, keep = masks(search, family)
     known = [one for one in weighed if one.prediction.fits and family.has(one.layout)]
-    short = search.short(pairs, keep)
-    one = min([*known, *([short] if short else [])], key=lambda one: one.seconds, default=None)
+    fastest = search.one(pairs, keep)
+    one = min([*known, *([fastest] if fastest else [])], key=lambda one: one.seconds, default=None)
     one = one or search.least(pairs, keep)
     if one is None:
         return Alternative(family.name, None, _not_legal(search, family))

@@ -132,8 +132,8 @@ def _data(first: Candidate) -> str:
         told.append(f"{kind} lies {_place(cluster, group(layout, 'shard'), layout.world)}")
     if replicas:
         told.append(f"{layout.dp_replicate} replicas lie {_place(cluster, group(layout, 'replicate'), layout.world)}")
-    traffic = f"of {duration(whole)} of traffic " if whole > spent else ""
-    text = f"{_listed(told)}: {traffic}{_shown(spent)}."
+    hidden = f"of {duration(whole)} of traffic computing hides all" + (f" but {duration(spent)}" if spent > 1e-4 else "")
+    text = f"{_listed(told)}: {hidden if whole > spent else f'traffic takes {duration(spent)}'}."
     if shared and replicas:
         flat = replace(layout, dp_replicate=1, dp_shard=layout.data_ranks)
         other = predict(replace(case, layout=flat))
@@ -211,7 +211,7 @@ def _place(cluster: Cluster, ranks: Group, world: int) -> str:
 
 
 def _shown(seconds: float) -> str:
-    return f"{duration(seconds)} of a step that nothing hides" if seconds > 1e-4 else "all of it hidden by computing"
+    return f"which takes {duration(seconds)} of a step" if seconds > 1e-4 else "which computing hides"
 
 
 def _listed(items: Sequence[str]) -> str:

@@ -44,8 +44,6 @@ VISITS = 600_000
 FEWEST = 12
 FIRST, SEEDS = 6, 24
 """Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
-FEW, ENOUGH = 100, 60
-"""Pairs besides, and layouts that fit, for one that need not be the best."""
 BLOCK = 2048
 """Pairs whose layouts are bounded at a time."""
 SHOWN = 10
@@ -80,7 +78,7 @@ class Search:
     """One space, its bounds, and what was found in it."""
 
     def __init__(self, question: Question, progress: Progress | None = None):
-        self.question, self.progress = question, progress or (lambda *_: None)
+        self.question, self.progress = question, progress or _silent
         self.space: Space = space_of(question)
         self.bounds = Bounds(question, self.space)
         self.limit = question.cluster.accelerator.memory_gib * 2**30
@@ -107,28 +105,18 @@ class Search:
                 self.space.options[pair]
             )
         blocks = np.concatenate([first, rest[near]])
+        told = self.progress if pairs is None else _silent
         for start in range(0, len(blocks), BLOCK):
-            self.progress("layouts", start, len(blocks))
+            told("layouts", start, len(blocks))
             self._rows(self.space.rows(blocks[start : start + BLOCK]), found, keep)
-        self.progress("layouts", len(blocks), len(blocks))
+        told("layouts", len(blocks), len(blocks))
         return found
 
-    def short(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
-        """A good layout of some pairs and of the rows to `keep`: the fastest of the first few that fit, in the order of
-        their bounds, not proved to be the best. None where none fits."""
-        found = Found()
-        order = np.flatnonzero(pairs & (self.pair_bytes <= self.limit))
-        # The usual bubble counts: large micro-batches alone have the lowest bounds.
-        likely = self.pair_seconds * (1 + (self.bounds.pp - 1) / self.space.accumulation)
-        order = order[np.argsort(likely[order], kind="stable")]
-        first = np.union1d(order[:FEW], self._first(order))
-        rest = order[~np.isin(order, first)]
-        for block in [first, *(rest[start : start + BLOCK] for start in range(0, len(rest), BLOCK))]:
-            self._rows(self.space.rows(block), found, keep, enough=ENOUGH)
-            if found.predicted:
-                case, _ = min(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
-                return Candidate(case, predict(case), step_seconds(case))
-        return None
+    def one(self, pairs: Mask, keep: Keep) -> Candidate | None:
+        """The fastest layout, as predicted, of some pairs and of the rows to `keep`; None where none fits."""
+        found = self.best(pairs, keep)
+        near = min(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)), default=None)
+        return near and Candidate(near[0], predict(near[0]), step_seconds(near[0]))
 
     def least(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
         """The layout of some pairs and of the rows to `keep` that needs the least memory; None where there is none."""
@@ -193,6 +181,10 @@ class Search:
         found.rejected["memory: predicted not to fit"] += 1
         if len(found.too_large) < KEPT:
             found.too_large.append((case, needed))
+
+
+def _silent(*_: object) -> None:
+    pass
 
 
 def simulated(found: Found) -> list[Candidate]:
