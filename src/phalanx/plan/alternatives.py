@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from phalanx.cost.predict import predict
 from phalanx.errors import JobError
 from phalanx.job.layout import Layout
+from phalanx.plan.branch import Keep, Mask, Search
 from phalanx.plan.explain import explain
 from phalanx.plan.families import AXES, WITHOUT, Family, families
 from phalanx.plan.plan import Alternative, Candidate
@@ -19,9 +19,6 @@ from phalanx.plan.rules import rule
 from phalanx.plan.space import RECOMPUTE, STATES, Mesh
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
-
-if TYPE_CHECKING:
-    from phalanx.plan.search import Keep, Mask, Search
 
 RULE = "rule of thumb"
 
@@ -70,9 +67,8 @@ def _of(search: Search, family: Family, weighed: Sequence[Candidate], best: Cand
     """The fastest of a family, or what was weighed before and is faster; where none fits the one that needs least."""
     pairs, keep = masks(search, family)
     known = [one for one in weighed if one.prediction.fits and family.has(one.layout)]
-    fastest = search.one(pairs, keep)
-    one = min([*known, *([fastest] if fastest else [])], key=lambda one: one.seconds, default=None)
-    one = one or search.least(pairs, keep)
+    fastest = [one for one in (*known, search.one(pairs, keep)) if one]
+    one = min(fastest, key=lambda one: one.seconds) if fastest else search.least(pairs, keep)
     if one is None:
         return Alternative(family.name, None, _not_legal(search, family))
     return Alternative(family.name, one, _why(one, best))
@@ -97,9 +93,7 @@ def _why(one: Candidate, best: Candidate | None) -> str:
         fullest = prediction.fullest
         largest, size = max(fullest.parts(), key=lambda part: part[1])
         over = fullest.needed - prediction.memory_limit
-        return (
-            f"does not fit: {gib(over)} too much in the {fullest.moment}; the largest part is {largest}, {gib(size)}"
-        )
+        return f"does not fit: {gib(over)} too much in the {fullest.moment}; the largest part is {largest}, {gib(size)}"
     if best is None:
         return "fits"
     return f"the best is {explain(best.prediction, prediction, one.seconds / best.seconds)}"
@@ -133,5 +127,3 @@ def _order(one: Alternative) -> tuple[int, float]:
     if not one.candidate.prediction.fits:
         return 1, float(one.candidate.prediction.fullest.needed)
     return 0, one.candidate.seconds
-
-

@@ -69,8 +69,9 @@ def _fabric(cluster: Cluster, world: int) -> str:
     among = f"links of {fast:.3g} GB/s a device among them"
     if world <= joined:
         return f"All {world} devices have {among}."
-    who = f"Of a node's {node} devices only {joined} neighbours have" if joined < node else f"The {joined} devices of a "
-    who += "rack have" if joined > node else "node have" if joined == node else ""
+    who = f"The {joined} devices of a {'rack' if joined > node else 'node'} have"
+    if joined < node:
+        who = f"Of a node's {node} devices only {joined} neighbours have"
     ratio = f", {fast / slow:.2g} times less" if slow and 1.5 * slow < fast < 99 * slow else ""
     return f"{who} {among}; beyond, a device has {slow:.3g} GB/s{ratio}."
 
@@ -132,7 +133,8 @@ def _data(first: Candidate) -> str:
         told.append(f"{kind} lies {_place(cluster, group(layout, 'shard'), layout.world)}")
     if replicas:
         told.append(f"{layout.dp_replicate} replicas lie {_place(cluster, group(layout, 'replicate'), layout.world)}")
-    hidden = f"of {duration(whole)} of traffic computing hides all" + (f" but {duration(spent)}" if spent > 1e-4 else "")
+    rest = f" but {duration(spent)}" if spent > 1e-4 else ""
+    hidden = f"of {duration(whole)} of traffic computing hides all{rest}"
     text = f"{_listed(told)}: {hidden if whole > spent else f'traffic takes {duration(spent)}'}."
     if shared and replicas:
         flat = replace(layout, dp_replicate=1, dp_shard=layout.data_ranks)
