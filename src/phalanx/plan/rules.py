@@ -48,8 +48,9 @@ def fitted(question: Question, layout: Layout) -> Layout | None:
         layout = replace(layout, **{name: question.fixed[name] for name in _PIPELINE if name in question.fixed})
     if question.problems(layout):
         return None
-    for mode in RECOMPUTE:
-        found = replace(layout, recompute=question.fixed.get("recompute", mode))
+    several = question.global_batch > layout.data_ranks and layout.shard_ranks > 1 and layout.zero > 1
+    for mode, accumulate in product(RECOMPUTE, ("local", "sharded") if several else ("local",)):
+        found = replace(layout, recompute=question.fixed.get("recompute", mode), accumulate=accumulate)
         if _fits(question, found):
             return found if layout.pp > 1 else _with_larger_batches(question, found)
     return None
@@ -70,7 +71,8 @@ def _with_larger_batches(question: Question, layout: Layout) -> Layout:
         if not _fits(question, larger):
             break
         layout = larger
-    return layout
+    # Of one micro-batch there is nothing to accumulate.
+    return replace(layout, accumulate="local") if layout.micro_batch == share else layout
 
 
 def _one_device(question: Question) -> tuple[str, Layout]:
@@ -88,8 +90,8 @@ def _one_node(question: Question, world: int) -> tuple[str, Layout]:
     if found := fitted(question, Layout(dp_replicate=world)):
         return _told(question, f"{where}, a whole copy fits a device", "DDP", found)
     sharded = [(f"ZeRO-{zero}", _with_experts(question, Layout(dp_shard=world, zero=zero))) for zero in (1, 2, 3)]
-    pipelines = [("pipeline and data parallel", layout) for layout in _three(question, world, most_tp=1)]
-    tensor = [("tensor parallel", layout) for layout in _three(question, world)]
+    pipelines = [(_name(layout), layout) for layout in _three(question, world, most_tp=1) if layout.pp > 1]
+    tensor = [(_name(layout), layout) for layout in _three(question, world)]
     # Between slow links a stage's hidden states are the least there is to send.
     tried = [*sharded, *tensor, *pipelines] if fast else [*pipelines, *sharded, *tensor]
     return _first(question, f"{where}, a whole copy does not fit a device", tried)
@@ -97,10 +99,7 @@ def _one_node(question: Question, world: int) -> tuple[str, Layout]:
 
 def _many_nodes(question: Question, world: int) -> tuple[str, Layout]:
     fast, where = _links(question.cluster.inter.gbs, FAST_NETWORK, "many nodes")
-    three = [
-        ("tensor parallel in a node, pipelines between nodes until it fits, ZeRO-1", layout)
-        for layout in _three(question, world)
-    ]
+    three = [(_name(layout), layout) for layout in _three(question, world)]
     whole = [("FSDP over all devices", _with_experts(question, Layout(dp_shard=world)))]
     if not fast:
         return _first(question, where, three or whole)
@@ -129,6 +128,16 @@ def _three(question: Question, world: int, most_tp: int = 0) -> Iterator[Layout]
                 if not question.problems(chosen):
                     yield chosen
                     break
+
+
+def _name(layout: Layout) -> str:
+    parts = [
+        (layout.tp, f"tensor parallel in a node (tp {layout.tp})"),
+        (layout.cp, f"parts of sequences (cp {layout.cp})"),
+        (layout.pp, f"a pipeline as long as it must be to fit (pp {layout.pp})"),
+        (layout.shard_ranks, "ZeRO-1"),
+    ]
+    return ", ".join(name for degree, name in parts if degree > 1)
 
 
 def _tensor_ranks(question: Question, world: int, most: int) -> int:
