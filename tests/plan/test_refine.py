@@ -12,10 +12,11 @@ from phalanx.job.clusters import cluster_of
 from phalanx.job.layout import Layout
 from phalanx.job.presets import PRESETS
 from phalanx.job.recompute import modes
+from phalanx.plan.branch import Search, simulated
 from phalanx.plan.plan import Candidate
 from phalanx.plan.question import Question
 from phalanx.plan.refine import refined, refinement
-from phalanx.plan.search import Search, search, simulated
+from phalanx.plan.search import search
 from phalanx.simulate.step import step_seconds
 
 LLAMA = PRESETS["llama3-8b"]

@@ -18,9 +18,10 @@ from phalanx.job.clusters import cluster_of
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.train import Train
+from phalanx.plan.branch import ALIKE, Search, complexity, ranked, simulated
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.question import Question
-from phalanx.plan.search import ALIKE, Search, complexity, ranked, search, simulated
+from phalanx.plan.search import search
 from phalanx.plan.space import space_of
 from phalanx.simulate.step import step_seconds
 from plan.questions import model, on_laptop, question
@@ -29,7 +30,9 @@ SLOW = replace(cluster_of("dgx-a100:2"), inter=replace(cluster_of("dgx-a100:2").
 SMALL = {
     "little memory": question("llama3-8b", "dgx-a100-40gb:1", 16, sp=True, accumulate="local", cp=1),
     "experts": question("mixtral-8x7b", "dgx-h200:2", 32, tp=1, cp=1, recompute="full", micro_batch=1),
-    "a slow network": replace(question("gpt2-xl", "dgx-a100:2", 64, tp=1, cp=1, recompute="selective", dp_replicate=1), cluster=SLOW),
+    "a slow network": replace(
+        question("gpt2-xl", "dgx-a100:2", 64, tp=1, cp=1, recompute="selective", dp_replicate=1), cluster=SLOW
+    ),
     "long sequences": replace(
         question("llama3-8b", "dgx-h100:1", 4, recompute="full"), model=model("llama3-8b", seq_len=65536)
     ),

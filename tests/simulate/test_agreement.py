@@ -10,8 +10,8 @@ import numpy as np
 from phalanx.cost.predict import predict
 from phalanx.job.clusters import cluster_of
 from phalanx.job.presets import PRESETS
+from phalanx.plan.branch import Search
 from phalanx.plan.question import Question
-from phalanx.plan.search import Search
 from phalanx.simulate.step import step_seconds
 
 LAYOUTS = 40

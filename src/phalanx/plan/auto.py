@@ -38,7 +38,7 @@ def choose(
     nearest = plan.nearest.case
     raise DoesNotFitError(
         f"layout auto: none of {plan.searched:,} layouts fits. The one that needs least, {nearest.layout.line()}, "
-        f"{shortfall(nearest)}"
+        + "\n  ".join([shortfall(nearest), *plan.notes])
     )
 
 

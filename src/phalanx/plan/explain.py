@@ -39,9 +39,9 @@ def explain(one: Prediction, other: Prediction, factor: float = 0.0) -> str:
     gains, losses = list[str](), list[str]()
     for name in names:
         less = theirs.get(name, 0.0) - mine.get(name, 0.0)
-        if abs(less) >= WORTH * slower:
-            figures = f"{_short(mine.get(name, 0.0))} instead of {_short(theirs.get(name, 0.0))} s"
-            (gains if less > 0 else losses).append(f"{PLAIN.get(name, name)} {figures}")
+        own, others = _short(mine.get(name, 0.0)), _short(theirs.get(name, 0.0))
+        if abs(less) >= WORTH * slower and own != others:
+            (gains if less > 0 else losses).append(f"{PLAIN.get(name, name)} {own} instead of {others} s")
     ratio = factor or other.step_time_s / one.step_time_s
     if ratio < 1:
         gains, losses = losses, gains

@@ -17,7 +17,7 @@ from phalanx.job.layout import Layout
 from phalanx.plan.space import RECOMPUTE, Rows
 
 if TYPE_CHECKING:
-    from phalanx.plan.search import Found, Search
+    from phalanx.plan.branch import Found, Search
 
 PAIRS = 512
 """Pairs of a mesh and a micro-batch that are looked at: those with the lowest bounds."""

@@ -41,7 +41,7 @@ def html(plan: Plan, timeline_svg: str | None = None) -> str:
         *(_chosen(plan.best[0]) if plan.best else _nothing(plan)),
         *(_section("best", "The best layouts", _table(plan.best)) if plan.best else []),
         *(_section("parts", "Where time and memory go", _parts(shown)) if shown else []),
-        *(_section("why", "Why", _list(plan.notes)) if plan.notes else []),
+        *(_section("why", "Why" if plan.best else "More devices", _list(plan.notes)) if plan.notes else []),
         *(_section("instead", "What one would take instead", _alternatives(plan)) if plan.alternatives else []),
         *(
             _section("timeline", "The step of the best, simulated", _figure(timeline_svg, "wide"))

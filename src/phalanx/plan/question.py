@@ -10,11 +10,14 @@ from phalanx.cost.case import Case, Products
 from phalanx.cost.software import Software
 from phalanx.errors import JobError
 from phalanx.job import batch
+from phalanx.job.check_layout import layout_problems
+from phalanx.job.check_pipeline import pipeline_problems
 from phalanx.job.cluster import Cluster
 from phalanx.job.cpu_node import with_processes
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
+from phalanx.job.train import Train
 from phalanx.plan.case import case_of, stages
 
 
@@ -61,6 +64,19 @@ class Question:
             self.software,
             stages(self.model, complete),
         )
+
+    def problems(self, layout: Layout) -> list[str]:
+        """What of a layout does not go with model, devices and batch, each with its equation; empty where it is
+        legal."""
+        job = Job(model=self.model, cluster=self.cluster, layout=layout, train=Train(global_batch=self.global_batch))
+        found = [message for _, message in (*layout_problems(job), *pipeline_problems(job))]
+        if found:
+            return found
+        try:
+            self.case(layout)
+        except (JobError, ValueError) as error:
+            return [str(error)]
+        return []
 
 
 def question_of(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -> Question:

@@ -28,7 +28,7 @@ from phalanx.plan.uneven import stages_of_ranks
 from phalanx.simulate.step import step_seconds
 
 if TYPE_CHECKING:
-    from phalanx.plan.search import Found, Search
+    from phalanx.plan.branch import Found, Search
 
 ROUNDS = 6
 """Times that the line of the memory (rank_costs.py) is put right."""

@@ -26,7 +26,11 @@ def text(plan: Plan) -> str:
         lines += [*_best(plan.best), "", *_where(plan.best[0])]
     else:
         lines += _nothing(plan)
-    for heading, part in (("why", _notes(plan)), ("instead", _alternatives(plan)), ("left out", _rejected(plan))):
+    for heading, part in (
+        ("why" if plan.best else "more devices", _notes(plan)),
+        ("instead", _alternatives(plan)),
+        ("left out", _rejected(plan)),
+    ):
         if part := list(part):
             lines += ["", f"{heading}:", *part]
     return "\n".join([*lines, "", effort(plan)])
@@ -178,19 +182,29 @@ def _notes(plan: Plan) -> Iterator[str]:
 
 def _alternatives(plan: Plan) -> Iterator[str]:
     """What somebody might have taken: time, factor against the best, and why it loses."""
-    rows = [(each.name, *verdict(each, plan), each.why) for each in plan.alternatives]
+    rows = [(each.name, *verdict(each, plan), _reason(each)) for each in plan.alternatives]
     if not rows:
         return
     name, time, factor = (max(len(row[column]) for row in rows) for column in range(3))
     name = min(name, 40)
     indent = name + time + factor + 8
     for row in rows:
-        (first, *names), (why, *more) = textwrap.wrap(row[0], name), textwrap.wrap(row[3], WIDTH - indent) or [""]
+        (first, *names), (why, *more) = textwrap.wrap(row[0], name), _cut(row[3], WIDTH - indent)
         yield f"  {first:<{name}}  {row[1]:>{time}}  {row[2]:>{factor}}  {why}".rstrip()
         for number in range(max(len(names), len(more))):
             left = names[number] if number < len(names) else ""
             right = more[number] if number < len(more) else ""
             yield f"  {left:<{indent - 2}}{right}".rstrip()
+
+
+def _cut(why: str, width: int) -> list[str]:
+    return textwrap.wrap(why, width, break_on_hyphens=False) or [""]
+
+
+def _reason(each: Alternative) -> str:
+    """Its layout, and why it loses."""
+    line = short_line(replace(each.candidate.layout, pp_cut="")).replace(",", " ") if each.candidate else ""
+    return f"{line}: {each.why}" if line else each.why
 
 
 def _rejected(plan: Plan) -> Iterator[str]:

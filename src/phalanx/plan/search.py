@@ -1,207 +1,27 @@
-"""The fastest layout that fits: exhaustive over the legal space, by branch and bound.
-
-Layouts come in the order of a lower bound on their time (bounds.py). What cannot fit or cannot be among the best is
-left out by its bounds; the rest is predicted, until the bound of the next is beyond the best. The best of those are
-simulated event by event, and that time ranks them; of equals the simpler one wins.
-"""
+"""The fastest layout that fits: exhaustive over the legal space, by branch and bound (branch.py), with what was weighed
+against it, and why it won."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from math import inf
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from phalanx.cost.case import Case
-from phalanx.cost.predict import predict
-from phalanx.cost.stage_memory import needed_bytes
-from phalanx.cost.step_time import step_parts
 from phalanx.errors import JobError
-from phalanx.job.layout import Layout
-from phalanx.plan.bounds import Bounds
-from phalanx.plan.mixtures import same_passes
-from phalanx.plan.plan import Candidate, Plan
+from phalanx.plan.alternatives import alternatives
+from phalanx.plan.branch import Found, Progress, Search, complexity, ranked, simulated
+from phalanx.plan.devices import enough
+from phalanx.plan.notes import notes
+from phalanx.plan.plan import Alternative, Candidate, Plan
+from phalanx.plan.points import points
 from phalanx.plan.question import Question
 from phalanx.plan.refine import refinements
-from phalanx.plan.space import Rows, Space, space_of
-from phalanx.simulate.step import step_seconds
 
-Progress = Callable[[str, int, int], None]
-"""What is done, how much of it, of how much."""
-
-MARGIN = 1.03
-"""Predicted times up to so much beyond the best simulated one are of interest: by more a simulation is not faster."""
-SIMULATED = 300
-"""Layouts that are simulated at most."""
-VISITS = 600_000
-"""Actions of schedules that these have together at most, beyond the first few layouts: a second or two."""
-FEWEST = 12
-FIRST, SEEDS = 6, 24
-"""Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
-BLOCK = 2048
-"""Pairs whose layouts are bounded at a time."""
 SHOWN = 10
 """Layouts that are told."""
-KEPT = 1000
-"""Layouts that do not fit which are kept for the picture."""
-ALIKE = 1.001
-"""Times up to so much apart are equal: the simpler layout wins."""
-
-
-@dataclass
-class Found:
-    """What a search has seen."""
-
-    predicted: list[tuple[Case, float]] = field(default_factory=list)
-    """Layouts that fit."""
-    too_large: list[tuple[Case, float]] = field(default_factory=list)
-    """A few that do not, and the bytes they need."""
-    rejected: Counter[str] = field(default_factory=Counter)
-    seen: set[Layout] = field(default_factory=set)
-    """Layouts that were predicted."""
-    cutoff: float = inf
-    """Predicted seconds beyond which a layout is of no interest."""
-
-    def add(self, case: Case, seconds: float) -> None:
-        """A layout that fits, and its predicted time."""
-        self.predicted.append((case, seconds))
-        if seconds * MARGIN < self.cutoff:
-            self.cutoff = min(self.cutoff, MARGIN * step_seconds(case))
-
-
-class Search:
-    """One space, its bounds, and what was found in it."""
-
-    def __init__(self, question: Question, progress: Progress | None = None):
-        self.question, self.progress = question, progress or (lambda *_: None)
-        self.space: Space = space_of(question)
-        self.bounds = Bounds(question, self.space)
-        self.limit = question.cluster.accelerator.memory_gib * 2**30
-        self.pair_seconds, self.pair_bytes = self.bounds.pairs()
-
-    def best(
-        self, pairs: NDArray[np.bool_] | None = None, keep: Callable[[Rows], NDArray[np.bool_]] | None = None
-    ) -> Found:
-        """The fastest layouts of the space that fit, or of some `pairs` of it and of the rows to `keep`."""
-        found = Found()
-        chosen = np.ones(len(self.pair_seconds), bool) if pairs is None else pairs
-        fits = self.pair_bytes <= self.limit
-        for pair in np.flatnonzero(chosen & ~fits):
-            found.rejected["memory: too large even if everything is sharded and recomputed"] += len(
-                self.space.options[pair]
-            )
-        order = np.flatnonzero(chosen & fits)
-        order = order[np.argsort(self.pair_seconds[order], kind="stable")]
-        # A few good layouts first, of pipelines of every length: they say where the others need not be looked at.
-        first = self._first(order)
-        self._rows(self.space.rows(first), found, keep, enough=SEEDS)
-        rest = order[~np.isin(order, first)]
-        near = self.pair_seconds[rest] <= found.cutoff
-        for pair in rest[~near]:
-            found.rejected["slower than the best, even without bubble and without reducing gradients"] += len(
-                self.space.options[pair]
-            )
-        blocks = np.concatenate([first, rest[near]])
-        for start in range(0, len(blocks), BLOCK):
-            self.progress("layouts", start, len(blocks))
-            self._rows(self.space.rows(blocks[start : start + BLOCK]), found, keep)
-        self.progress("layouts", len(blocks), len(blocks))
-        return found
-
-    def _first(self, order: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Of every number of pipeline ranks a few of the pairs with the lowest bounds."""
-        pp = self.bounds.pp[order]
-        return np.concatenate([order[pp == ranks][:FIRST] for ranks in np.unique(pp)] or [order])
-
-    def _rows(
-        self, rows: Rows, found: Found, keep: Callable[[Rows], NDArray[np.bool_]] | None, enough: float = inf
-    ) -> None:
-        """Predict what can be among the best of some rows; with `enough`, only until so many fit, and nothing is
-        counted."""
-        if keep is not None:
-            rows = rows.select(keep(rows))
-        if not len(rows):
-            return
-        seconds, memory = self.bounds.rows(rows)
-        fits = memory <= self.limit
-        order = np.flatnonzero(fits)
-        order = order[np.argsort(seconds[order], kind="stable")]
-        if enough == inf:
-            found.rejected["memory: the state and the activations of a rank are too large"] += int((~fits).sum())
-        for place, number in enumerate(order):
-            if seconds[number] > found.cutoff:
-                if enough == inf:
-                    found.rejected["slower than the best, by what it computes and sends at least"] += len(order) - place
-                return
-            self._predict(self.space.layout(rows, int(number)), found)
-            if len(found.predicted) >= enough:
-                return
-
-    def _predict(self, layout: Layout, found: Found) -> None:
-        if layout in found.seen:
-            return
-        found.seen.add(layout)
-        try:
-            case = self.question.case(layout)
-        except (JobError, ValueError):
-            found.rejected["the schedule does not go with the batch or the layers"] += 1
-            return
-        needed = needed_bytes(case, self.limit)
-        if needed <= self.limit:
-            found.add(case, step_parts(case).total)
-            return
-        found.rejected["memory: predicted not to fit"] += 1
-        if len(found.too_large) < KEPT:
-            found.too_large.append((case, needed))
-
-
-def simulated(found: Found) -> list[Candidate]:
-    """The best of what was predicted, by their simulated time, the fastest first."""
-    near = sorted(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
-    done, visits, alike = list[Candidate](), 0, Counter[Layout]()
-    for case, seconds in near:
-        layout = case.layout
-        # Layouts that differ in how the state is shared have the same passes: two of each are enough.
-        passes = same_passes(layout)
-        if seconds > found.cutoff or len(done) >= SIMULATED or (visits > VISITS and len(done) >= FEWEST):
-            break
-        if alike[passes] < 2:
-            alike[passes] += 1
-            visits += min(case.batch.accumulation, 10 * layout.pp) * layout.pp * max(1, layout.pp_chunks) * 4
-            done.append(Candidate(case, predict(case), step_seconds(case)))
-            found.cutoff = min(found.cutoff, MARGIN * done[-1].seconds)
-    return ranked(done)
-
-
-def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The fastest first, and of those that are as fast as the first the simplest before the others."""
-    left = sorted(candidates, key=lambda one: (one.seconds, complexity(one.layout)))
-    if not left:
-        return left
-    ties = [one for one in left if one.seconds <= left[0].seconds * ALIKE]
-    simple = min(ties, key=lambda one: (complexity(one.layout), one.seconds))
-    return [simple, *(one for one in left if one is not simple)]
-
-
-def complexity(layout: Layout) -> tuple[int, ...]:
-    """How much there is to a layout: axes that it uses, settings that are not the default, the degrees of the axes that
-    cut the model."""
-    axes = sum(
-        degree > 1 for degree in (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp, layout.ep)
-    )
-    settings = (
-        (layout.pp > 1) * (layout.schedule != "1f1b")
-        + (layout.recompute != "none")
-        + bool(layout.pp_cut)
-        + bool(layout.recompute_cut)
-        + (layout.shard_ranks > 1) * ((layout.accumulate == "sharded") + (layout.zero == 3 and not layout.reshard))
-        + (layout.ring > 1 and layout.cp_ulysses > 1)
-    )
-    return axes, settings, layout.tp * layout.pp * layout.cp * layout.ep, layout.pp_chunks, layout.zero
 
 
 def search(question: Question, progress: Progress | None = None, sample: int = 0) -> Plan:
@@ -220,25 +40,34 @@ def search(question: Question, progress: Progress | None = None, sample: int = 0
         raise JobError(told)
     found = [(one, one.best()) for one in searches]
     candidates = ranked(candidate for one, what in found for candidate in _best(one, what))
+    best = distinct(candidates)
+    weighed = alternatives(_of(searches, best), best[0] if best else None)
     rejected = sum((what.rejected for _, what in found), Counter[str]())
     asked = replace(searches[0].question, fixed=question.fixed)
     return Plan(
         question=asked.case(searches[0].space.layout(searches[0].space.rows(np.array([0])), 0)),
-        best=tuple(distinct(candidates)),
-        nearest=None if candidates else nearest(found),
-        alternatives=(),
-        points=(),
+        best=tuple(best),
+        nearest=None if best else nearest(searches, weighed),
+        alternatives=weighed,
+        points=points(found, sample) if sample else (),
         rejected={reason: number for reason, number in rejected.most_common() if number},
         searched=sum(one.space.size for one in searches),
         seconds=time.perf_counter() - began,
-        notes=(),
+        notes=notes(best, weighed) if best else enough(searches[-1].question),
     )
 
 
 def _best(one: Search, found: Found) -> list[Candidate]:
     """The best of a space, and what comes of them with stages and layers that differ."""
     uniform = simulated(found)
-    return [*refinements(one, found, uniform or [nearest([(one, found)])]), *uniform]
+    least = None if uniform else one.least(np.ones(len(one.pair_bytes), bool))
+    begun = uniform or ([least] if least else [])
+    return [*refinements(one, found, begun), *uniform]
+
+
+def _of(searches: Sequence[Search], best: Sequence[Candidate]) -> Search:
+    """The search among layouts of as many devices as the best has, or of the most."""
+    return next((one for one in searches if best and best[0].layout.world in one.question.devices), searches[-1])
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -251,15 +80,8 @@ def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(shown.values())[:SHOWN]
 
 
-def nearest(found: Iterable[tuple[Search, Found]]) -> Candidate:
+def nearest(searches: Iterable[Search], weighed: Iterable[Alternative]) -> Candidate:
     """Where nothing fits: the layout that needs the least memory."""
-    cases = list[tuple[float, Case]]()
-    for one, _ in found:
-        least = np.argsort(one.pair_bytes, kind="stable")[:FIRST]
-        rows = one.space.rows(least)
-        _, memory = one.bounds.rows(rows)
-        for number in np.argsort(memory, kind="stable")[:SEEDS]:
-            case = one.question.case(one.space.layout(rows, int(number)))
-            cases.append((needed_bytes(case), case))
-    _, case = min(cases, key=lambda one: (one[0], complexity(one[1].layout)))
-    return Candidate(case, predict(case), step_seconds(case))
+    least = [one.least(np.ones(len(one.pair_bytes), bool)) for one in searches]
+    found = [one for one in (*least, *(each.candidate for each in weighed)) if one]
+    return min(found, key=lambda one: (one.prediction.fullest.needed, complexity(one.layout)))

@@ -1,0 +1,129 @@
+"""What somebody would have taken without a search, and why it loses: the best of each kind, by a search of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+
+from phalanx.cost.predict import predict
+from phalanx.errors import JobError
+from phalanx.job.layout import Layout
+from phalanx.plan.branch import Keep, Mask, Search
+from phalanx.plan.explain import explain
+from phalanx.plan.families import AXES, WITHOUT, Family, families
+from phalanx.plan.plan import Alternative, Candidate
+from phalanx.plan.rules import rule
+from phalanx.plan.space import RECOMPUTE, STATES, Mesh
+from phalanx.simulate.step import step_seconds
+from phalanx.units import gib
+
+RULE = "rule of thumb"
+
+
+def alternatives(search: Search, best: Candidate | None) -> tuple[Alternative, ...]:
+    """The rule of thumb first, then what fits, the fastest first, then the rest. A kind that has the best layout in it
+    is left out, and so is one whose layout was told already."""
+    first = _rule(search, best)
+    told = {_key(one.layout) for one in (best, first.candidate) if one}
+    shown, weighed = list[Alternative](), [first.candidate] if first.candidate else []
+    for family in families(search.space, search.question.cluster, best.layout if best else None):
+        if best and family.has(best.layout):
+            continue
+        one = _of(search, family, weighed, best)
+        if one.candidate:
+            weighed.append(one.candidate)
+            # Without what: that is told of each axis, if it is told already or not.
+            if _key(one.candidate.layout) in told and not family.name.startswith(WITHOUT):
+                continue
+            told.add(_key(one.candidate.layout))
+        shown.append(one)
+    return (first, *sorted(shown, key=_order))
+
+
+def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
+    """Of some alternatives the one without an axis, one of families.AXES."""
+    return next((one for one in found if one.name == f"{WITHOUT}{AXES[axis]} parallelism"), None)
+
+
+def _rule(search: Search, best: Candidate | None) -> Alternative:
+    question = search.question
+    words, layout = rule(question)
+    broken = [name for name, value in question.fixed.items() if getattr(layout, name) != value]
+    if broken:
+        return Alternative(RULE, None, f"{words}; it breaks what is fixed: {_fixed(question.fixed, broken)}")
+    if problems := question.problems(layout):
+        return Alternative(RULE, None, f"{words}; {problems[0]}")
+    case = question.case(layout)
+    one = Candidate(case, predict(case), step_seconds(case))
+    if best and _key(one.layout) == _key(best.layout):
+        return Alternative(RULE, one, f"{words}; the search finds nothing better")
+    return Alternative(RULE, one, f"{words}; {_why(one, best)}")
+
+
+def _of(search: Search, family: Family, weighed: Sequence[Candidate], best: Candidate | None) -> Alternative:
+    """The fastest of a family, or what was weighed before and is faster; where none fits the one that needs least."""
+    pairs, keep = masks(search, family)
+    known = [one for one in weighed if one.prediction.fits and family.has(one.layout)]
+    fastest = [one for one in (*known, search.one(pairs, keep)) if one]
+    one = min(fastest, key=lambda one: one.seconds) if fastest else search.least(pairs, keep)
+    if one is None:
+        return Alternative(family.name, None, _not_legal(search, family))
+    return Alternative(family.name, one, _why(one, best))
+
+
+def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
+    """A family in the words of a search: some pairs of its space, and which of their rows."""
+    space = search.space
+    columns = SimpleNamespace(
+        **{name: space.column(name) for name in Mesh._fields}, micro_batch=space.micro_batch.astype(np.int64)
+    )
+    kept = np.array(
+        [[[family.options(plan, state, mode) for mode in RECOMPUTE] for state in STATES] for plan in space.plans]
+    )
+    return family.meshes(columns), lambda rows: kept[rows.plan, rows.state, rows.recompute]
+
+
+def _why(one: Candidate, best: Candidate | None) -> str:
+    """Why a layout is not the best: by how much it does not fit, or what makes it slower."""
+    prediction = one.prediction
+    if not prediction.fits:
+        fullest = prediction.fullest
+        largest, size = max(fullest.parts(), key=lambda part: part[1])
+        over = fullest.needed - prediction.memory_limit
+        return f"does not fit: {gib(over)} too much in the {fullest.moment}; the largest part is {largest}, {gib(size)}"
+    if best is None:
+        return "fits"
+    return f"the best is {explain(best.prediction, prediction, one.seconds / best.seconds)}"
+
+
+def _not_legal(search: Search, family: Family) -> str:
+    """What is in the way of a family that the space has nothing of."""
+    question = search.question
+    broken = [name for name, value in question.fixed.items() if getattr(family.example, name) != value]
+    if broken:
+        return f"what is fixed leaves none: {_fixed(question.fixed, broken)}"
+    try:
+        problems = question.problems(family.example)
+    except JobError as error:
+        problems = error.problems
+    return problems[0] if problems else "the space has none"
+
+
+def _fixed(fixed: object, names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {fixed[name]}" for name in names)  # type: ignore[index]
+
+
+def _key(layout: Layout) -> Layout:
+    """A layout without what follows from the rest."""
+    return replace(layout, pp_cut="", accumulation=0)
+
+
+def _order(one: Alternative) -> tuple[int, float]:
+    if one.candidate is None:
+        return 2, 0.0
+    if not one.candidate.prediction.fits:
+        return 1, float(one.candidate.prediction.fullest.needed)
+    return 0, one.candidate.seconds

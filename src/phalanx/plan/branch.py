@@ -1,0 +1,237 @@
+"""Branch and bound over one space of layouts: what is fastest, of all of it or of a part.
+
+Layouts come in the order of a lower bound on their time (bounds.py). What cannot fit or cannot be among the best is
+left out by its bounds; the rest is predicted, until the bound of the next is beyond the best. The best of those are
+simulated event by event, and that time ranks them; of equals the simpler one wins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.case import Case
+from phalanx.cost.predict import predict
+from phalanx.cost.stage_memory import needed_bytes
+from phalanx.cost.step_time import step_parts
+from phalanx.errors import JobError
+from phalanx.job.layout import Layout
+from phalanx.plan.bounds import Bounds
+from phalanx.plan.mixtures import same_passes
+from phalanx.plan.plan import Candidate
+from phalanx.plan.question import Question
+from phalanx.plan.space import Rows, Space, space_of
+from phalanx.simulate.step import step_seconds
+
+Mask = NDArray[np.bool_]
+"""Of the pairs of a space, some."""
+Keep = Callable[[Rows], Mask]
+"""Of some rows, those that may be taken."""
+Progress = Callable[[str, int, int], None]
+"""What is done, how much of it, of how much."""
+
+MARGIN = 1.03
+"""Predicted times up to so much beyond the best simulated one are of interest: by more a simulation is not faster."""
+SIMULATED = 300
+"""Layouts that are simulated at most."""
+VISITS = 600_000
+"""Actions of schedules that these have together at most, beyond the first few layouts: a second or two."""
+FEWEST = 12
+FIRST, SEEDS = 6, 24
+"""Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
+BLOCK = 2048
+"""Pairs whose layouts are bounded at a time."""
+SOME, TRIED = 64, 300
+"""Pairs at a time, and layouts at most, that are looked at for the one that needs the least memory."""
+KEPT = 1000
+"""Layouts that do not fit which are kept for the picture."""
+ALIKE = 1.001
+"""Times up to so much apart are equal: the simpler layout wins."""
+
+
+@dataclass
+class Found:
+    """What a search has seen."""
+
+    predicted: list[tuple[Case, float]] = field(default_factory=list)
+    """Layouts that fit."""
+    too_large: list[tuple[Case, float]] = field(default_factory=list)
+    """A few that do not, and the bytes they need."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    seen: set[Layout] = field(default_factory=set)
+    """Layouts that were predicted."""
+    cutoff: float = inf
+    """Predicted seconds beyond which a layout is of no interest."""
+
+    def add(self, case: Case, seconds: float) -> None:
+        """A layout that fits, and its predicted time."""
+        self.predicted.append((case, seconds))
+        if seconds * MARGIN < self.cutoff:
+            self.cutoff = min(self.cutoff, MARGIN * step_seconds(case))
+
+
+class Search:
+    """One space, its bounds, and what was found in it."""
+
+    def __init__(self, question: Question, progress: Progress | None = None):
+        self.question, self.progress = question, progress or _silent
+        self.space: Space = space_of(question)
+        self.bounds = Bounds(question, self.space)
+        self.limit = question.cluster.accelerator.memory_gib * 2**30
+        self.pair_seconds, self.pair_bytes = self.bounds.pairs()
+
+    def best(self, pairs: Mask | None = None, keep: Keep | None = None) -> Found:
+        """The fastest layouts of the space that fit, or of some `pairs` of it and of the rows to `keep`."""
+        found = Found()
+        chosen = np.ones(len(self.pair_seconds), bool) if pairs is None else pairs
+        fits = self.pair_bytes <= self.limit
+        for pair in np.flatnonzero(chosen & ~fits):
+            found.rejected["memory: too large even if everything is sharded and recomputed"] += len(
+                self.space.options[pair]
+            )
+        order = np.flatnonzero(chosen & fits)
+        order = order[np.argsort(self.pair_seconds[order], kind="stable")]
+        # A few good layouts first, of pipelines of every length: they say where the others need not be looked at.
+        first = self._first(order)
+        self._rows(self.space.rows(first), found, keep, enough=SEEDS)
+        rest = order[~np.isin(order, first)]
+        near = self.pair_seconds[rest] <= found.cutoff
+        for pair in rest[~near]:
+            found.rejected["slower than the best, even without bubble and without reducing gradients"] += len(
+                self.space.options[pair]
+            )
+        blocks = np.concatenate([first, rest[near]])
+        told = self.progress if pairs is None else _silent
+        for start in range(0, len(blocks), BLOCK):
+            told("layouts", start, len(blocks))
+            self._rows(self.space.rows(blocks[start : start + BLOCK]), found, keep)
+        told("layouts", len(blocks), len(blocks))
+        return found
+
+    def one(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
+        """The fastest layout, as predicted, of some pairs and of the rows to `keep`; None where none
+        fits."""
+        found = self.best(pairs, keep)
+        near = min(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)), default=None)
+        return near and Candidate(near[0], predict(near[0]), step_seconds(near[0]))
+
+    def least(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
+        """The layout of some pairs and of the rows to `keep` that needs the least memory; None where there is none."""
+        order = np.flatnonzero(pairs)
+        order = order[np.argsort(self.pair_bytes[order], kind="stable")]
+        best, tried = None, 0
+        for start in range(0, len(order), SOME):
+            if best and self.pair_bytes[order[start]] >= best[0][0]:
+                break
+            rows = self.space.rows(order[start : start + SOME])
+            rows = rows if keep is None else rows.select(keep(rows))
+            _, memory = self.bounds.rows(rows)
+            for number in np.argsort(memory, kind="stable"):
+                if best and (memory[number] >= best[0][0] or tried > TRIED):
+                    break
+                try:
+                    case = self.question.case(self.space.layout(rows, int(number)))
+                except (JobError, ValueError):
+                    continue
+                tried += 1
+                key = needed_bytes(case), complexity(case.layout)
+                best = (key, case) if best is None or key < best[0] else best
+        return Candidate(best[1], predict(best[1]), step_seconds(best[1])) if best else None
+
+    def _first(self, order: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Of every number of pipeline ranks a few of the pairs with the lowest bounds."""
+        pp = self.bounds.pp[order]
+        return np.concatenate([order[pp == ranks][:FIRST] for ranks in np.unique(pp)] or [order])
+
+    def _rows(self, rows: Rows, found: Found, keep: Keep | None, enough: float = inf) -> None:
+        """Predict what can be among the best of some rows; with `enough`, only until so many fit, and nothing is
+        counted."""
+        if keep is not None:
+            rows = rows.select(keep(rows))
+        if not len(rows):
+            return
+        seconds, memory = self.bounds.rows(rows)
+        fits = memory <= self.limit
+        order = np.flatnonzero(fits)
+        order = order[np.argsort(seconds[order], kind="stable")]
+        if enough == inf:
+            found.rejected["memory: the state and the activations of a rank are too large"] += int((~fits).sum())
+        for place, number in enumerate(order):
+            if seconds[number] > found.cutoff:
+                if enough == inf:
+                    found.rejected["slower than the best, by what it computes and sends at least"] += len(order) - place
+                return
+            self._predict(self.space.layout(rows, int(number)), found)
+            if len(found.predicted) >= enough:
+                return
+
+    def _predict(self, layout: Layout, found: Found) -> None:
+        if layout in found.seen:
+            return
+        found.seen.add(layout)
+        try:
+            case = self.question.case(layout)
+        except (JobError, ValueError):
+            found.rejected["the schedule does not go with the batch or the layers"] += 1
+            return
+        needed = needed_bytes(case, self.limit)
+        if needed <= self.limit:
+            found.add(case, step_parts(case).total)
+            return
+        found.rejected["memory: predicted not to fit"] += 1
+        if len(found.too_large) < KEPT:
+            found.too_large.append((case, needed))
+
+
+def _silent(*_: object) -> None:
+    pass
+
+
+def simulated(found: Found) -> list[Candidate]:
+    """The best of what was predicted, by their simulated time, the fastest first."""
+    near = sorted(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
+    done, visits, alike = list[Candidate](), 0, Counter[Layout]()
+    for case, seconds in near:
+        layout = case.layout
+        # Layouts that differ in how the state is shared have the same passes: two of each are enough.
+        passes = same_passes(layout)
+        if seconds > found.cutoff or len(done) >= SIMULATED or (visits > VISITS and len(done) >= FEWEST):
+            break
+        if alike[passes] < 2:
+            alike[passes] += 1
+            visits += min(case.batch.accumulation, 10 * layout.pp) * layout.pp * max(1, layout.pp_chunks) * 4
+            done.append(Candidate(case, predict(case), step_seconds(case)))
+            found.cutoff = min(found.cutoff, MARGIN * done[-1].seconds)
+    return ranked(done)
+
+
+def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The fastest first, and of those that are as fast as the first the simplest before the others."""
+    left = sorted(candidates, key=lambda one: (one.seconds, complexity(one.layout)))
+    if not left:
+        return left
+    ties = [one for one in left if one.seconds <= left[0].seconds * ALIKE]
+    simple = min(ties, key=lambda one: (complexity(one.layout), one.seconds))
+    return [simple, *(one for one in left if one is not simple)]
+
+
+def complexity(layout: Layout) -> tuple[int, ...]:
+    """How much there is to a layout: axes that it uses, settings that are not the default, the degrees of the axes that
+    cut the model."""
+    axes = sum(
+        degree > 1 for degree in (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp, layout.ep)
+    )
+    settings = (
+        (layout.pp > 1) * (layout.schedule != "1f1b")
+        + (layout.recompute != "none")
+        + bool(layout.pp_cut)
+        + bool(layout.recompute_cut)
+        + (layout.shard_ranks > 1) * ((layout.accumulate == "sharded") + (layout.zero == 3 and not layout.reshard))
+        + (layout.ring > 1 and layout.cp_ulysses > 1)
+    )
+    return axes, settings, layout.tp * layout.pp * layout.cp * layout.ep, layout.pp_chunks, layout.zero

@@ -1,0 +1,47 @@
+"""How many more devices would be enough, where no layout of those that there are fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from phalanx.errors import JobError
+from phalanx.plan.branch import Search
+from phalanx.plan.plan import Candidate
+from phalanx.plan.question import Question
+from phalanx.units import gib
+
+MOST = 16_384
+"""Devices that are tried at most."""
+LEAST_MEMORY = {"recompute": "full", "micro_batch": 1, "schedule": "1f1b"}
+"""What is taken where the question leaves it open, because little memory is what matters."""
+
+
+def enough(question: Question) -> tuple[str, ...]:
+    """A sentence about the first machine of 2, 4, 8 ... times as many nodes on which some layout fits; none where no
+    such machine is found, as where the degrees are fixed."""
+    for more, found in _tried(question):
+        needed, limit = gib(found.prediction.fullest.needed), gib(found.prediction.memory_limit)
+        line = replace(found.layout, accumulation=0, pp_cut="").line().replace(",", " ")
+        return (
+            f"It would fit on {found.layout.world:,} of these devices, {more} times as many: {line} needs {needed} of "
+            f"{limit} there.",
+        )
+    return ()
+
+
+def _tried(question: Question) -> Iterator[tuple[int, Candidate]]:
+    """How many times as many nodes, and the fastest layout of them, where one fits."""
+    world, more = question.cluster.devices, 2
+    while more * world <= MOST:
+        cluster = replace(question.cluster, nodes=more * question.cluster.nodes)
+        wider = replace(question, cluster=cluster, worlds=(), fixed={**LEAST_MEMORY, **question.fixed})
+        try:
+            search = Search(wider)
+        except JobError:
+            return
+        if found := search.one(np.ones(len(search.pair_bytes), bool)):
+            yield more, found
+        more *= 2

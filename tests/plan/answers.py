@@ -1,0 +1,30 @@
+"""Questions that several tests ask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from phalanx.cost.programs import PHALANX
+from phalanx.job.cluster import Cluster, Link
+from phalanx.job.clusters import cluster_of
+from phalanx.job.presets import PRESETS
+from phalanx.plan.plan import Plan
+from phalanx.plan.question import Question
+from phalanx.plan.search import search
+
+
+def question(model: str, cluster: str | Cluster, sequences: int, **fixed: Any) -> Question:
+    machine = cluster_of(cluster) if isinstance(cluster, str) else cluster
+    return Question(PRESETS[model], machine, sequences, software=PHALANX, fixed=fixed)
+
+
+def slow_network(nodes: int) -> Cluster:
+    """Nodes of eight H100 with one 100 Gb/s Ethernet card each."""
+    return replace(cluster_of(f"dgx-h100:{nodes}"), preset="", inter=Link(100 / 8 / 8, 30, 0.8))
+
+
+@cache
+def planned(model: str, cluster: str | Cluster, sequences: int, schedule: str = "1f1b", sample: int = 0) -> Plan:
+    return search(question(model, cluster, sequences, schedule=schedule), sample=sample)

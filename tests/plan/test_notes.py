@@ -1,0 +1,76 @@
+"""Why a layout was chosen: the right reason on each fabric, with figures."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.plan.families import AXES
+from phalanx.plan.search import search
+from plan.answers import planned, question, slow_network
+
+
+def test_the_fabric_is_named() -> None:
+    assert any("8 devices of a node have links of 450 GB/s" in note for note in _notes("dgx-h100:4"))
+    aurora = " ".join(_notes("aurora:4"))
+    assert "Of a node's 12 devices only 2 neighbours have links of 185 GB/s" in aurora
+    assert "beyond, a device has 16.7 GB/s" in aurora
+    assert any("72 devices of a rack" in note for note in _notes("gb200-nvl72:36"))
+    assert any(note.startswith("All 8 devices") for note in _notes("dgx-h100:1"))
+
+
+def test_every_axis_says_where_it_lies() -> None:
+    for cluster in ("polaris:16", "dgx-h100:4"):
+        plan = planned("llama3-70b", cluster, 128)
+        for axis in AXES:
+            degree = getattr(plan.best[0].layout, axis)
+            said = any(re.search(rf"\b{axis} {degree}\b.* (on|across) the", note) for note in plan.notes)
+            assert said == (degree > 1), (axis, plan.notes)
+
+
+def test_tensor_ranks_on_fast_links_say_what_the_network_would_take() -> None:
+    plan = search(question("llama3-70b", slow_network(8), 128, schedule="1f1b", tp=8))
+    (note,) = [note for note in plan.notes if note.startswith("tp 8 lies")]
+    assert "on the fast links (450 GB/s)" in note
+    here, there = (float(found.replace(",", "")) for found in re.findall(r"([\d.,]+) s\b", note))
+    assert there > 10 * here
+
+
+def test_what_goes_wrong_without_an_axis_is_told() -> None:
+    plan = planned("llama3-70b", slow_network(8), 128)
+    cut = [name for axis, name in AXES.items() if getattr(plan.best[0].layout, axis) > 1]
+    told = " ".join(note for note in plan.notes if " found without " in note)
+    assert all(name in told for name in cut)
+
+
+def test_what_bounds_a_step_adds_up() -> None:
+    first, *_ = planned("llama3-70b", "polaris:16", 128).notes
+    shares = [float(share) for share in re.findall(r"([\d.]+)% is", first)]
+    assert 98.5 < sum(shares) < 100.2
+
+
+def test_recomputation_says_what_it_saves() -> None:
+    plan = search(question("llama3-70b", "dgx-h100:8", 256, dp_shard=64))
+    assert plan.best
+    assert plan.best[0].layout.recompute != "none"
+    assert any("recomputation, and would need" in note for note in plan.notes)
+
+
+def test_where_nothing_fits_so_many_devices_would_be_enough() -> None:
+    plan = search(question("llama3-70b", "dgx-h100:1", 16))
+    assert not plan.best
+    (note,) = plan.notes
+    found = re.match(r"It would fit on (\d+) of these devices, (\d+) times as many", note)
+    assert found
+    world, more = map(int, found.groups())
+    assert world == 8 * more
+    assert search(question("llama3-70b", f"dgx-h100:{more}", 16)).best
+
+
+def test_no_number_of_devices_is_promised_to_fixed_degrees() -> None:
+    plan = search(question("llama3-70b", "dgx-h100:1", 16, dp_shard=8, dp_replicate=1, tp=1, cp=1, pp=1))
+    assert not plan.best
+    assert not plan.notes
+
+
+def _notes(cluster: str) -> tuple[str, ...]:
+    return planned("llama3-8b", cluster, 288).notes
