@@ -130,6 +130,8 @@ class Search:
                 break
             rows = self.space.rows(order[start : start + SOME])
             rows = rows if keep is None else rows.select(keep(rows))
+            if not len(rows):
+                continue
             _, memory = self.bounds.rows(rows)
             for number in np.argsort(memory, kind="stable"):
                 if best and (memory[number] >= best[0][0] or tried > TRIED):
