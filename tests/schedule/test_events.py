@@ -70,10 +70,11 @@ def test_messages_on_one_channel_go_one_after_the_other() -> None:
     """Links ten times as slow as passes: a rank's results queue up behind each other, the two ways do not."""
     schedule = catalogue.build("gpipe", 2, 4)
     events = run(schedule, alike(schedule), ways(schedule, 10.0))
-    there = [events.arrival(Action("F", 0, micro)) for micro in range(4)]
+    forward, backward = (dict(zip(schedule.programs[rank], events.arrivals_of(rank), strict=True)) for rank in (0, 1))
+    there = [forward[Action("F", 0, micro)] for micro in range(4)]
     assert there == [11.0, 21.0, 31.0, 41.0]
     assert events.starts[1][:4] == tuple(there)
-    back = sorted(events.arrival(Action("B", 1, micro)) for micro in range(4))
+    back = sorted(backward[Action("B", 1, micro)] for micro in range(4))
     assert all(late - early >= 10 - 1e-9 for early, late in pairwise(back))
 
 
@@ -83,12 +84,12 @@ def test_no_channel_has_two_messages_at_once(name: str) -> None:
     events = run(schedule, alike(schedule), ways(schedule, 1.5))
     channels: dict[tuple[int, int], list[float]] = {}
     for rank, program in enumerate(schedule.programs):
-        for action in program:
+        for action, arrival in zip(program, events.arrivals_of(rank), strict=True):
             to = action.stage + (1 if action.kind == "F" else -1)
             if action.kind != "W" and 0 <= to < schedule.stages:
                 other = schedule.rank_of(to, action.micro)
                 if other != rank:
-                    channels.setdefault((rank, other), []).append(events.arrival(action))
+                    channels.setdefault((rank, other), []).append(arrival)
     assert channels
     for arrivals in channels.values():
         assert all(late - early >= 1.5 - 1e-9 for early, late in pairwise(sorted(arrivals)))
