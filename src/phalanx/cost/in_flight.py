@@ -67,7 +67,11 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
                 found.add(tuple(now))
             now[places[stage]] -= 1
             more = False
-    most = [one for one in found if not any(one != other and _within(one, other) for other in found)]
+    front = list[tuple[int, ...]]()
+    for one in sorted(found, reverse=True):  # what another has more of comes after it
+        if not any(_within(one, other) for other in front):
+            front.append(one)
+    most = [one for one in found if one in front]
     visits = sum(placement.count(rank) for placement in schedule.placements)
     return Flight(
         held=tuple(held),

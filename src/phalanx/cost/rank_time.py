@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import add, attrgetter
 
 from phalanx.cost import operators
 from phalanx.cost.case import Case
-from phalanx.cost.communication import block_traffic
+from phalanx.cost.communication import BlockTraffic, block_traffic
 from phalanx.cost.held import block_parameters, outside
 from phalanx.cost.kernel import stream_seconds
 from phalanx.cost.layer import Seconds, work_seconds
@@ -74,10 +76,13 @@ class RankTime:
         return self.tp + self.cp + self.ep + self.shard
 
     def scaled(self, factor: float) -> RankTime:
-        return RankTime(**{f.name: factor * getattr(self, f.name) for f in fields(self)})
+        return RankTime(*(factor * part for part in _PARTS(self)))
 
     def __add__(self, other: RankTime) -> RankTime:
-        return RankTime(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        return RankTime(*map(add, _PARTS(self), _PARTS(other)))
+
+
+_PARTS = attrgetter(*(field.name for field in fields(RankTime)))
 
 
 def _waits(device: float, host: float) -> float:
@@ -107,12 +112,22 @@ def block_held(case: Case, moe: bool) -> Held:
 @lru_cache(50_000)
 def block_time(case: Case, moe: bool) -> RankTime:
     """One block with its communication; what it recomputes is what `layout.recompute` says."""
-    model, layout, software = case.model, case.layout, case.software
+    return block_times(case, moe, (case.layout.recompute,))[0]
+
+
+def block_times(case: Case, moe: bool, recomputes: Sequence[Mode]) -> list[RankTime]:
+    """The same of each of some recomputations."""
+    model, layout = case.model, case.layout
     layer = model.n_layers - 1 if moe else 0
     work = operators.block(model, layer, layout, case.batch.micro_batch)
-    seconds = work_seconds(case.cluster.accelerator, work, software, case.products)
+    seconds = work_seconds(case.cluster.accelerator, work, case.software, case.products)
     traffic = block_traffic(case, moe)
-    again, tp_again, ep_again = _recomputed(case, seconds, traffic.tp_forward, traffic.ep_forward)
+    return [_block_time(case, moe, seconds, traffic, mode) for mode in recomputes]
+
+
+def _block_time(case: Case, moe: bool, seconds: Seconds, traffic: BlockTraffic, mode: Mode) -> RankTime:
+    layout, software = case.layout, case.software
+    again, tp_again, ep_again = _recomputed(case, mode, seconds, traffic.tp_forward, traffic.ep_forward)
     visible = 1 - software.tp_hidden
     tp_forward = traffic.tp_forward * visible
     # What is gathered again, and the sum of the inputs' gradients, travel beside the weights' gradients.
@@ -130,7 +145,7 @@ def block_time(case: Case, moe: bool) -> RankTime:
     backward = seconds.backward + again + tp_backward + cp_backward + ep_backward
     shard_forward, shard_backward = _shard(case, moe, forward, backward)
     shard_forward, shard_backward = shard_forward + handling["shard"], shard_backward + 2 * handling["shard"]
-    repeated = seconds.host_forward if layout.recompute == "full" else 0.0
+    repeated = seconds.host_forward if mode == "full" else 0.0
     starts = software.kernel_us * 1e-6 * _collectives(layout, moe)
     return RankTime(
         products=seconds.products,
@@ -183,12 +198,11 @@ def _collectives(layout: Layout, moe: bool) -> int:
     )
 
 
-def _recomputed(case: Case, seconds: Seconds, tp: float, ep: float) -> tuple[float, float, float]:
+def _recomputed(case: Case, mode: Mode, seconds: Seconds, tp: float, ep: float) -> tuple[float, float, float]:
     """Seconds of work, of tensor- and of expert-parallel traffic that the backward pass repeats."""
-    layout = case.layout
-    if layout.recompute == "full":
+    if mode == "full":
         return seconds.forward, tp, ep
-    if layout.recompute == "selective":
+    if mode == "selective":
         if case.software.habits.selective == "products":
             return (seconds.forward - seconds.attention) / 2, 0.0, 0.0
         return seconds.attention, 0.0, 0.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from phalanx.data.settings import prepared_path
-from phalanx.data.shards import read_index
 from phalanx.errors import DataError, JobError
 from phalanx.job.job import Job
 
@@ -19,6 +17,10 @@ def vocabulary_size(job: Job) -> int:
         return data.random_vocab
     if data.tokenizer == "bpe":
         return data.bpe_vocab
+    # A prediction that knows the vocabulary need not wait for numpy.
+    from phalanx.data.settings import prepared_path
+    from phalanx.data.shards import read_index
+
     try:
         return read_index(prepared_path(data)).vocab_size
     except DataError:

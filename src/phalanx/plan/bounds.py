@@ -1,43 +1,30 @@
 """Lower bounds on the time and the memory of many layouts at once, by which a search leaves out what cannot win.
 
-They are put together from the cost model's own figures for the parts (tables.py). What a bound leaves out (latencies of
-the state's collectives, the optimizer, bubbles that have no closed form) only makes it lower. Tests hold every bound
-below what predict says (tests/plan/test_bounds.py).
+They are put together from the cost model's own figures for the parts (tables.py, bound_seconds.py, bound_bytes.py).
+Tests hold every bound below what predict says (tests/plan/test_bounds.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.habits import MIB
-from phalanx.cost.pipeline import CLOSED, GRID
+from phalanx.cost.link import Group
 from phalanx.cost.rank_parts import Step, by_stage
-from phalanx.cost.rank_time import BLEND
 from phalanx.job.layout import Layout
+from phalanx.plan.bound_bytes import IN_FLIGHT, StepBytes
+from phalanx.plan.bound_seconds import StepSeconds, power_mean
 from phalanx.plan.question import Question
-from phalanx.plan.space import STATES, Plan, Rows, Space
-from phalanx.plan.tables import Floats, Share, Tables, alone
+from phalanx.plan.space import RECOMPUTE, STATES, Rows, Space
+from phalanx.plan.tables import MICRO, TP, Floats, Pipelines, Tables, alone, line
 
-IN_FLIGHT: dict[str, Callable[[int, int, int, int], int]] = {
-    "1f1b": lambda p, m, _, r: min(m, p - r),
-    "interleaved_1f1b": lambda p, m, v, r: (v - 1) * min(m, p) + min(m, 2 * (p - 1 - r) + 1),
-    "zb_h1": lambda p, m, _, r: min(m, p - r),
-    "zb_h2": lambda p, m, _, r: min(m, 2 * (p - r) - 1),
-    "zb_v": lambda p, m, *_: min(m + 1, 2 * p),
-    "v_half": lambda p, m, *_: min(m + 1, 2 * (p // 2 + 1)),
-    "dualpipe_v": lambda p, m, *_: min(m + 1, 2 * p + 1),
-    "dualpipe": lambda p, m, *_: min(m // 2 + 1, p),
-}
-"""Activations of a stage that a rank has at least, at its fullest (the docstrings of phalanx.schedule): from ranks,
-micro-batches, stages a rank, and the rank. Of other schedules it is taken to be one."""
-
-
-WAY_IN = {"zb_h1": 1.0, "zb_h2": 1.0, "zb_v": 0.5, "v_half": 0.5, "dualpipe_v": 0.5}
-"""What of its forward passes a rank does before a micro-batch is with the next one for the first time."""
+ROUNDING = 1e-9
+"""Relative difference of sums that are added up in another order."""
 
 
 class Bounds:
@@ -48,185 +35,156 @@ class Bounds:
         self.pp, self.shard_ranks = space.column("pp"), space.column("dp_shard") * space.column("cp")
         self.data_ranks = self.shard_ranks * space.column("dp_replicate")
         self.edp = np.maximum(1, self.shard_ranks // space.column("ep"))
+        self.alike = space.column("ep") == 1
         self.widths = Step(alone(question, Layout(), 1)).widths
         self.habits = question.software.habits
         self.context = self.habits.context_mib * MIB
+        self.hop = self._hop()
 
     def pairs(self) -> tuple[Floats, Floats]:
         """Of every pair of a mesh and a micro-batch: seconds and bytes below which none of its layouts comes: nothing
         recomputed, everything sharded, all ranks of a pipeline alike, no bubble and nothing to reduce."""
-        tables = self.tables
-        everything, which = np.arange(len(tables.inner)), tables.inner_of
-        time = self.space.accumulation * _total(tables.work(tables.whole, 0, everything)[which] / self.pp[:, None])
-        parameters, gradients, optimizer = (
-            tables.numbers(tables.whole).sum(1)[which] / self.pp / self.shard_ranks * width for width in self.widths
-        )
-        full = 2
-        each = sum(number * tables.activations(moe, full, everything)[:, 0] for number, moe in tables.whole.blocks)
-        kept = np.asarray(each)[which] / self.pp
-        counted = all(plan.schedule in IN_FLIGHT for plan in self.space.plans)
-        early = self.stays(np.arange(len(kept)), counted) * gradients
-        return time, parameters + optimizer + np.maximum(gradients, early + kept) + self.context
+        every = np.arange(len(self.pp))
+        time = self._alike(every, 0)
+        state = self.tables.numbers(self.tables.whole).sum(1)[self.tables.inner_of] / self.pp / self.shard_ranks
+        parameter, gradient, optimizer = (width * state for width in self.widths)
+        kept, _ = self._kept(every, RECOMPUTE.index("full"))
+        memory = parameter + optimizer + np.maximum(gradient, kept / self.pp)
+        return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
-    def stays(self, pairs: NDArray[Any], counted: bool) -> NDArray[np.bool_]:
-        """Whether gradients of earlier micro-batches are there while the most are in flight; `counted` says that
-        IN_FLIGHT has the schedule."""
-        pp, m = self.pp[pairs], self.space.accumulation[pairs]
-        return self.habits.gradients_stay | np.where(pp == 1, m > 1, counted & (m > 2 * pp + 1))
+    def options(self, pairs: NDArray[Any]) -> tuple[Floats, Floats]:
+        """Of some pairs, by recomputation: seconds below which they do not come under any schedule and state; and by
+        recomputation and state, bytes below which they do not come under any schedule."""
+        time, memory = np.empty((len(pairs), len(RECOMPUTE))), np.empty((len(pairs), len(RECOMPUTE), len(STATES)))
+        flying = self._flying(pairs)
+        numbers = self.tables.numbers(self.tables.whole)[self.tables.inner_of[pairs]] / self.pp[pairs, None]
+        ranks = np.stack([self.shard_ranks[pairs], self.edp[pairs]], 1)
+        for mode in range(len(RECOMPUTE)):
+            time[:, mode] = self._alike(pairs, mode)
+            _, (kept, moving) = self._kept(pairs, mode)
+            for number, state in enumerate(STATES):
+                each = by_stage(state.zero, ranks, *self.widths)  # type: ignore[arg-type]
+                parameters, gradients, optimizer = ((numbers * size).sum(1) for size in each)
+                memory[:, mode, number] = parameters + optimizer + np.maximum(gradients, kept * flying + moving)
+        return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
-    def rows(self, rows: Rows) -> tuple[Floats, Floats]:
-        """Of every layout: seconds and bytes below which it does not come."""
-        time, memory = np.empty(len(rows)), np.empty(len(rows))
-        shared = self.shard_ranks[rows.pair] > 1
-        for (pp, plan, _), members in _grouped(self.pp[rows.pair], rows.plan, shared):
-            pairs, which = np.unique(rows.pair[members], return_inverse=True)
-            group = _Group(self, pairs, int(pp), int(plan))
-            for (mode,), some in _grouped(rows.recompute[members]):
-                parts = group.parts(int(mode))
-                for (state,), those in _grouped(rows.state[members[some]]):
-                    places, of_pair = members[some[those]], which[some[those]]
-                    time[places] = group.seconds(parts, int(state))[of_pair]
-                    memory[places] = group.bytes(parts, int(state))[of_pair]
+    def rows(self, rows: Rows, limit: float = inf, runs: bool = False) -> tuple[Floats, Floats]:
+        """Of every layout: seconds and bytes below which it does not come. Seconds are infinite where bytes are beyond
+        the `limit`. `runs`: with the bubble of its schedule's own program, which takes longer to know."""
+        time, memory = np.full(len(rows), inf), np.empty(len(rows))
+        for (pp, plan, mode), members in grouped(self.pp[rows.pair], rows.plan, rows.recompute):
+            pairs, which = runs_of(rows.pair[members])
+            states = rows.state[members]
+            group = self._pipelines(pairs, pp, plan, mode)
+            of_bytes = StepBytes(group)
+            sizes = np.empty((len(STATES), len(pairs)))
+            for state in np.flatnonzero(np.bincount(states)):
+                sizes[state] = of_bytes.bytes(int(state))
+            memory[members] = sizes[states, which] * (1 - ROUNDING) + self.context
+            small = memory[members] <= limit
+            if not small.any():
+                continue
+            kept, states = members[small], states[small]
+            pairs, which = runs_of(rows.pair[kept])
+            of_time = StepSeconds(group if small.all() else self._pipelines(pairs, pp, plan, mode))
+            seconds = np.empty((len(STATES), len(pairs)))
+            for state in np.flatnonzero(np.bincount(states)):
+                seconds[state] = of_time.seconds(int(state), which[states == state] if runs else None)
+            time[kept] = seconds[states, which] * (1 - ROUNDING)
         return time, memory
 
+    def _pipelines(self, pairs: NDArray[Any], pp: int, plan: int, mode: int) -> Pipelines:
+        """What the bounds of some pairs take from their mesh."""
+        tables, cut = self.tables, self.tables.cut(pp, plan).shares
+        inner = tables.inner_of[pairs]
+        return Pipelines(
+            tables=tables,
+            pp=pp,
+            plan=self.space.plans[plan],
+            mode=mode,
+            shares=list(cut),
+            first=[rank for rank, _ in cut.values()],
+            count=np.array([[number] for _, number in cut.values()]),
+            parts=np.array([[share.part] for share in cut]),
+            blocks=np.array([share.dense + share.moe for share in cut]),
+            inner=inner,
+            outer=tables.outer_of[pairs],
+            m=self.space.accumulation[pairs],
+            shared=self.shard_ranks[pairs] > 1,
+            alike=self.alike[pairs],
+            data_ranks=self.data_ranks[pairs],
+            ranks=np.stack([self.shard_ranks[pairs], self.edp[pairs]]),
+            numbers=np.stack([tables.numbers(share)[inner].T for share in cut], 1),
+            hop=self.hop[pairs],
+        )
 
-class _Part:
-    """Of ranks with the same share, by pair, under one recomputation."""
+    def _alike(self, pairs: NDArray[Any], mode: int) -> Floats:
+        """Seconds of a step where all ranks of a pipeline are alike and nothing else takes time."""
+        tables = self.tables
+        inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
+        forward, backward, host, host_backward, _ = tables.work(tables.whole, mode, inner).T
+        work = power_mean(forward, host) + power_mean(backward, host_backward)
+        return self.space.accumulation[pairs] * work[which] / self.pp[pairs]
 
-    def __init__(self, group: _Group, share: Share, mode: int, flying: Floats):
-        tables, inner = group.tables, group.inner
-        work = tables.work(share, mode, inner)
-        self.share, self.work, self.seconds, self.forward = share, work, _total(work), work[:, 0]
-        self.numbers, self.inside = tables.numbers(share)[inner], tables.numbers(share, inside=True)[inner]
-        kinds = [tables.activations(moe, mode, inner) for _, moe in share.blocks]
-        kept = flying * share.least * np.minimum.reduce([kind[:, 0] for kind in kinds])
-        # What one block needs is there whichever comes first: the least of the kinds.
-        moving = np.minimum.reduce([kind[:, 1] + kind[:, 2] for kind in kinds])
-        if share.head:
-            moving = np.maximum(moving, tables.loss(inner))
-        self.activations: Floats = kept + moving
-        """Bytes, at the fullest moment at least."""
+    def _kept(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, tuple[Floats, Floats]]:
+        """Bytes that all blocks together keep of a micro-batch; and the least that one keeps and that its backward pass
+        needs besides."""
+        tables = self.tables
+        inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
+        kinds = [(number, tables.activations(moe, mode, inner)) for number, moe in tables.whole.blocks]
+        kept = np.add.reduce([number * kind[:, 0] for number, kind in kinds])
+        least = np.minimum.reduce([kind[:, 0] for _, kind in kinds])
+        moving = np.minimum.reduce([kind[:, 1] + kind[:, 2] for _, kind in kinds])
+        return kept[which], (least[which], moving[which])
 
-
-class _Group:
-    """Layouts of the same pipeline: their pairs."""
-
-    def __init__(self, bounds: Bounds, pairs: NDArray[Any], pp: int, plan: int):
-        self.bounds, self.tables, self.pairs = bounds, bounds.tables, pairs
-        self.inner, self.m = self.tables.inner_of[pairs], bounds.space.accumulation[pairs]
-        self.pp, self.plan, self.cut = pp, bounds.space.plans[plan], self.tables.cut(pp, plan)
-        self.shared = bool(bounds.shard_ranks[pairs[0]] > 1)
-        self.slopes = self.tables.slopes[self.tables.outer_of[pairs]]
-        self.dense_ranks, self.expert_ranks = bounds.shard_ranks[pairs], bounds.edp[pairs]
-        self.count = IN_FLIGHT.get(self.plan.schedule) if pp > 1 else None
-
-    def parts(self, mode: int) -> list[_Part]:
-        """Each different share of a rank."""
-        several, which = np.unique(self.m, return_inverse=True)
-        found = []
-        for share, (rank, _) in self.cut.shares.items():
-            chunks = self.plan.pp_chunks or 1
-            most = [self.count(self.pp, int(n), chunks, rank) if self.count else 1 for n in several]
-            found.append(_Part(self, share, mode, np.array(most)[which]))
+    def _flying(self, pairs: NDArray[Any]) -> Floats:
+        """Of some pairs: micro-batches of a block that a rank has in flight at least, on average over ranks, under
+        whichever schedule."""
+        known: dict[tuple[int, int, int], float] = {}
+        found = np.empty(len(pairs))
+        for place, pair in enumerate(pairs.tolist()):
+            options = self.space.options[pair]
+            key = int(self.pp[pair]), int(self.space.accumulation[pair]), id(options)
+            if key not in known:
+                known[key] = min(self._in_flight(key[0], key[1], int(plan)) for plan in set(options[:, 0].tolist()))
+            found[place] = known[key]
         return found
 
-    def seconds(self, parts: list[_Part], state: int) -> Floats:
-        slowest = np.maximum.reduce([part.seconds for part in parts])
-        if self._three(state):
-            time = self.m * np.maximum.reduce([self._sharing(part, state) for part in parts])
-        else:
-            overlaps = self.bounds.question.software.dp_overlaps
-            time = self.m * slowest + np.maximum(0.0, self._sent(parts) - slowest * overlaps)
-        whole, forward = (
-            np.asarray(sum(number * each for each, (_, number) in zip(lists, self.cut.shares.values(), strict=True)))
-            for lists in ([part.seconds for part in parts], [part.forward for part in parts])
-        )
-        return time + _bubble(self.plan, whole - slowest, forward / whole)
+    def _in_flight(self, pp: int, m: int, plan: int) -> float:
+        schedule, chunks = self.space.plans[plan]
+        least = min(share.least for share in self.tables.cut(pp, plan).shares)
+        count = IN_FLIGHT.get(schedule) if pp > 1 else None
+        return least * sum(count(pp, m, chunks or 1, rank) if count else 1 for rank in range(pp)) / pp
 
-    def _three(self, state: int) -> bool:
-        """Whether ranks share parameters."""
-        return STATES[state].zero == 3 and self.shared
-
-    def _sharing(self, part: _Part, state: int) -> Floats:
-        """Seconds of a micro-batch on ranks that share parameters: these travel beside its passes, or before them."""
-        _, reshard, accumulate = STATES[state]
-        software, share = self.bounds.question.software, part.share
-        gather, reduce = self._travels(part.inside, (share.dense + share.moe) * software.messages)
-        there = gather * (1 if reshard else 1 / self.m) * share.part
-        back = (gather * reshard + reduce * (1 / self.m if accumulate == "local" else 1.0)) * share.part
-        if software.dp_overlaps:
-            return np.maximum(part.seconds, there + back)
-        return _total(part.work + np.stack([there, back, *np.zeros((2, len(there)))], 1))
-
-    def _sent(self, parts: list[_Part]) -> Floats:
-        """Seconds in which the state of the rank that holds most travels, once a step."""
-        numbers = np.stack([part.numbers for part in parts])
-        most = numbers.sum(2).argmax(0)
-        fewest = min(part.share.dense + part.share.moe for part in parts)
-        gather, reduce = self._travels(numbers[most, np.arange(len(most))], max(1, round(fewest / 4)))
-        return gather + reduce
-
-    def _travels(self, numbers: Floats, messages: int) -> tuple[Floats, Floats]:
-        """Seconds of gathering so many parameters, dense and of experts, and of reducing their gradients. Experts that
-        no rank has for itself need no messages of their own."""
-        apart = np.stack([np.ones(len(numbers), bool), self.bounds.space.column("ep")[self.pairs] > 1], 1)
-        started = (numbers > 0) * apart * messages
-        gather = numbers * self.slopes[:, 0:2] + started * self.slopes[:, 4:6]
-        reduce = numbers * self.slopes[:, 2:4] + started * self.slopes[:, 6:8]
-        return gather.sum(1), reduce.sum(1)
-
-    def bytes(self, parts: list[_Part], state: int) -> Floats:
-        """Of the fullest rank: of those with the same share the first has the most in flight."""
-        return np.maximum.reduce([self._bytes(part, state) for part in parts]) + self.bounds.context
-
-    def _bytes(self, part: _Part, state: int) -> Floats:
-        zero, reshard, accumulate = STATES[state]
-        habits, widths, m = self.bounds.habits, self.bounds.widths, self.m
-        parameters = gradients = optimizer = unsent = np.zeros(len(m))
-        for held, ranks in ((part.numbers[:, 0], self.dense_ranks), (part.numbers[:, 1], self.expert_ranks)):
-            each = by_stage(zero, ranks, *widths)  # type: ignore[arg-type]
-            parameters, gradients = parameters + held * each[0], gradients + held * each[1]
-            optimizer = optimizer + held * each[2]
-            if zero >= 2 and accumulate == "local" and not habits.reduces_each:
-                unsent = unsent + np.where((m > 1) & (ranks > 1), held * widths[1], 0.0)
-        stays = self.bounds.stays(self.pairs, self.count is not None)
-        early = np.maximum(unsent, np.where(stays, gradients, 0.0))
-        whole = np.where(self.bounds.data_ranks[self.pairs] > 1, habits.bucket_numbers * widths[1], 0.0)
-        if self._three(state) and not habits.gathers_matrices:
-            inside, least = part.inside.sum(1), part.share.least
-            blocks = min(1 + self.bounds.space.base.prefetch, least) if reshard else least
-            around = part.numbers.sum(1) - inside
-            whole = (
-                whole + (around + inside / (part.share.dense + part.share.moe) * blocks) * self.bounds.question.width
-            )
-        return parameters + optimizer + np.maximum(gradients, early + part.activations + whole)
+    def _hop(self) -> Floats:
+        """By pair, seconds of a message from a stage to the next."""
+        question, tables, column = self.question, self.tables, self.space.column
+        inner = tables.inner[tables.inner_of]
+        numbers = inner[:, MICRO] * question.model.seq_len / column("cp") * question.model.d_model
+        scattered = (column("sp") == 1) | question.software.pp_scatters
+        payload = numbers / np.where(scattered, inner[:, TP], 1) * question.width
+        stride = column("tp") * column("cp") * column("dp_shard") * column("dp_replicate")
+        found = np.zeros(len(payload))
+        for far in (False, True):
+            some = (stride >= question.cluster.joined) == far
+            slope, start = line(question.cluster, "send", Group(2, question.cluster.joined if far else 1))
+            found[some] = start + slope * payload[some]
+        return np.where(self.pp > 1, found, 0.0)
 
 
-def _grouped(*keys: NDArray[Any]) -> Iterator[tuple[tuple[int, ...], NDArray[np.intp]]]:
+def runs_of(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.intp]]:
+    """Of numbers, each run of the same one; and by place, which run it is."""
+    begins = np.append(True, numbers[1:] != numbers[:-1])
+    return numbers[begins], np.cumsum(begins) - 1
+
+
+def grouped(*keys: NDArray[Any]) -> Iterator[tuple[tuple[int, ...], NDArray[np.intp]]]:
     """The different combinations of some keys, and the places of each."""
     combined = keys[0].astype(np.int64)
     for key in keys[1:]:
         combined = combined * 4096 + key
-    _, first, which = np.unique(combined, return_index=True, return_inverse=True)
-    order = np.argsort(which, kind="stable")
-    ends = np.cumsum(np.bincount(which))[:-1]
-    for place, members in zip(first, np.split(order, ends), strict=True):
-        yield tuple(int(key[place]) for key in keys), members
-
-
-def _total(work: Floats) -> Floats:
-    """Seconds of both passes, device and host blended as in RankTime."""
-    device, host = work[:, :2], work[:, 2:]
-    return ((device**BLEND + host**BLEND) ** (1 / BLEND)).sum(1)
-
-
-def _bubble(plan: Plan, others: Floats, forward: Floats) -> Floats | float:
-    """Idle seconds of the slowest rank at least: from the seconds of a micro-batch on all other ranks together, and the
-    share of forward passes in them. Some have a closed form, p - 1 micro-batches or, with v stages a rank, a v-th of
-    that; of others the last rank waits until the first micro-batch has come through the ranks before it."""
-    if plan.schedule in CLOSED:
-        return others
-    if plan.schedule == "interleaved_1f1b":
-        return others / max(1, plan.pp_chunks)
-    way = WAY_IN.get(plan.schedule, 0.0)
-    return others * way * np.maximum(0.0, forward - 0.5 / GRID)
+    order = np.argsort(combined, kind="stable")
+    ends = np.flatnonzero(np.diff(combined[order])) + 1
+    for members in np.split(order, ends):
+        if len(members):
+            yield tuple(int(key[members[0]]) for key in keys), members

@@ -8,7 +8,7 @@ simulated event by event, and that time ranks them; of equals the simpler one wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -25,7 +25,7 @@ from phalanx.plan.bounds import Bounds
 from phalanx.plan.mixtures import same_passes
 from phalanx.plan.plan import Candidate
 from phalanx.plan.question import Question
-from phalanx.plan.space import Rows, Space, space_of
+from phalanx.plan.space import Rows, Space, joined, space_of
 from phalanx.simulate.step import step_seconds
 
 Mask = NDArray[np.bool_]
@@ -45,7 +45,11 @@ FEWEST = 12
 FIRST, SEEDS = 6, 24
 """Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
 BLOCK = 2048
-"""Pairs whose layouts are bounded at a time."""
+"""Pairs whose layouts are looked at at a time."""
+ROWS = 200_000
+"""Layouts that are bounded at a time."""
+FEW = 128
+"""Layouts whose schedules' programs are run at first, the nearest; then twice as many, and so on."""
 SOME, TRIED = 64, 300
 """Pairs at a time, and layouts at most, that are looked at for the one that needs the least memory."""
 KEPT = 1000
@@ -75,6 +79,10 @@ class Found:
             self.cutoff = min(self.cutoff, MARGIN * step_seconds(case))
 
 
+TOO_LARGE = "memory: the state and the activations of a rank are too large"
+SLOWER = "slower than the best, by what it computes and sends at least"
+
+
 class Search:
     """One space, its bounds, and what was found in it."""
 
@@ -98,19 +106,20 @@ class Search:
         order = order[np.argsort(self.pair_seconds[order], kind="stable")]
         # A few good layouts first, of pipelines of every length: they say where the others need not be looked at.
         first = self._first(order)
-        self._rows(self.space.rows(first), found, keep, enough=SEEDS)
-        rest = order[~np.isin(order, first)]
-        near = self.pair_seconds[rest] <= found.cutoff
-        for pair in rest[~near]:
+        near = self._near([self.space.rows(first)], found, keep)
+        self._best_of(*near, found, enough=SEEDS)
+        near_pairs = self.pair_seconds[order] <= found.cutoff
+        for pair in order[~near_pairs]:
             found.rejected["slower than the best, even without bubble and without reducing gradients"] += len(
                 self.space.options[pair]
             )
-        blocks = np.concatenate([first, rest[near]])
-        told = self.progress if pairs is None else _silent
-        for start in range(0, len(blocks), BLOCK):
-            told("layouts", start, len(blocks))
-            self._rows(self.space.rows(blocks[start : start + BLOCK]), found, keep)
-        told("layouts", len(blocks), len(blocks))
+        # By length of pipeline: whose layouts are bounded together.
+        rest = order[near_pairs]
+        rest = rest[np.argsort(self.bounds.pp[rest], kind="stable")]
+        rows, seconds = self._near(
+            self._possible(rest, found, keep, self.progress if pairs is None else _silent), found, None, counted=True
+        )
+        self._best_of(rows, seconds, found, counted=True)
         return found
 
     def one(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
@@ -150,27 +159,63 @@ class Search:
         pp = self.bounds.pp[order]
         return np.concatenate([order[pp == ranks][:FIRST] for ranks in np.unique(pp)] or [order])
 
-    def _rows(self, rows: Rows, found: Found, keep: Keep | None, enough: float = inf) -> None:
-        """Predict what can be among the best of some rows; with `enough`, only until so many fit, and nothing is
-        counted."""
-        if keep is not None:
-            rows = rows.select(keep(rows))
-        if not len(rows):
-            return
-        seconds, memory = self.bounds.rows(rows)
-        fits = memory <= self.limit
-        order = np.flatnonzero(fits)
-        order = order[np.argsort(seconds[order], kind="stable")]
-        if enough == inf:
-            found.rejected["memory: the state and the activations of a rank are too large"] += int((~fits).sum())
-        for place, number in enumerate(order):
-            if seconds[number] > found.cutoff:
-                if enough == inf:
-                    found.rejected["slower than the best, by what it computes and sends at least"] += len(order) - place
-                return
-            self._predict(self.space.layout(rows, int(number)), found)
-            if len(found.predicted) >= enough:
-                return
+    def _possible(self, pairs: NDArray[np.intp], found: Found, keep: Keep | None, told: Progress) -> Iterator[Rows]:
+        """The rows of some pairs whose recomputation and state can fit and can be among the best."""
+        for start in range(0, len(pairs), BLOCK):
+            told("layouts", start, len(pairs))
+            block = pairs[start : start + BLOCK]
+            seconds, memory = self.bounds.options(block)
+            rows = self.space.rows(block)
+            place = np.repeat(np.arange(len(block)), [len(self.space.options[pair]) for pair in block])
+            fits = memory[place, rows.recompute, rows.state] <= self.limit
+            near = seconds[place, rows.recompute] <= found.cutoff
+            if keep is not None:
+                chosen = keep(rows)
+                fits, near, rows = fits[chosen], near[chosen], rows.select(chosen)
+            found.rejected[TOO_LARGE] += int((~fits).sum())
+            found.rejected[SLOWER] += int((fits & ~near).sum())
+            yield rows.select(fits & near)
+        told("layouts", len(pairs), len(pairs))
+
+    def _near(
+        self, blocks: Iterable[Rows], found: Found, keep: Keep | None, counted: bool = False
+    ) -> tuple[Rows, NDArray[np.float64]]:
+        """The rows that can fit and can be among the best, and their bounds."""
+        near, times = [Rows(*np.empty((4, 0), np.int32))], [np.empty(0)]
+        for rows in _joined(blocks):
+            some = rows if keep is None else rows.select(keep(rows))
+            seconds, memory = self.bounds.rows(some, self.limit)
+            fits = memory <= self.limit
+            kept = fits & (seconds <= found.cutoff)
+            near.append(some.select(kept))
+            times.append(seconds[kept])
+            if counted:
+                found.rejected[TOO_LARGE] += int((~fits).sum())
+                found.rejected[SLOWER] += int((fits & ~kept).sum())
+        return joined(near), np.concatenate(times)
+
+    def _best_of(
+        self, rows: Rows, seconds: NDArray[np.float64], found: Found, enough: float = inf, counted: bool = False
+    ) -> None:
+        """Predict what can be among the best of some rows, in the order of their bounds; with `enough`, only until so
+        many fit."""
+        order, start, few = np.argsort(seconds, kind="stable"), 0, FEW
+        while start < len(order) and seconds[order[start]] <= found.cutoff and len(found.predicted) < enough:
+            here = order[start : start + few]
+            some = rows.select(here[seconds[here] <= found.cutoff])
+            start, few = start + len(some), 2 * few
+            exact, _ = self.bounds.rows(some, runs=True)
+            nearest = np.argsort(exact, kind="stable")
+            for place, number in enumerate(nearest):
+                if exact[number] > found.cutoff:
+                    if counted:
+                        found.rejected[SLOWER] += len(nearest) - place
+                    break
+                self._predict(self.space.layout(some, int(number)), found)
+                if len(found.predicted) >= enough:
+                    break
+        if counted:
+            found.rejected[SLOWER] += len(order) - start
 
     def _predict(self, layout: Layout, found: Found) -> None:
         if layout in found.seen:
@@ -192,6 +237,18 @@ class Search:
 
 def _silent(*_: object) -> None:
     pass
+
+
+def _joined(blocks: Iterable[Rows]) -> Iterator[Rows]:
+    """The same rows in fewer blocks."""
+    waiting = list[Rows]()
+    for rows in blocks:
+        waiting.append(rows)
+        if sum(map(len, waiting)) >= ROWS:
+            yield joined(waiting)
+            waiting = []
+    if waiting:
+        yield joined(waiting)
 
 
 def simulated(found: Found) -> list[Candidate]:

@@ -8,7 +8,7 @@ ask for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import gcd
@@ -23,6 +23,7 @@ from phalanx.job.cluster import Cluster
 from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
+from phalanx.job.recompute import MODES
 from phalanx.job.train import Train
 from phalanx.plan.question import Question
 from phalanx.schedule import catalogue
@@ -35,7 +36,7 @@ MOST_TOKENS = 65_536
 """Of a micro-batch on a device, where it has more than one sequence: beyond, nothing gets faster."""
 LEAST_TP, NEIGHBOURHOODS = 8, 2
 """Tensor ranks are tried up to so many groups of neighbouring devices, and in any case up to eight."""
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = MODES
 
 
 class Mesh(NamedTuple):
@@ -94,6 +95,11 @@ class Rows:
     def select(self, kept: NDArray[Any]) -> Rows:
         """Some of them: a mask, or their numbers in order."""
         return Rows(self.pair[kept], self.plan[kept], self.state[kept], self.recompute[kept])
+
+
+def joined(blocks: Sequence[Rows]) -> Rows:
+    """All rows of some, one after the other."""
+    return Rows(*(np.concatenate([getattr(rows, name.name) for rows in blocks]) for name in fields(Rows)))
 
 
 @dataclass(frozen=True)

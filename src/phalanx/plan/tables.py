@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from phalanx.cost.held import BlockKind, block_parameters, outside
 from phalanx.cost.link import Group, seconds
 from phalanx.cost.placed import Content, content_of
 from phalanx.cost.rank_parts import Rank, Step
-from phalanx.cost.rank_time import RankTime, around_time, block_time
+from phalanx.cost.rank_time import RankTime, around_time, block_times
 from phalanx.cost.traffic import Collective
 from phalanx.job.batch import Batch
 from phalanx.job.cluster import Cluster
@@ -31,10 +32,13 @@ from phalanx.job.model import Model
 from phalanx.job.pipeline import is_file, schedule_of
 from phalanx.plan.case import stages
 from phalanx.plan.question import Question
-from phalanx.plan.space import RECOMPUTE, Space
+from phalanx.plan.space import RECOMPUTE, Plan, Space
 from phalanx.schedule import catalogue
 
 Floats = NDArray[np.float64]
+TP, SP, CP, ULYSSES, EP, MICRO = range(6)
+"""Columns of the inner combinations."""
+ALL = slice(None)
 HUGE = 1e15
 """Bytes beside which latencies are nothing."""
 
@@ -66,38 +70,108 @@ class Cut:
     """Of each different share, the first rank that has it, and how many do."""
 
 
+@dataclass(frozen=True)
+class Pipelines:
+    """Pairs of a mesh and a micro-batch with the same pipeline, a column each."""
+
+    tables: Tables
+    pp: int
+    plan: Plan
+    mode: int
+    """The number of the recomputation."""
+    shares: list[Share]
+    """The different shares of its ranks."""
+    first: list[int]
+    """The first rank that has each; and, a row each, how many do, and the part of the micro-batches that pass each of
+    its stages."""
+    count: NDArray[np.int64]
+    parts: Floats
+    blocks: NDArray[np.int64]
+    """Of each share."""
+    inner: NDArray[np.intp]
+    """Numbers of inner and outer combinations."""
+    outer: NDArray[np.intp]
+    m: NDArray[np.int32]
+    """Micro-batches."""
+    shared: NDArray[np.bool_]
+    """Whether ranks share the state."""
+    alike: NDArray[np.bool_]
+    """Whether experts travel as the rest does: no rank has its own."""
+    data_ranks: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    """Over how many state is sharded: dense parameters, experts."""
+    numbers: Floats
+    """Parameters, dense and of experts, by share."""
+    hop: Floats
+    """Seconds of a message from a stage to the next."""
+
+    @property
+    def kinds(self) -> list[bool]:
+        """Of blocks, without and with experts, those that there are."""
+        return [moe for moe in (False, True) if any(share.moe if moe else share.dense for share in self.shares)]
+
+    @cached_property
+    def total(self) -> Floats:
+        """Parameters, by share."""
+        return self.weighed(np.ones((2, 1)))
+
+    def weighed(self, factors: Floats | float) -> Floats:
+        """The parameters, dense and of experts, each with its factors, added up."""
+        dense, experts = np.broadcast_to(factors, (2, len(self.m)))
+        found = self.numbers[0] * dense
+        return found + self.numbers[1] * experts if True in self.kinds else found
+
+
 class Tables:
     """The figures of one space."""
 
     def __init__(self, question: Question, space: Space):
         self.question, self.space = question, space
         column = space.column
-        inner = np.stack([column(name) for name in ("tp", "sp", "cp", "cp_ulysses", "ep")] + [space.micro_batch], 1)
-        self.inner, self.inner_of = np.unique(inner, axis=0, return_inverse=True)
+        self.inner, self.inner_of = distinct(
+            *(column(name) for name in ("tp", "sp", "cp", "cp_ulysses", "ep")), space.micro_batch
+        )
         """The combinations of inner degrees, and by pair the number of its own."""
-        outer = np.stack([column("tp"), column("cp") * column("dp_shard"), column("dp_replicate"), column("ep")], 1)
-        self.outer, self.outer_of = np.unique(outer, axis=0, return_inverse=True)
+        self.outer, self.outer_of = distinct(
+            column("tp"), column("cp") * column("dp_shard"), column("dp_replicate"), column("ep")
+        )
         """The same of the outer degrees."""
         model = question.model
         moe = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
         self.whole = Share(model.n_layers - moe, moe, True, True, least=model.n_layers)
         self.slopes = self._slopes()
         """By outer combination: seconds a parameter, gathered (dense, experts) and reduced (dense, experts), and those
-        of a message of no bytes, in the same order."""
+        of a message of no bytes, in the same order; of what is gathered beside products, seconds of a message of no
+        bytes and a byte, and a byte's share of what neighbours can exchange in a second."""
         self._asked: dict[tuple[str, int, int], Floats] = {}
+        self._parts: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.intp]]] = {}
         self._numbers: dict[tuple[Share, bool], Floats] = {}
+        self._cuts: dict[tuple[int, int], Cut] = {}
 
-    def work(self, share: Share, mode: int, inner: NDArray[Any]) -> Floats:
-        """Of inner combinations: seconds of a micro-batch on a rank, forward and backward on the device, forward and
-        backward of the host. `mode` is the number of a recomputation."""
+    def around(self, share: Share, inner: NDArray[Any]) -> Floats:
+        """Of inner combinations, what lies around the blocks of a rank: seconds of a micro-batch, forward and backward
+        on the device, forward and backward of the host, and those of weights' gradients."""
         content = Content((), share.embedding, share.head)
         ends = share.embedding + 2 * share.head
-        found = self._ask(("around", ends, 0), inner, 4, lambda case: _seconds(around_time(case, content)))
+        return self._ask(
+            ("around", ends, 0), (TP, CP, MICRO), inner, 5, lambda case: _seconds(around_time(case, content))
+        )
+
+    def block(self, moe: bool, mode: int, inner: NDArray[Any]) -> Floats:
+        """The same of a block; `mode` is the number of a recomputation."""
+        on = (TP, SP, CP, ULYSSES, EP, MICRO) if moe else (TP, SP, CP, ULYSSES, MICRO)
+
+        def ask(case: Case) -> list[float]:
+            return [each for time in block_times(case, moe, RECOMPUTE) for each in _seconds(time)]
+
+        return self._ask(("block", moe, 0), on, inner, 5 * len(RECOMPUTE), ask, slice(5 * mode, 5 * mode + 5))
+
+    def work(self, share: Share, mode: int, inner: NDArray[Any]) -> Floats:
+        """The same of all that a rank has, of a micro-batch that passes all of its stages."""
+        found = self.around(share, inner)
         for number, moe in share.blocks:
-            found = found + number * self._ask(
-                ("block", moe, mode), inner, 4, lambda case, moe=moe: _seconds(block_time(case, moe))
-            )
-        return found * share.part
+            found = found + number * self.block(moe, mode, inner)
+        return found
 
     def activations(self, moe: bool, mode: int, inner: NDArray[Any]) -> Floats:
         """Of inner combinations, bytes: what a block keeps of a micro-batch, what its backward pass needs besides, what
@@ -110,7 +184,9 @@ class Tables:
             gathered = Rank(step, step.flights[0]).backward(True)[1]
             return found.kept, sum(found.backward), gathered, step.stream / step.share
 
-        return self._ask(("activations", moe, mode), inner, 4, ask)
+        on = (TP, SP, CP, ULYSSES, EP) if moe else (TP, SP, CP, ULYSSES)
+        each = self._ask(("activations", moe, mode), on, inner, 4, ask)
+        return each * self.inner[inner, MICRO, None]
 
     def loss(self, inner: NDArray[Any]) -> Floats:
         """Of inner combinations: bytes of the logits and of what the head reads."""
@@ -119,16 +195,18 @@ class Tables:
             step = Step(case)
             return sum(Rank(step, step.flights[0]).logits())
 
-        return self._ask(("loss", 0, 0), inner, 1, ask)[:, 0]
+        chunks = self.space.base.loss_chunk
+        found = self._ask(("loss", 0, 0), (TP, SP, CP, MICRO) if chunks else (TP, SP, CP), inner, 1, ask)[:, 0]
+        return found if chunks else found * self.inner[inner, MICRO]
 
     def numbers(self, share: Share, inside: bool = False) -> Floats:
         """By inner combination: parameters of a rank, dense and of experts; `inside`, its blocks' alone."""
         if (share, inside) in self._numbers:
             return self._numbers[share, inside]
         model = self.question.model
-        degrees, which = np.unique(self.inner[:, [0, 4]], axis=0, return_inverse=True)
+        degrees, which = self._projected((TP, EP))
         found = []
-        for tp, ep in degrees.tolist():
+        for tp, _, _, _, ep, _ in degrees.tolist():
             dense = 0.0 if inside else outside(model, tp, share.embedding, share.head)
             experts = 0.0
             for number, moe in share.blocks:
@@ -139,21 +217,45 @@ class Tables:
 
     def cut(self, pp: int, plan: int) -> Cut:
         """What the ranks of a pipeline have under a plan of the space."""
-        schedule, chunks = self.space.plans[plan]
-        base = self.space.base
-        return _cut(self.question.model, Layout(pp=pp, schedule=schedule, pp_chunks=chunks, pp_cut=base.pp_cut))
+        if (pp, plan) not in self._cuts:
+            schedule, chunks = self.space.plans[plan]
+            layout = Layout(pp=pp, schedule=schedule, pp_chunks=chunks, pp_cut=self.space.base.pp_cut)
+            self._cuts[pp, plan] = _cut(self.question.model, layout)
+        return self._cuts[pp, plan]
 
-    def _ask(self, what: tuple[str, int, int], inner: NDArray[Any], width: int, ask: Callable[[Case], Any]) -> Floats:
-        """What the cost model says of some inner combinations. The last of `what` is the recomputation."""
+    def _projected(self, on: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+        """The combinations of some of the inner degrees, others 1, and by inner combination the number of its own."""
+        if on not in self._parts:
+            some = np.ones_like(self.inner)
+            some[:, on] = self.inner[:, on]
+            if SP not in on:
+                some[:, SP] = 0
+            self._parts[on] = distinct(*some.T)
+        return self._parts[on]
+
+    def _ask(
+        self,
+        what: tuple[str, int, int],
+        on: tuple[int, ...],
+        inner: NDArray[Any],
+        width: int,
+        ask: Callable[[Case], Any],
+        columns: slice = ALL,
+    ) -> Floats:
+        """What the cost model says of some inner combinations, in so many columns of which some are wanted, by the
+        degrees `on` which it depends. The last of `what` is the recomputation."""
+        degrees, which = self._projected(on)
         if what not in self._asked:
-            self._asked[what] = np.full((len(self.inner), width), np.nan)
-        table = self._asked[what]
-        for number in np.unique(inner[np.isnan(table[inner, 0])]):
-            tp, sp, cp, ulysses, ep, micro = self.inner[number].tolist()
-            degrees = {"tp": tp, "sp": bool(sp), "cp": cp, "cp_ulysses": ulysses, "ep": ep, "dp_shard": ep}
-            layout = replace(self._alone, recompute=RECOMPUTE[what[2]], **degrees)  # type: ignore[arg-type]
+            self._asked[what] = np.full((len(degrees), width), np.nan)
+        table, places = self._asked[what], which[inner]
+        wanted = np.zeros(len(degrees), bool)
+        wanted[places] = True
+        for number in np.flatnonzero(wanted & np.isnan(table[:, 0])):
+            tp, sp, cp, ulysses, ep, micro = degrees[number].tolist()
+            degree = {"tp": tp, "sp": bool(sp), "cp": cp, "cp_ulysses": ulysses, "ep": ep, "dp_shard": ep}
+            layout = replace(self._alone, recompute=RECOMPUTE[what[2]], **degree)  # type: ignore[arg-type]
             table[number] = ask(alone(self.question, layout, micro))
-        return table[inner]
+        return table[places, columns]
 
     @property
     def _alone(self) -> Layout:
@@ -170,16 +272,19 @@ class Tables:
         for tp, shard, replicate, ep in self.outer.tolist():
             layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep)
             replicas = group(layout, "replicate")
-            all_reduce, begun = _line(question.cluster, "all_reduce", replicas)
+            all_reduce, begun = line(question.cluster, "all_reduce", replicas)
             gathers, reduces, starts, late = [], [], [], []
             for ranks in (group(layout, "shard"), group(layout, "edp")):
-                gather, started = _line(question.cluster, "all_gather", ranks)
-                scatter, scattered = _line(question.cluster, "reduce_scatter", ranks)
+                gather, started = line(question.cluster, "all_gather", ranks)
+                scatter, scattered = line(question.cluster, "reduce_scatter", ranks)
                 gathers.append(width * gather)
                 reduces.append(gradient * (scatter + all_reduce / ranks.ranks))
                 starts.append(started)
                 late.append(scattered + begun)
-            found.append((*gathers, *reduces, *starts, *late))
+            beside = group(layout, "shard" if shard > 1 else "replicate")
+            byte, started = line(question.cluster, "all_gather", beside)
+            share = (1 - 1 / beside.ranks) / (question.cluster.intra.gbs * question.cluster.intra.reached * 1e9 or inf)
+            found.append((*gathers, *reduces, *starts, *late, started, byte, share))
         return np.array(found)
 
 
@@ -205,11 +310,21 @@ def _cut(model: Model, layout: Layout) -> Cut:
 
 
 @lru_cache(4096)
-def _line(cluster: Cluster, collective: Collective, among: Group) -> tuple[float, float]:
+def line(cluster: Cluster, collective: Collective, among: Group) -> tuple[float, float]:
     """A line below the seconds of a collective over its bytes: its slope where latencies do not count, and what a
-    message of a byte takes."""
+    message of no bytes takes. But for an all-reduce it is the seconds themselves."""
     small, large, larger = (seconds(cluster, collective, size, among) for size in (1.0, HUGE, 2 * HUGE))
-    return (larger - large) / HUGE, small
+    slope = (larger - large) / HUGE
+    return slope, small - slope
+
+
+def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    """The different rows of some columns of small numbers, and by row the number of its own."""
+    combined = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        combined = combined * (int(column.max(initial=0)) + 1) + column
+    _, first, which = np.unique(combined, return_index=True, return_inverse=True)
+    return np.stack([column[first] for column in columns], 1).astype(np.int64), which
 
 
 def alone(question: Question, layout: Layout, micro: int) -> Case:
@@ -218,5 +333,5 @@ def alone(question: Question, layout: Layout, micro: int) -> Case:
     return Case(question.model, question.cluster, layout, batch, question.products, question.width, question.software)
 
 
-def _seconds(time: RankTime) -> tuple[float, float, float, float]:
-    return time.forward, time.device - time.forward, time.host_forward, time.host_backward
+def _seconds(time: RankTime) -> tuple[float, float, float, float, float]:
+    return time.forward, time.device - time.forward, time.host_forward, time.host_backward, time.weights

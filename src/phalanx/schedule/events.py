@@ -56,8 +56,15 @@ def run(
     waiting: dict[int, int] = {}
     clocks = [0.0] * schedule.ranks
     starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
-    channels = dict.fromkeys(hops or (), 0.0)
-    holders = [schedule.placements[schedule.direction(micro)] for micro in range(micros)]
+    ways, channels = len(schedule.placements), {pair: [hop, 0.0] for pair, hop in (hops or {}).items() if hop}
+    # By direction and stage, the channel that takes a result on, and when it is free.
+    onward, back = (
+        [[channels.get((at, to)) for at, to in zip(ranks, others, strict=True)] for ranks, others in neighbours]
+        for neighbours in (
+            [(ranks, (*ranks[1:], ranks[-1])) for ranks in schedule.placements],
+            [(ranks, (ranks[0], *ranks[:-1])) for ranks in schedule.placements],
+        )
+    )
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()
@@ -94,12 +101,11 @@ def run(
             done = place if kind == "F" else backward + place
             ends[done] = clock
             if hops:
-                to = stage + 1 if kind == "F" else stage - 1
-                other = holders[micro][to] if 0 <= to <= last else rank
+                channel = (onward if kind == "F" else back)[micro * ways // micros][stage]
                 arrival = clock
-                if hop := hops.get((rank, other)):
-                    arrival = max(clock, channels[rank, other]) + hop
-                    channels[rank, other] = arrival
+                if channel:
+                    arrival = max(clock, channel[1]) + channel[0]
+                    channel[1] = arrival
                     if blocks:
                         clock = arrival
                 there[done] = arrival

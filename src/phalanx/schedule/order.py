@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import count
 from typing import NamedTuple
 
 from phalanx.schedule.schedule import Action, Kind
@@ -32,13 +31,19 @@ def program(passes: Iterable[Pass], lanes: Sequence[Lane]) -> tuple[Action, ...]
 
     Passes after a lane's last micro-batch are left out. What remains of an order without deadlock has none, so that a
     pattern that holds from some number of micro-batches on serves fewer as well."""
-    forward, backward = [count() for _ in lanes], [count() for _ in lanes]
+    forward, backward = [0] * len(lanes), [0] * len(lanes)
     halves = [deque[int]() for _ in lanes]
     actions = list[Action]()
     for kind, lane in passes:
-        number = halves[lane].popleft() if kind == "W" else next((forward if kind == "F" else backward)[lane])
-        if kind == "I":
-            halves[lane].append(number)
-        if number < len(lanes[lane].micros):
-            actions.append(Action(kind, lanes[lane].stage, lanes[lane].micros[number]))
+        if kind == "W":
+            number = halves[lane].popleft()
+        else:
+            counts = forward if kind == "F" else backward
+            number = counts[lane]
+            counts[lane] += 1
+            if kind == "I":
+                halves[lane].append(number)
+        stage, micros = lanes[lane]
+        if number < len(micros):
+            actions.append(Action(kind, stage, micros[number]))
     return tuple(actions)

@@ -83,7 +83,9 @@ class _Step:
         self.hops = disturbance.hops(case, schedule)
         self.directions = list(map(schedule.direction, range(schedule.micro_batches)))
         blocks = not case.software.pp_overlaps
-        floors = [[one.floors.get(stage, 0.0) for stage in range(schedule.stages)] for one in self.ranks]
+        floors = [
+            [first.get(stage, 0.0) for stage in range(schedule.stages)] for first in (r.floors for r in self.ranks)
+        ]
         durations = [one.durations for one in self.ranks]
         self.events: Events = run(schedule, durations, self.hops, floors, blocks)
         self.reduced = [list(self._reduce(rank)) for rank in range(schedule.ranks)]
