@@ -176,7 +176,8 @@ def _memory(first: Candidate) -> str:
     kept = predict(replace(first.case, layout=replace(layout, recompute="none", recompute_cut="")))
     if kept.fits:
         return f"{text}."
-    return f"{text} with {layout.recompute} recomputation, and would need {gib(kept.fullest.needed)} without."
+    how = f"{layout.recompute} recomputation" if not layout.recompute_cut else "recomputation in some layers"
+    return f"{text} with {how}, and would need {gib(kept.fullest.needed)} without."
 
 
 def _next(best: Sequence[Candidate]) -> str:
