@@ -176,7 +176,8 @@ def _memory(first: Candidate) -> str:
     kept = predict(replace(first.case, layout=replace(layout, recompute="none", recompute_cut="")))
     if kept.fits:
         return f"{text}."
-    return f"{text} with {layout.recompute_cut or layout.recompute} recomputation, and would need {gib(kept.fullest.needed)} without."
+    mode = layout.recompute_cut or layout.recompute
+    return f"{text} with {mode} recomputation, and would need {gib(kept.fullest.needed)} without."
 
 
 def _next(best: Sequence[Candidate]) -> str:
