@@ -12,7 +12,8 @@ def test_a_family_names_axes_and_state() -> None:
     assert family(Layout(dp_shard=8)) == "FSDP"
     assert family(Layout(dp_replicate=8)) == "replicas"
     assert family(Layout(tp=8, dp_shard=4)) == "tensor + FSDP"
-    assert family(Layout(tp=2, pp=4, dp_shard=8, zero=1)) == "tensor + pipeline + ZeRO-1"
+    assert family(Layout(tp=2, pp=4, dp_shard=8, zero=1)) == "tensor + pipeline"
+    assert family(Layout(tp=2, pp=4, cp=2, dp_shard=8)) == "three axes or more"
 
 
 def test_points_are_a_sample_of_few_families() -> None:

@@ -50,8 +50,8 @@ ROWS = 200_000
 """Layouts that are bounded at a time."""
 FEW = 128
 """Layouts whose schedules' programs are run at first, the nearest; then twice as many, and so on."""
-SOME, TRIED = 64, 300
-"""Pairs at a time, and layouts at most, that are looked at for the one that needs the least memory."""
+SOME, AT_MOST, TRIED = 64, 256, 300
+"""Pairs at a time, pairs and layouts at most, that are looked at for the one that needs the least memory."""
 KEPT = 1000
 """Layouts that do not fit which are kept for the picture."""
 ALIKE = 1.001
@@ -130,9 +130,10 @@ class Search:
         return near and Candidate(near[0], predict(near[0]), step_seconds(near[0]))
 
     def least(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
-        """The layout of some pairs and of the rows to `keep` that needs the least memory; None where there is none."""
+        """The layout of some pairs and of the rows to `keep` that needs the least memory, of those with the lowest
+        bounds; None where there is none."""
         order = np.flatnonzero(pairs)
-        order = order[np.argsort(self.pair_bytes[order], kind="stable")]
+        order = order[np.argsort(self.pair_bytes[order], kind="stable")][:AT_MOST]
         best, tried = None, 0
         for start in range(0, len(order), SOME):
             if best and self.pair_bytes[order[start]] >= best[0][0]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from phalanx.errors import JobError
 from phalanx.plan.branch import Search
 from phalanx.plan.plan import Candidate
 from phalanx.plan.question import Question
 from phalanx.units import gib
 
-MOST = 16_384
+MOST = 4096
 """Devices that are tried at most."""
 LEAST_MEMORY = {"recompute": "full", "micro_batch": 1, "schedule": "1f1b"}
 """What is taken where the question leaves it open, because little memory is what matters."""
@@ -33,7 +31,7 @@ def enough(question: Question) -> tuple[str, ...]:
 
 
 def _tried(question: Question) -> Iterator[tuple[int, Candidate]]:
-    """How many times as many nodes, and the fastest layout of them, where one fits."""
+    """How many times as many nodes, and the layout of them that needs least, where one fits."""
     world, more = question.cluster.devices, 2
     while more * world <= MOST:
         cluster = replace(question.cluster, nodes=more * question.cluster.nodes)
@@ -42,6 +40,8 @@ def _tried(question: Question) -> Iterator[tuple[int, Candidate]]:
             search = Search(wider)
         except JobError:
             return
-        if found := search.one(np.ones(len(search.pair_bytes), bool)):
-            yield more, found
+        everything = search.pair_bytes <= search.limit
+        least = search.least(everything) if everything.any() else None
+        if least and least.prediction.fits:
+            yield more, least
         more *= 2

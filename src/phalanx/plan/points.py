@@ -19,6 +19,8 @@ from phalanx.plan.plan import Point
 FAMILIES = 8
 """Different names at most: rarer ones are joined."""
 OTHERS = "others"
+MANY = "three axes or more"
+"""That cut the model; of two the state's sharding is left out, too, or there were more names than colours."""
 SEED = 0
 STATES = {1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP"}
 
@@ -40,8 +42,10 @@ def points(found: Sequence[tuple[Search, Found]], sample: int) -> tuple[Point, .
 
 
 def family(layout: Layout) -> str:
-    """The axes that a layout uses, such as "tensor + pipeline + ZeRO-1"."""
+    """The axes that a layout uses, such as "tensor + FSDP" or "tensor + pipeline"."""
     parts = [name for axis, name in AXES.items() if getattr(layout, axis) > 1]
+    if len(parts) > 1:
+        return " + ".join(parts) if len(parts) == 2 else MANY
     if layout.shard_ranks > 1:
         parts.append(STATES[layout.zero])
     elif layout.dp_replicate > 1:
