@@ -105,3 +105,34 @@ def test_a_cut_of_the_users_own_is_taken_as_it_is():
     assert stages_of(Model(n_layers=8), layout, 4, vocab=50) == ranges([1, 5, 1, 1])
     with pytest.raises(JobError, match=r"1\+5\+1\+1 are 4 stages, the pipeline has 8"):
         stages_of(Model(n_layers=8), layout, 8, vocab=50)
+
+
+def test_as_many_stages_as_layers_leave_no_choice():
+    assert cut([3, 1, 4, 1, 5], 5, first=9, last=2) == ranges([1, 1, 1, 1, 1])
+
+
+def test_one_stage_has_everything():
+    assert cut([3, 1, 4], 1, first=9, last=2) == ranges([3])
+
+
+def test_layers_that_cost_nothing_go_somewhere():
+    for stages in (1, 2, 3):
+        found = cut([0, 0, 0], stages)
+        assert [layer for stage in found for layer in stage] == [0, 1, 2]
+        assert all(found)
+
+
+def test_units_do_not_change_a_cut():
+    """FLOPs are numbers of twenty digits, seconds of minus six."""
+    costs = [7.0, 3, 3, 9, 2, 2, 2, 5, 1]
+    for factor in (1e-9, 1.0, 1e15):
+        scaled = [factor * each for each in costs]
+        assert cut(scaled, 4, factor, 4 * factor) == cut(costs, 4, 1, 4)
+
+
+def test_dense_layers_before_those_with_experts_are_cut_by_what_they_cost():
+    model = PRESETS["deepseek-v3"]
+    costs = layer_costs(model)
+    for stages in (4, 16):
+        each = stage_costs(stages_of(model, Layout(pp=stages), stages), costs)
+        assert max(each) <= sum(each) / stages + max(costs.layers)

@@ -24,7 +24,7 @@ from phalanx.plan.question import Question
 from phalanx.plan.search import search
 from phalanx.plan.space import space_of
 from phalanx.simulate.step import step_seconds
-from plan.questions import model, on_laptop, question
+from plan.questions import QUESTIONS, model, on_laptop, question
 
 SLOW = replace(cluster_of("dgx-a100:2"), inter=replace(cluster_of("dgx-a100:2").inter, gbs=0.5))
 SMALL = {
@@ -115,6 +115,12 @@ def test_the_fastest_come_first_and_every_mesh_once() -> None:
     assert len(best) > 1
     assert all(a.seconds <= b.seconds for a, b in itertools.pairwise(best[1:]))
     assert all(best[0].seconds <= ALIKE * one.seconds for one in best)
+
+
+def test_a_layout_that_is_simulated_faster_than_predicted_is_found() -> None:
+    plan = search(QUESTIONS["a small model on slow links"])
+    assert plan.best
+    assert plan.best[0].seconds < 0.97 * plan.best[0].prediction.step_time_s
 
 
 def test_of_equals_the_simpler_wins() -> None:

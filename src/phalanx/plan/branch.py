@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 """What is done, how much of it, of how much."""
 
 MARGIN = 1.03
-"""Predicted times up to so much beyond the best simulated one are of interest: by more a simulation is not faster."""
+"""Predicted times up to so much beyond the best are of interest: simulated ones are seldom faster by more."""
 SIMULATED = 300
 """Layouts that are simulated at most."""
 VISITS = 600_000
@@ -76,7 +76,11 @@ class Found:
         """A layout that fits, and its predicted time."""
         self.predicted.append((case, seconds))
         if seconds * MARGIN < self.cutoff:
-            self.cutoff = min(self.cutoff, MARGIN * step_seconds(case))
+            self.looked_at(seconds, step_seconds(case))
+
+    def looked_at(self, predicted: float, simulated: float) -> None:
+        """A layout that fits, and both its times."""
+        self.cutoff = min(self.cutoff, MARGIN * max(predicted, simulated))
 
 
 TOO_LARGE = "memory: the state and the activations of a rank are too large"
@@ -266,7 +270,7 @@ def simulated(found: Found) -> list[Candidate]:
             alike[passes] += 1
             visits += min(case.batch.accumulation, 10 * layout.pp) * layout.pp * max(1, layout.pp_chunks) * 4
             done.append(Candidate(case, predict(case), step_seconds(case)))
-            found.cutoff = min(found.cutoff, MARGIN * done[-1].seconds)
+            found.looked_at(seconds, done[-1].seconds)
     return ranked(done)
 
 
