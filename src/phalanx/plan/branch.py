@@ -71,12 +71,20 @@ class Found:
     """Layouts that were predicted."""
     cutoff: float = inf
     """Predicted seconds beyond which a layout is of no interest."""
+    known: dict[Case, float] = field(default_factory=dict)
+    """Simulated times."""
 
     def add(self, case: Case, seconds: float) -> None:
         """A layout that fits, and its predicted time."""
         self.predicted.append((case, seconds))
         if seconds * MARGIN < self.cutoff:
-            self.cutoff = min(self.cutoff, MARGIN * step_seconds(case))
+            self.cutoff = min(self.cutoff, MARGIN * self.simulated(case))
+
+    def simulated(self, case: Case) -> float:
+        """Seconds of its step, simulated once."""
+        if case not in self.known:
+            self.known[case] = step_seconds(case)
+        return self.known[case]
 
 
 TOO_LARGE = "memory: the state and the activations of a rank are too large"
@@ -262,7 +270,7 @@ def simulated(found: Found) -> list[Candidate]:
         if alike[passes] < 2:
             alike[passes] += 1
             visits += min(case.batch.accumulation, 10 * layout.pp) * layout.pp * max(1, layout.pp_chunks) * 4
-            done.append(Candidate(case, predict(case), step_seconds(case)))
+            done.append(Candidate(case, predict(case), found.simulated(case)))
             found.cutoff = min(found.cutoff, MARGIN * done[-1].seconds)
     return ranked(done)
 
