@@ -71,16 +71,24 @@ class Found:
     """Layouts that were predicted."""
     cutoff: float = inf
     """Predicted seconds beyond which a layout is of no interest."""
+    known: dict[Case, float] = field(default_factory=dict)
+    """Simulated times."""
 
     def add(self, case: Case, seconds: float) -> None:
         """A layout that fits, and its predicted time."""
         self.predicted.append((case, seconds))
         if seconds * MARGIN < self.cutoff:
-            self.looked_at(seconds, step_seconds(case))
+            self.looked_at(seconds, self.simulated(case))
 
     def looked_at(self, predicted: float, simulated: float) -> None:
         """A layout that fits, and both its times."""
         self.cutoff = min(self.cutoff, MARGIN * max(predicted, simulated))
+
+    def simulated(self, case: Case) -> float:
+        """Seconds of its step, simulated once."""
+        if case not in self.known:
+            self.known[case] = step_seconds(case)
+        return self.known[case]
 
 
 TOO_LARGE = "memory: the state and the activations of a rank are too large"
@@ -269,7 +277,7 @@ def simulated(found: Found) -> list[Candidate]:
         if alike[passes] < 2:
             alike[passes] += 1
             visits += min(case.batch.accumulation, 10 * layout.pp) * layout.pp * max(1, layout.pp_chunks) * 4
-            done.append(Candidate(case, predict(case), step_seconds(case)))
+            done.append(Candidate(case, predict(case), found.simulated(case)))
             found.looked_at(seconds, done[-1].seconds)
     return ranked(done)
 

@@ -15,7 +15,6 @@ from phalanx.job.job import Job
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.job.pipeline import is_file, schedule_of
-from phalanx.plan.cut import stages_of
 from phalanx.schedule import catalogue
 
 
@@ -62,4 +61,6 @@ def stages(model: Model, layout: Layout) -> tuple[range, ...]:
 
 @lru_cache(4096)
 def _stages(model: Model, count: int, pp_cut: str) -> tuple[range, ...]:
+    from phalanx.plan.cut import stages_of  # a prediction without a pipeline need not wait for numpy
+
     return stages_of(model, Layout(pp_cut=pp_cut), count)
