@@ -75,3 +75,10 @@ def test_no_number_of_devices_is_promised_to_fixed_degrees() -> None:
 
 def _notes(cluster: str) -> tuple[str, ...]:
     return planned("llama3-8b", cluster, 288).notes
+
+
+def test_a_full_device_is_told_with_what_leaves_room() -> None:
+    plan = search(question("llama3-70b", "dgx-h100:8", 256, schedule="1f1b"))
+    first = plan.best[0].prediction
+    full = first.fullest.needed * first.memory_spread[1] > first.memory_limit
+    assert full == any("leaves no room" in note for note in plan.notes)

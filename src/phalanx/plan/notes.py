@@ -43,6 +43,7 @@ def notes(best: Sequence[Candidate], found: Sequence[Alternative]) -> tuple[str,
         *_ablations(first, found),
         *_unused(first, found),
         _memory(first),
+        _room(best),
         _next(best),
     ]
     return tuple(sentence for sentence in sentences if sentence)
@@ -178,6 +179,25 @@ def _memory(first: Candidate) -> str:
         return f"{text}."
     how = f"{layout.recompute} recomputation" if not layout.recompute_cut else "recomputation in some layers"
     return f"{text} with {how}, and would need {gib(kept.fullest.needed)} without."
+
+
+def _room(best: Sequence[Candidate]) -> str:
+    """Whether it would still fit if it needed as much more than predicted as one step in ten does."""
+    first, *others = best
+    high = first.prediction.memory_spread[1]
+
+    def roomy(one: Candidate) -> bool:
+        return one.prediction.fullest.needed * high <= one.prediction.memory_limit
+
+    if roomy(first):
+        return ""
+    more = gib(first.prediction.fullest.needed * high)
+    text = f"That leaves no room: one step in ten needs {high - 1:.0%} more than predicted, {more} here"
+    safe = next((one for one in others if roomy(one)), None)
+    if safe is None:
+        return f"{text}."
+    slower = safe.seconds / first.seconds - 1
+    return f"{text}; the fastest of these with room for that is {safe.layout.line()}, {slower:.1%} slower."
 
 
 def _next(best: Sequence[Candidate]) -> str:
