@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from functools import partial
 from typing import Any
 
@@ -67,9 +68,18 @@ def refusals(case: Case) -> Iterator[str]:
 
 
 def _schedule(case: Case, micro_batches: int) -> Schedule:
-    if case.layout.pp == 1:
+    layout = case.layout
+    if layout.pp == 1:
         return catalogue.build("1f1b", 1, micro_batches)
-    return schedule_of(case.layout, micro_batches)
+    if is_file(layout.schedule):
+        return schedule_of(layout, micro_batches)
+    return _built(layout.schedule, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices)
+
+
+@lru_cache(64)
+def _built(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -> Schedule:
+    """A search simulates one schedule again and again, and some take as long to build as to run."""
+    return catalogue.build(name, pp, micro_batches, chunks, slices)
 
 
 class _Step:
