@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from phalanx.cost.case import Case
