@@ -73,11 +73,20 @@ class Found:
     """Predicted seconds beyond which a layout is of no interest."""
     known: dict[Case, float] = field(default_factory=dict)
     """Simulated times."""
+    simulates: bool = True
+    """Whether the cutoff goes by simulated times, or by predicted ones alone."""
 
     def add(self, case: Case, seconds: float) -> None:
         """A layout that fits, and its predicted time."""
         self.predicted.append((case, seconds))
         if seconds * MARGIN < self.cutoff:
+            self.looked_at(seconds, self.simulated(case) if self.simulates else 0.0)
+
+    def restart(self) -> None:
+        """From now on the cutoff goes by simulated times: first by that of the best so far."""
+        self.simulates, self.cutoff = True, inf
+        if self.predicted:
+            case, seconds = min(self.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
             self.looked_at(seconds, self.simulated(case))
 
     def looked_at(self, predicted: float, simulated: float) -> None:
@@ -105,9 +114,10 @@ class Search:
         self.limit = question.cluster.accelerator.memory_gib * 2**30
         self.pair_seconds, self.pair_bytes = self.bounds.pairs()
 
-    def best(self, pairs: Mask | None = None, keep: Keep | None = None) -> Found:
-        """The fastest layouts of the space that fit, or of some `pairs` of it and of the rows to `keep`."""
-        found = Found()
+    def best(self, pairs: Mask | None = None, keep: Keep | None = None, simulates: bool = True) -> Found:
+        """The fastest layouts of the space that fit, or of some `pairs` of it and of the rows to `keep`; by prediction
+        alone where it does not simulate."""
+        found = Found(simulates=False)
         chosen = np.ones(len(self.pair_seconds), bool) if pairs is None else pairs
         fits = self.pair_bytes <= self.limit
         for pair in np.flatnonzero(chosen & ~fits):
@@ -120,6 +130,8 @@ class Search:
         first = self._first(order)
         near = self._near([self.space.rows(first)], found, keep)
         self._best_of(*near, found, enough=SEEDS)
+        if simulates:
+            found.restart()
         near_pairs = self.pair_seconds[order] <= found.cutoff
         for pair in order[~near_pairs]:
             found.rejected["slower than the best, even without bubble and without reducing gradients"] += len(
@@ -137,7 +149,7 @@ class Search:
     def one(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
         """The fastest layout, as predicted, of some pairs and of the rows to `keep`; None where none
         fits."""
-        found = self.best(pairs, keep)
+        found = self.best(pairs, keep, simulates=False)
         near = min(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)), default=None)
         return near and Candidate(near[0], predict(near[0]), step_seconds(near[0]))
 
