@@ -52,6 +52,8 @@ FEW = 128
 """Layouts whose schedules' programs are run at first, the nearest; then twice as many, and so on."""
 SOME, AT_MOST, TRIED = 64, 256, 300
 """Pairs at a time, pairs and layouts at most, that are looked at for the one that needs the least memory."""
+GAIN = 0.995
+"""A layout is simulated while the search goes on where it can lower the cutoff by so much."""
 KEPT = 1000
 """Layouts that do not fit which are kept for the picture."""
 ALIKE = 1.001
@@ -79,7 +81,7 @@ class Found:
     def add(self, case: Case, seconds: float) -> None:
         """A layout that fits, and its predicted time."""
         self.predicted.append((case, seconds))
-        if seconds * MARGIN < self.cutoff:
+        if seconds * MARGIN < GAIN * self.cutoff:
             self.looked_at(seconds, self.simulated(case) if self.simulates else 0.0)
 
     def restart(self) -> None:
