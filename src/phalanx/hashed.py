@@ -35,5 +35,5 @@ def hashed_once(cls: T) -> T:
             object.__setattr__(self, "_hash", compute(self))
             return self._hash
 
-    cls.__hash__ = kept  # type: ignore[method-assign]
+    cls.__hash__ = kept
     return cls

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
+from typing import Any
 
 from phalanx.job.cluster import Accelerator
 
@@ -120,6 +121,6 @@ def attention_seconds(
     return max(seconds, moved / (device.bandwidth_gbs * 1e9 * READ), device.launch_us * 1e-6)
 
 
-def stream_seconds(device: Accelerator, moved: float, kernels: float = 1) -> float:
-    """Reading and writing `moved` bytes of device memory in so many kernels."""
+def stream_seconds(device: Accelerator, moved: Any, kernels: float = 1) -> Any:
+    """Reading and writing `moved` bytes (a number or an array of them) of device memory in so many kernels."""
     return moved / (device.bandwidth_gbs * 1e9 * READ) + kernels * device.launch_us * 1e-6

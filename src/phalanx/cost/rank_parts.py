@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from phalanx.cost.activations import block
 from phalanx.cost.case import Case
@@ -219,8 +220,9 @@ class Rank:
         return found + numbers * blocks * self.width + max(0, numbers * gradients - largest.kept)
 
 
-def by_stage(zero: int, ranks: int, parameter: float, gradient: float, optimizer: float) -> tuple[float, float, float]:
-    """Bytes of state a parameter on each of `ranks` ranks, by ZeRO stage (0: none), from those of one copy."""
+def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
+    """Bytes of state a parameter on each of `ranks` ranks (a number or an array of them), by ZeRO stage (0: none), from
+    those of one copy."""
     return (
         parameter / (ranks if zero >= 3 else 1),
         gradient / (ranks if zero >= 2 else 1),

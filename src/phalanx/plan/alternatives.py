@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -81,9 +82,12 @@ def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
         **{name: space.column(name) for name in Mesh._fields}, micro_batch=space.micro_batch.astype(np.int64)
     )
     kept = np.array(
-        [[[family.options(plan, state, mode) for mode in RECOMPUTE] for state in STATES] for plan in space.plans]
+        [
+            [[family.options(scheduled, state, mode) for mode in RECOMPUTE] for state in STATES]
+            for scheduled in space.schedules
+        ]
     )
-    return family.meshes(columns), lambda rows: kept[rows.plan, rows.state, rows.recompute]
+    return family.meshes(columns), lambda rows: kept[rows.scheduled, rows.state, rows.recompute]
 
 
 def _why(one: Candidate, best: Candidate | None) -> str:
@@ -112,8 +116,8 @@ def _not_legal(search: Search, family: Family) -> str:
     return problems[0] if problems else "the space has none"
 
 
-def _fixed(fixed: object, names: Sequence[str]) -> str:
-    return ", ".join(f"{name} {fixed[name]}" for name in names)  # type: ignore[index]
+def _fixed(fixed: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {fixed[name]}" for name in names)
 
 
 def _key(layout: Layout) -> Layout:

@@ -7,10 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-from phalanx.cost.rank_parts import Step, by_stage
-from phalanx.job.layout import Layout
+from phalanx.cost.rank_parts import by_stage
 from phalanx.plan.space import STATES
-from phalanx.plan.tables import Floats, Pipelines, alone
+from phalanx.plan.tables import Floats, Pipelines
 
 IN_FLIGHT: dict[str, Callable[[int, int, int, int], int]] = {
     "1f1b": lambda p, m, _, r: min(m, p - r),
@@ -33,13 +32,13 @@ class StepBytes:
     def __init__(self, group: Pipelines):
         self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
         self.habits = group.tables.question.software.habits
-        self.widths = Step(alone(group.tables.question, Layout(), 1)).widths
-        self.counted = IN_FLIGHT.get(group.plan.schedule) if group.pp > 1 else None
+        self.widths = group.tables.widths
+        self.counted = IN_FLIGHT.get(group.scheduled.schedule) if group.pp > 1 else None
         self.activations = self._activations()
         """Bytes, at the fullest moment at least."""
 
     def _activations(self) -> Floats:
-        group, tables, chunks = self.group, self.tables, self.group.plan.pp_chunks or 1
+        group, tables, chunks = self.group, self.tables, self.group.scheduled.pp_chunks or 1
         several, which = np.unique(self.m, return_inverse=True)
         kinds = {moe: tables.activations(moe, group.mode, group.inner) for moe in group.kinds}
         found = []
@@ -56,7 +55,7 @@ class StepBytes:
         """Of the fullest rank: of those with the same share the first has the most in flight."""
         zero, reshard, accumulate = STATES[state]
         group, habits, widths, m = self.group, self.habits, self.widths, self.m
-        parameter, gradient, optimizer = by_stage(zero, group.ranks, *widths)  # type: ignore[arg-type]
+        parameter, gradient, optimizer = by_stage(zero, group.ranks, *widths)
         kept, gradients = group.weighed(parameter + optimizer), group.weighed(gradient)
         unsent = 0.0
         if zero >= 2 and accumulate == "local" and not habits.reduces_each:

@@ -42,7 +42,7 @@ class StepSeconds:
     def _summed(self) -> Floats:
         """Seconds in which gradients are added up."""
         each = (self.software.habits.gradient_bytes or self.question.width) * self.software.sum_passes
-        return stream_seconds(self.device, self.group.total * each, 0) * (self.m - 1) / self.m  # type: ignore[arg-type]
+        return stream_seconds(self.device, self.group.total * each, 0) * (self.m - 1) / self.m
 
     def seconds(self, state: int, exactly: NDArray[Any] | None = None) -> Floats:
         """Seconds under a state; with the bubble of the schedule's program for the pairs `exactly`."""
@@ -147,7 +147,7 @@ class StepSeconds:
     def _optimizer(self, state: int) -> Floats:
         mine, every = (self._fullest / self.group.ranks).sum(0), self._fullest.sum(0)
         clipped = np.where(self.group.shared, mine, every) if STATES[state].zero > 1 else every
-        return stream_seconds(self.device, mine * OPTIMIZER_BYTES + clipped * CLIP_BYTES, 10)  # type: ignore[arg-type]
+        return stream_seconds(self.device, mine * OPTIMIZER_BYTES + clipped * CLIP_BYTES, 10)
 
     def _messages(self) -> Floats:
         """Seconds of messages between stages."""
@@ -155,7 +155,7 @@ class StepSeconds:
         ramps = 2 * (self.pp - 1) * once
         if self.software.pp_overlaps:
             return ramps
-        name, chunks = self.group.plan
+        name, chunks = self.group.scheduled
         stages = catalogue.chunks_of(name, chunks) if name in catalogue.SCHEDULES else 1
         return ramps + 2 * stages * self.m * once
 
@@ -163,7 +163,7 @@ class StepSeconds:
         """Idle time at least, in micro-batches of a rank, from the shares of forward passes and of weights' gradients
         in these. Some have a closed form: p - 1, or, with v stages a rank, a v-th of that; of others the last rank
         waits until the first micro-batch has come through the ranks before it."""
-        schedule, chunks = self.group.plan
+        schedule, chunks = self.group.scheduled
         if schedule in CLOSED:
             return np.full(len(self.m), float(self.pp - 1))
         if schedule == "interleaved_1f1b":

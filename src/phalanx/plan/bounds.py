@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from phalanx.cost.habits import MIB
 from phalanx.cost.link import Group
-from phalanx.cost.rank_parts import Step, by_stage
-from phalanx.job.layout import Layout
+from phalanx.cost.rank_parts import by_stage
 from phalanx.plan.bound_bytes import IN_FLIGHT, StepBytes
 from phalanx.plan.bound_seconds import StepSeconds, power_mean
 from phalanx.plan.question import Question
 from phalanx.plan.space import RECOMPUTE, STATES, Rows, Space
-from phalanx.plan.tables import MICRO, TP, Floats, Pipelines, Tables, alone, line
+from phalanx.plan.tables import MICRO, TP, Floats, Pipelines, Tables, line
 
 ROUNDING = 1e-9
 """Relative difference of sums that are added up in another order."""
@@ -36,7 +35,7 @@ class Bounds:
         self.data_ranks = self.shard_ranks * space.column("dp_replicate")
         self.edp = np.maximum(1, self.shard_ranks // space.column("ep"))
         self.alike = space.column("ep") == 1
-        self.widths = Step(alone(question, Layout(), 1)).widths
+        self.widths = self.tables.widths
         self.habits = question.software.habits
         self.context = self.habits.context_mib * MIB
         self.hop = self._hop()
@@ -63,7 +62,7 @@ class Bounds:
             time[:, mode] = self._alike(pairs, mode)
             _, (kept, moving) = self._kept(pairs, mode)
             for number, state in enumerate(STATES):
-                each = by_stage(state.zero, ranks, *self.widths)  # type: ignore[arg-type]
+                each = by_stage(state.zero, ranks, *self.widths)
                 parameters, gradients, optimizer = ((numbers * size).sum(1) for size in each)
                 memory[:, mode, number] = parameters + optimizer + np.maximum(gradients, kept * flying + moving)
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
@@ -72,10 +71,10 @@ class Bounds:
         """Of every layout: seconds and bytes below which it does not come. Seconds are infinite where bytes are beyond
         the `limit`. `runs`: with the bubble of its schedule's own program, which takes longer to know."""
         time, memory = np.full(len(rows), inf), np.empty(len(rows))
-        for (pp, plan, mode), members in grouped(self.pp[rows.pair], rows.plan, rows.recompute):
+        for (pp, scheduled, mode), members in grouped(self.pp[rows.pair], rows.scheduled, rows.recompute):
             pairs, which = runs_of(rows.pair[members])
             states = rows.state[members]
-            group = self._pipelines(pairs, pp, plan, mode)
+            group = self._pipelines(pairs, pp, scheduled, mode)
             of_bytes = StepBytes(group)
             sizes = np.empty((len(STATES), len(pairs)))
             for state in np.flatnonzero(np.bincount(states)):
@@ -86,21 +85,21 @@ class Bounds:
                 continue
             kept, states = members[small], states[small]
             pairs, which = runs_of(rows.pair[kept])
-            of_time = StepSeconds(group if small.all() else self._pipelines(pairs, pp, plan, mode))
+            of_time = StepSeconds(group if small.all() else self._pipelines(pairs, pp, scheduled, mode))
             seconds = np.empty((len(STATES), len(pairs)))
             for state in np.flatnonzero(np.bincount(states)):
                 seconds[state] = of_time.seconds(int(state), which[states == state] if runs else None)
             time[kept] = seconds[states, which] * (1 - ROUNDING)
         return time, memory
 
-    def _pipelines(self, pairs: NDArray[Any], pp: int, plan: int, mode: int) -> Pipelines:
+    def _pipelines(self, pairs: NDArray[Any], pp: int, scheduled: int, mode: int) -> Pipelines:
         """What the bounds of some pairs take from their mesh."""
-        tables, cut = self.tables, self.tables.cut(pp, plan).shares
+        tables, cut = self.tables, self.tables.cut(pp, scheduled).shares
         inner = tables.inner_of[pairs]
         return Pipelines(
             tables=tables,
             pp=pp,
-            plan=self.space.plans[plan],
+            scheduled=self.space.schedules[scheduled],
             mode=mode,
             shares=list(cut),
             first=[rank for rank, _ in cut.values()],
@@ -146,13 +145,15 @@ class Bounds:
             options = self.space.options[pair]
             key = int(self.pp[pair]), int(self.space.accumulation[pair]), id(options)
             if key not in known:
-                known[key] = min(self._in_flight(key[0], key[1], int(plan)) for plan in set(options[:, 0].tolist()))
+                known[key] = min(
+                    self._in_flight(key[0], key[1], int(scheduled)) for scheduled in set(options[:, 0].tolist())
+                )
             found[place] = known[key]
         return found
 
-    def _in_flight(self, pp: int, m: int, plan: int) -> float:
-        schedule, chunks = self.space.plans[plan]
-        least = min(share.least for share in self.tables.cut(pp, plan).shares)
+    def _in_flight(self, pp: int, m: int, scheduled: int) -> float:
+        schedule, chunks = self.space.schedules[scheduled]
+        least = min(share.least for share in self.tables.cut(pp, scheduled).shares)
         count = IN_FLIGHT.get(schedule) if pp > 1 else None
         return least * sum(count(pp, m, chunks or 1, rank) if count else 1 for rank in range(pp)) / pp
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -22,7 +23,6 @@ from phalanx.cost.step_time import step_parts
 from phalanx.errors import JobError
 from phalanx.job.layout import Layout
 from phalanx.plan.bounds import Bounds
-from phalanx.plan.mixtures import same_passes
 from phalanx.plan.plan import Candidate
 from phalanx.plan.question import Question
 from phalanx.plan.space import Rows, Space, joined, space_of
@@ -42,6 +42,7 @@ SIMULATED = 300
 VISITS = 600_000
 """Actions of schedules that these have together at most, beyond the first few layouts: a second or two."""
 FEWEST = 12
+"""Of these first few."""
 FIRST, SEEDS = 6, 24
 """Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
 BLOCK = 2048
@@ -154,6 +155,11 @@ class Search:
         found = self.best(pairs, keep, simulates=False)
         near = min(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)), default=None)
         return near and Candidate(near[0], predict(near[0]), step_seconds(near[0]))
+
+    @cached_property
+    def leanest(self) -> Candidate | None:
+        """Of the whole space the layout that needs the least memory, as far as `least` looks."""
+        return self.least(np.ones(len(self.pair_bytes), bool))
 
     def least(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
         """The layout of some pairs and of the rows to `keep` that needs the least memory, of those with the lowest
@@ -321,3 +327,8 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         + (layout.ring > 1 and layout.cp_ulysses > 1)
     )
     return axes, settings, layout.tp * layout.pp * layout.cp * layout.ep, layout.pp_chunks, layout.zero
+
+
+def same_passes(layout: Layout) -> Layout:
+    """The layout without how ranks share the state: what is left says what the passes do."""
+    return replace(layout, dp_shard=1, dp_replicate=1, zero=3, reshard=True, accumulate="local")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from phalanx.job.cluster import Cluster
 from phalanx.job.layout import Layout
-from phalanx.plan.space import STATES, Mesh, Plan, Space, State, divisors
+from phalanx.plan.space import STATES, Mesh, Scheduled, Space, State, divisors
 
 INNER = ("tp", "cp", "pp", "ep")
 AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
@@ -22,7 +22,7 @@ class Family(NamedTuple):
     name: str
     meshes: Callable[[Any], Any]
     """Whether a mesh with its micro-batch is one of them: of a layout, or of the columns of a space."""
-    options: Callable[[Plan, State, str], bool]
+    options: Callable[[Scheduled, State, str], bool]
     """Whether schedule, state and recomputation are."""
     example: Layout
     """To say what is not legal about it where the space has none."""
@@ -30,8 +30,8 @@ class Family(NamedTuple):
     def has(self, layout: Layout) -> bool:
         """Whether a layout is one of them."""
         state = State(layout.zero, layout.reshard, layout.accumulate)
-        plan = Plan(layout.schedule, layout.pp_chunks)
-        return bool(self.meshes(layout)) and self.options(plan, state, layout.recompute)
+        scheduled = Scheduled(layout.schedule, layout.pp_chunks)
+        return bool(self.meshes(layout)) and self.options(scheduled, state, layout.recompute)
 
 
 def families(space: Space, cluster: Cluster, best: Layout | None) -> Iterator[Family]:
@@ -90,7 +90,7 @@ def _tensor(devices: int, tp: int, where: str) -> Iterator[Family]:
     yield Family(
         f"Megatron's: tensor parallel inside a {where} (tp {tp}), pipeline between, data parallel, 1F1B",
         lambda c: (c.tp == tp) & (c.pp > 1) & (c.cp == 1) & ((c.dp_replicate == 1) | (c.dp_shard == 1)),
-        lambda plan, state, _: plan.schedule == "1f1b" and state in (STATES[0], STATES[-1]),
+        lambda scheduled, state, _: scheduled.schedule == "1f1b" and state in (STATES[0], STATES[-1]),
         Layout(tp=tp, pp=2, dp_shard=devices // tp // 2, zero=1),
     )
 
@@ -106,14 +106,16 @@ def _without(best: Layout) -> Iterator[Family]:
         yield Family(
             f"1F1B instead of {best.schedule}",
             lambda c: _same(c, best, Mesh._fields),
-            lambda plan, *_: plan.schedule == "1f1b",
+            lambda scheduled, *_: scheduled.schedule == "1f1b",
             replace(same, schedule="1f1b", pp_chunks=0),
         )
     if best.recompute != "full":
         yield Family(
             "everything recomputed",
             lambda c: _same(c, best, (*Mesh._fields, "micro_batch")),
-            lambda plan, state, mode: mode == "full" and plan.schedule == best.schedule and state.zero == best.zero,
+            lambda scheduled, state, mode: (
+                mode == "full" and scheduled.schedule == best.schedule and state.zero == best.zero
+            ),
             replace(same, recompute="full"),
         )
 
@@ -135,15 +137,15 @@ def _one(axis: str) -> Callable[[Any], Any]:
     return lambda c: getattr(c, axis) == 1
 
 
-def _zero(stage: int) -> Callable[[Plan, State, str], bool]:
+def _zero(stage: int) -> Callable[[Scheduled, State, str], bool]:
     return lambda _, state, __: state.zero == stage
 
 
-def _common(best: Layout | None) -> Callable[[Plan, State, str], bool]:
+def _common(best: Layout | None) -> Callable[[Scheduled, State, str], bool]:
     """The schedules that people take, and the best layout's."""
-    common = {Plan("1f1b", 0), Plan("interleaved_1f1b", 2)}
-    common |= {Plan(best.schedule, best.pp_chunks)} if best else set()
-    return lambda plan, *_: plan in common
+    common = {Scheduled("1f1b", 0), Scheduled("interleaved_1f1b", 2)}
+    common |= {Scheduled(best.schedule, best.pp_chunks)} if best else set()
+    return lambda scheduled, *_: scheduled in common
 
 
 def _any(*_: object) -> bool:

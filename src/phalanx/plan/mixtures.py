@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,10 +13,8 @@ from phalanx.cost.stage_memory import needed_bytes
 from phalanx.cost.step_time import step_parts
 from phalanx.errors import JobError
 from phalanx.job.layout import Layout
+from phalanx.plan.branch import Found, Search, same_passes
 from phalanx.plan.space import RECOMPUTE, Rows
-
-if TYPE_CHECKING:
-    from phalanx.plan.branch import Found, Search
 
 PAIRS = 512
 """Pairs of a mesh and a micro-batch that are looked at: those with the lowest bounds."""
@@ -57,7 +54,7 @@ def _by_bounds(search: Search, found: Found, seconds: float) -> Iterator[Layout]
     rows = rows.select(rows.recompute == RECOMPUTE.index("full"))
     if not len(rows):
         return
-    keeping = Rows(rows.pair, rows.plan, rows.state, np.zeros_like(rows.recompute))
+    keeping = Rows(rows.pair, rows.scheduled, rows.state, np.zeros_like(rows.recompute))
     slow, small = search.bounds.rows(rows)
     fast, large = search.bounds.rows(keeping)
     share = np.clip((large - search.limit) / np.maximum(large - small, 1.0), 0.0, 1.0)
@@ -72,8 +69,3 @@ def _by_bounds(search: Search, found: Found, seconds: float) -> Iterator[Layout]
             continue
         seen.add(passes)
         yield layout
-
-
-def same_passes(layout: Layout) -> Layout:
-    """The layout without how ranks share the state: what is left says what the passes do."""
-    return replace(layout, dp_shard=1, dp_replicate=1, zero=3, reshard=True, accumulate="local")

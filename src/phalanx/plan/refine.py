@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 from math import inf
-from typing import TYPE_CHECKING
 
 from phalanx.cost.case import Case
 from phalanx.cost.placed import stages_of_case
@@ -20,15 +19,13 @@ from phalanx.cost.step_time import step_parts
 from phalanx.errors import JobError
 from phalanx.job.layout import Layout
 from phalanx.job.recompute import MODES, Mode, Run, modes, written
+from phalanx.plan.branch import Found, Search
 from phalanx.plan.mixtures import mixtures, same_passes
 from phalanx.plan.plan import Candidate
 from phalanx.plan.question import Question
 from phalanx.plan.rank_costs import Ranks
 from phalanx.plan.uneven import stages_of_ranks
 from phalanx.simulate.step import step_seconds
-
-if TYPE_CHECKING:
-    from phalanx.plan.branch import Found, Search
 
 ROUNDS = 6
 """Times that the line of the memory (rank_costs.py) is put right."""

@@ -60,8 +60,7 @@ def search(question: Question, progress: Progress | None = None, sample: int = 0
 def _best(one: Search, found: Found) -> list[Candidate]:
     """The best of a space, and what comes of them with stages and layers that differ."""
     uniform = simulated(found)
-    least = None if uniform else one.least(np.ones(len(one.pair_bytes), bool))
-    begun = uniform or ([least] if least else [])
+    begun = uniform or ([one.leanest] if one.leanest else [])
     return [*refinements(one, found, begun), *uniform]
 
 
@@ -82,6 +81,5 @@ def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def nearest(searches: Iterable[Search], weighed: Iterable[Alternative]) -> Candidate:
     """Where nothing fits: the layout that needs the least memory."""
-    least = [one.least(np.ones(len(one.pair_bytes), bool)) for one in searches]
-    found = [one for one in (*least, *(each.candidate for each in weighed)) if one]
+    found = [one for one in (*(one.leanest for one in searches), *(each.candidate for each in weighed)) if one]
     return min(found, key=lambda one: (one.prediction.fullest.needed, complexity(one.layout)))

@@ -60,7 +60,7 @@ class State(NamedTuple):
     accumulate: str
 
 
-class Plan(NamedTuple):
+class Scheduled(NamedTuple):
     """A schedule and its stages a rank (0: its own number)."""
 
     schedule: str
@@ -84,8 +84,8 @@ class Rows:
 
     pair: NDArray[np.int32]
     """The number of its pair."""
-    plan: NDArray[np.int32]
-    """The number of its plan; so of its state in STATES and of its recomputation in RECOMPUTE."""
+    scheduled: NDArray[np.int32]
+    """The number of its schedule among the space's; so of its state in STATES and of its recomputation in RECOMPUTE."""
     state: NDArray[np.int32]
     recompute: NDArray[np.int32]
 
@@ -94,7 +94,7 @@ class Rows:
 
     def select(self, kept: NDArray[Any]) -> Rows:
         """Some of them: a mask, or their numbers in order."""
-        return Rows(self.pair[kept], self.plan[kept], self.state[kept], self.recompute[kept])
+        return Rows(self.pair[kept], self.scheduled[kept], self.state[kept], self.recompute[kept])
 
 
 def joined(blocks: Sequence[Rows]) -> Rows:
@@ -109,13 +109,13 @@ class Space:
     base: Layout
     """What all have in common."""
     meshes: list[Mesh]
-    plans: list[Plan]
+    schedules: list[Scheduled]
     mesh: NDArray[np.int32]
     """By pair, the number of its mesh."""
     micro_batch: NDArray[np.int32]
     accumulation: NDArray[np.int32]
     options: list[NDArray[np.int32]]
-    """By pair, a row an option: plan, state, recomputation."""
+    """By pair, a row an option: schedule, state, recomputation."""
 
     @property
     def size(self) -> int:
@@ -132,7 +132,7 @@ class Space:
         """The layout of a row."""
         pair = rows.pair[number]
         named: dict[str, Any] = self.meshes[self.mesh[pair]]._asdict()
-        named |= self.plans[rows.plan[number]]._asdict()
+        named |= self.schedules[rows.scheduled[number]]._asdict()
         named |= STATES[rows.state[number]]._asdict()
         named["recompute"] = RECOMPUTE[rows.recompute[number]]
         named["micro_batch"] = int(self.micro_batch[pair])
@@ -148,7 +148,7 @@ def space_of(question: Question) -> Space:
     """All of them. Raises JobError where what is fixed leaves none."""
     base = replace(Layout(), **question.fixed)
     meshes = [mesh for world in question.devices for mesh in _meshes(question, world)]
-    plans: dict[Plan, int] = {}
+    schedules: dict[Scheduled, int] = {}
     known: dict[tuple[int, int, bool], NDArray[np.int32]] = {}
     pairs, options = [], []
     for number, mesh in enumerate(meshes):
@@ -156,14 +156,14 @@ def space_of(question: Question) -> Space:
         for micro, m in _batches(question, mesh):
             key = mesh.pp, m, shared
             if key not in known:
-                known[key] = _options(question, mesh.pp, m, shared, plans)
+                known[key] = _options(question, mesh.pp, m, shared, schedules)
             if len(known[key]):
                 pairs.append((number, micro, m))
                 options.append(known[key])
     if not pairs:
         raise JobError(_nothing(question))
     table = np.array(pairs, np.int32)
-    return Space(base, meshes, list(plans), table[:, 0], table[:, 1], table[:, 2], options)
+    return Space(base, meshes, list(schedules), table[:, 0], table[:, 1], table[:, 2], options)
 
 
 def _nothing(question: Question) -> str:
@@ -180,7 +180,7 @@ def _meshes(question: Question, world: int) -> Iterator[Mesh]:
     """Every mesh of `world` devices."""
     model, fixed = question.model, question.fixed
     most_tp = max(LEAST_TP, NEIGHBOURHOODS * question.cluster.joined)
-    for tp, sp, cp, ulysses in _inner(model, world, most_tp, _Fixed(fixed)):
+    for tp, sp, cp, ulysses in _inner(model, world, most_tp, fixed):
         for pp in _kept(divisors(world // (tp * cp)), fixed, "pp"):
             if pp > model.n_layers:
                 continue
@@ -194,15 +194,7 @@ def _meshes(question: Question, world: int) -> Iterator[Mesh]:
                     yield Mesh(tp, sp, cp, ulysses, pp, shard, data // shard, ep)
 
 
-class _Fixed(dict[str, Any]):
-    """Fixed fields that a cache can have as a key."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted((name, repr(value)) for name, value in self.items())))
-
-
-@lru_cache(64)
-def _inner(model: Model, world: int, most_tp: int, fixed: _Fixed) -> list[tuple[int, bool, int, int]]:
+def _inner(model: Model, world: int, most_tp: int, fixed: Mapping[str, Any]) -> list[tuple[int, bool, int, int]]:
     """Legal tp, sp, cp and cp_ulysses."""
     found = []
     most_cp = max(4, model.seq_len // LEAST_TOKENS)
@@ -235,29 +227,29 @@ def _few_factors(number: int) -> bool:
     return odd in (1, 3)
 
 
-def _options(question: Question, pp: int, m: int, shared: bool, plans: dict[Plan, int]) -> NDArray[np.int32]:
+def _options(question: Question, pp: int, m: int, shared: bool, known: dict[Scheduled, int]) -> NDArray[np.int32]:
     """Schedule, state and recomputation, as numbers, of everything that goes with pp ranks and m micro-batches."""
     fixed = question.fixed
     states = [
         number
-        for number, state in enumerate(STATES[:6] if shared else STATES[:1])
+        for number, state in enumerate(STATES if shared else STATES[:1])
         if (state.accumulate == "local" or m > 1)
         and (not shared or all(_allowed(fixed, name, value) for name, value in state._asdict().items()))
     ]
     modes = [number for number, mode in enumerate(RECOMPUTE) if _allowed(fixed, "recompute", mode)]
-    schedules = [plans.setdefault(plan, len(plans)) for plan in _schedules(question, pp, m)]
-    rows = [(plan, state, mode) for plan in schedules for state in states for mode in modes]
+    schedules = [known.setdefault(scheduled, len(known)) for scheduled in _schedules(question, pp, m)]
+    rows = [(scheduled, state, mode) for scheduled in schedules for state in states for mode in modes]
     return np.array(rows, np.int32).reshape(-1, 3)
 
 
-def _schedules(question: Question, pp: int, m: int) -> Iterator[Plan]:
+def _schedules(question: Question, pp: int, m: int) -> Iterator[Scheduled]:
     fixed, layers = question.fixed, question.model.n_layers
     if pp == 1:
-        yield Plan(fixed.get("schedule", "1f1b"), fixed.get("pp_chunks", 0))
+        yield Scheduled(fixed.get("schedule", "1f1b"), fixed.get("pp_chunks", 0))
         return
     for name in [fixed["schedule"]] if "schedule" in fixed else SCHEDULES:
         if name not in catalogue.SCHEDULES:  # a file
-            yield Plan(name, 0)
+            yield Scheduled(name, 0)
             continue
         least, most = catalogue.SCHEDULES[name].chunks
         for chunks in range(least, min(most, MOST_CHUNKS) + 1):
@@ -265,7 +257,7 @@ def _schedules(question: Question, pp: int, m: int) -> Iterator[Plan]:
             if not _allowed(fixed, "pp_chunks", written, unset=0):
                 continue
             if catalogue.stages(name, pp, written) <= layers and not catalogue.problems(name, pp, m, written):
-                yield Plan(name, written)
+                yield Scheduled(name, written)
 
 
 def _kept(values: list[Any], fixed: Mapping[str, Any], name: str, unset: Any = None) -> list[Any]:
@@ -274,7 +266,8 @@ def _kept(values: list[Any], fixed: Mapping[str, Any], name: str, unset: Any = N
 
 
 def _allowed(fixed: Mapping[str, Any], name: str, value: Any, unset: Any = None) -> bool:
-    return name not in fixed or fixed[name] in (value, unset) or (unset is None and fixed[name] == value)
+    """Whether it is what is fixed, or nothing is, which a value `unset` says too."""
+    return fixed.get(name, unset) in (value, unset)
 
 
 @lru_cache(4096)
@@ -289,7 +282,7 @@ def divisors(number: int, most: int = 0) -> list[int]:
 
 
 OPEN = frozenset(
-    {*Mesh._fields, *State._fields, *Plan._fields, "recompute", "micro_batch", "accumulation"}
+    {*Mesh._fields, *State._fields, *Scheduled._fields, "recompute", "micro_batch", "accumulation"}
     & {field.name for field in fields(Layout)}
 )
 """The fields of a layout that a search chooses."""

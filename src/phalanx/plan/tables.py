@@ -32,7 +32,7 @@ from phalanx.job.model import Model
 from phalanx.job.pipeline import is_file, schedule_of
 from phalanx.plan.case import stages
 from phalanx.plan.question import Question
-from phalanx.plan.space import RECOMPUTE, Plan, Space
+from phalanx.plan.space import RECOMPUTE, Scheduled, Space
 from phalanx.schedule import catalogue
 
 Floats = NDArray[np.float64]
@@ -76,7 +76,7 @@ class Pipelines:
 
     tables: Tables
     pp: int
-    plan: Plan
+    scheduled: Scheduled
     mode: int
     """The number of the recomputation."""
     shares: list[Share]
@@ -139,6 +139,8 @@ class Tables:
         model = question.model
         moe = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
         self.whole = Share(model.n_layers - moe, moe, True, True, least=model.n_layers)
+        self.widths = Step(alone(question, Layout(), 1)).widths
+        """Bytes of a parameter, its gradient and its optimizer's state, on one device."""
         self.slopes = self._slopes()
         """By outer combination: seconds a parameter, gathered (dense, experts) and reduced (dense, experts), and those
         of a message of no bytes, in the same order; of what is gathered beside products, seconds of a message of no
@@ -175,17 +177,17 @@ class Tables:
 
     def activations(self, moe: bool, mode: int, inner: NDArray[Any]) -> Floats:
         """Of inner combinations, bytes: what a block keeps of a micro-batch, what its backward pass needs besides, what
-        it gathers for that, a message between stages."""
-        kind = BlockKind(moe, RECOMPUTE[mode])  # type: ignore[arg-type]
+        it gathers for that."""
+        kind = BlockKind(moe, RECOMPUTE[mode])
 
-        def ask(case: Case) -> tuple[float, float, float, float]:
+        def ask(case: Case) -> tuple[float, float, float]:
             step = Step(case)
             found = step.kinds[kind]
             gathered = Rank(step, step.flights[0]).backward(True)[1]
-            return found.kept, sum(found.backward), gathered, step.stream / step.share
+            return found.kept, sum(found.backward), gathered
 
         on = (TP, SP, CP, ULYSSES, EP) if moe else (TP, SP, CP, ULYSSES)
-        each = self._ask(("activations", moe, mode), on, inner, 4, ask)
+        each = self._ask(("activations", moe, mode), on, inner, 3, ask)
         return each * self.inner[inner, MICRO, None]
 
     def loss(self, inner: NDArray[Any]) -> Floats:
@@ -215,13 +217,13 @@ class Tables:
             found.append((dense, experts))
         return self._numbers.setdefault((share, inside), np.array(found, np.float64)[which])
 
-    def cut(self, pp: int, plan: int) -> Cut:
-        """What the ranks of a pipeline have under a plan of the space."""
-        if (pp, plan) not in self._cuts:
-            schedule, chunks = self.space.plans[plan]
+    def cut(self, pp: int, scheduled: int) -> Cut:
+        """What the ranks of a pipeline have under a schedule of the space."""
+        if (pp, scheduled) not in self._cuts:
+            schedule, chunks = self.space.schedules[scheduled]
             layout = Layout(pp=pp, schedule=schedule, pp_chunks=chunks, pp_cut=self.space.base.pp_cut)
-            self._cuts[pp, plan] = _cut(self.question.model, layout)
-        return self._cuts[pp, plan]
+            self._cuts[pp, scheduled] = _cut(self.question.model, layout)
+        return self._cuts[pp, scheduled]
 
     def _projected(self, on: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
         """The combinations of some of the inner degrees, others 1, and by inner combination the number of its own."""
@@ -253,7 +255,7 @@ class Tables:
         for number in np.flatnonzero(wanted & np.isnan(table[:, 0])):
             tp, sp, cp, ulysses, ep, micro = degrees[number].tolist()
             degree = {"tp": tp, "sp": bool(sp), "cp": cp, "cp_ulysses": ulysses, "ep": ep, "dp_shard": ep}
-            layout = replace(self._alone, recompute=RECOMPUTE[what[2]], **degree)  # type: ignore[arg-type]
+            layout = replace(self._alone, recompute=RECOMPUTE[what[2]], **degree)
             table[number] = ask(alone(self.question, layout, micro))
         return table[places, columns]
 

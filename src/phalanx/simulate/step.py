@@ -75,7 +75,7 @@ def _schedule(case: Case, micro_batches: int) -> Schedule:
     return _built(layout.schedule, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices)
 
 
-@lru_cache(64)
+@lru_cache(8)
 def _built(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -> Schedule:
     """A search simulates one schedule again and again, and some take as long to build as to run."""
     return catalogue.build(name, pp, micro_batches, chunks, slices)
