@@ -70,6 +70,20 @@ def test_every_call_finds_a_fresh_process(ranks: Run, tmp_path: Path, monkeypatc
     assert first[0][1:] == (torch.float32, None, str(tmp_path), 1)
 
 
+def held_in_a_circle(ranks: Ranks) -> int:
+    """Threads of the process; the call's group is held by an object that refers to itself."""
+    circle: list[Any] = [dist.new_group([0, 1])]
+    circle.append(circle)
+    dist.barrier(circle[0])
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the threads")
+def test_threads_of_a_call_s_groups_end_with_it(ranks: Run) -> None:
+    first, *_, last = (ranks(held_in_a_circle, 2) for _ in range(6))
+    assert last == first
+
+
 def big(ranks: Ranks, size: int) -> dict[str, torch.Tensor]:
     return {"x": torch.full((size,), float(ranks.rank))}
 

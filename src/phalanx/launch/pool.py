@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -211,6 +212,7 @@ def _serve(connection: Connection, stacks: str) -> None:
     torch.set_num_threads(1)
     if not Path(stacks).exists():
         return  # the caller was interrupted while this process started, and has cleaned up
+    gc.freeze()  # what the fork server imported, which no collection needs to look through
     with open(stacks, "w", encoding="utf-8") as file, suppress(EOFError):
         faulthandler.enable(file)
         faulthandler.register(_STACKS_SIGNAL, file)
@@ -223,6 +225,9 @@ def _serve(connection: Connection, stacks: str) -> None:
             connection.recv()
             if dist.is_initialized():
                 process_group.shutdown()
+            # Objects that refer to each other may hold the call's groups, whose threads would run on: one whose peer is
+            # gone takes a whole core.
+            gc.collect()
             os.environ.clear()
             os.environ.update(environment)
 
