@@ -75,6 +75,7 @@ def _variants(layout: Layout, experts: int) -> Iterator[Layout]:
 
 
 def family(layout: Layout) -> str:
-    """Which axes a layout uses, such as "dp_shard + tp"; "one process" where none."""
-    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-    return " + ".join(axis for axis in axes if getattr(layout, axis) > 1) or "one process"
+    """Which axes of a layout cut the model, such as "cp + tp"; with experts apart it is "ep", whatever else there is."""
+    if layout.ep > 1:
+        return "ep"
+    return " + ".join(axis for axis in ("cp", "tp", "pp") if getattr(layout, axis) > 1) or "data parallel, or one"
