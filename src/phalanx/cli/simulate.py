@@ -21,6 +21,7 @@ from phalanx.cost.prediction import Prediction
 from phalanx.data.progress import Progress, silent, stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.errors import JobError
+from phalanx.garbage import uncollected
 from phalanx.plan.advice import shortfall
 from phalanx.plan.case import case_of
 from phalanx.simulate import goodput
@@ -105,6 +106,7 @@ class Simulated:
     """Of a step on a machine without what disturbs it."""
 
 
+@uncollected()
 def _simulated(case: Case, disturbance: Disturbance, progress: Progress) -> Simulated:
     disturbed = disturbance != Disturbance()
     number = 3 if disturbed else 2

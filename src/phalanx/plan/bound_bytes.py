@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.cost.rank_parts import by_stage
 from phalanx.plan.space import STATES
@@ -34,6 +35,7 @@ class StepBytes:
         self.habits = group.tables.question.software.habits
         self.widths = group.tables.widths
         self.counted = IN_FLIGHT.get(group.scheduled.schedule) if group.pp > 1 else None
+        self.states: dict[int, tuple[Floats, Floats, Floats]] = {}
         self.activations = self._activations()
         """Bytes, at the fullest moment at least."""
 
@@ -54,19 +56,42 @@ class StepBytes:
     def bytes(self, state: int) -> Floats:
         """Of the fullest rank: of those with the same share the first has the most in flight."""
         zero, reshard, accumulate = STATES[state]
-        group, habits, widths, m = self.group, self.habits, self.widths, self.m
-        parameter, gradient, optimizer = by_stage(zero, group.ranks, *widths)
-        kept, gradients = group.weighed(parameter + optimizer), group.weighed(gradient)
-        unsent = 0.0
-        if zero >= 2 and accumulate == "local" and not habits.reduces_each:
-            unsent = group.weighed(np.where((m > 1) & (group.ranks > 1), widths[1], 0.0))
-        # Gradients of earlier micro-batches are there while the most are in flight.
-        stays = habits.gradients_stay | (m > 1 if self.pp == 1 else (m > 2 * self.pp + 1) & (self.counted is not None))
-        early = np.maximum(unsent, np.where(stays, gradients, 0.0))
-        whole = np.where(group.data_ranks > 1, habits.bucket_numbers * widths[1], 0.0)
-        if zero == 3 and not habits.gathers_matrices:
-            whole = whole + np.where(group.shared, self._whole(reshard), 0.0)
+        kept, early, gradients = self._state(zero)
+        if zero >= 2 and accumulate == "local" and not self.habits.reduces_each:
+            early = np.maximum(early, self._unsent)
+        whole = self._buckets
+        if zero == 3 and not self.habits.gathers_matrices:
+            whole = whole + np.where(self.group.shared, self._whole(reshard), 0.0)
         return (kept + np.maximum(gradients, early + self.activations + whole)).max(0)
+
+    def _state(self, zero: int) -> tuple[Floats, Floats, Floats]:
+        """Bytes of parameters and the optimizer's state, of gradients while the most micro-batches are in flight, and
+        of all gradients."""
+        if zero not in self.states:
+            parameter, gradient, optimizer = by_stage(zero, self.group.ranks, *self.widths)
+            gradients = self.group.weighed(gradient)
+            self.states[zero] = (
+                self.group.weighed(parameter + optimizer),
+                np.where(self._stays, gradients, 0.0),
+                gradients,
+            )
+        return self.states[zero]
+
+    @cached_property
+    def _stays(self) -> NDArray[np.bool_]:
+        """Whether gradients of earlier micro-batches are there while the most are in flight."""
+        several = self.m > 1 if self.pp == 1 else (self.m > 2 * self.pp + 1) & (self.counted is not None)
+        return self.habits.gradients_stay | several
+
+    @cached_property
+    def _unsent(self) -> Floats:
+        """Bytes of gradients that wait for the last micro-batch to be reduced."""
+        return self.group.weighed(np.where((self.m > 1) & (self.group.ranks > 1), self.widths[1], 0.0))
+
+    @cached_property
+    def _buckets(self) -> Floats:
+        """Bytes of gradients on their way."""
+        return np.where(self.group.data_ranks > 1, self.habits.bucket_numbers * self.widths[1], 0.0)
 
     def _whole(self, reshard: bool) -> Floats:
         """Bytes of parameters that zero 3 has whole at a time at least."""

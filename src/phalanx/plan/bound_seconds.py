@@ -37,7 +37,6 @@ class StepSeconds:
         if self.software.sum_passes:
             self.work[1] += self._summed()
         self.slopes = self.tables.slopes[group.outer].T
-        self.plain: tuple[Floats, ...] | None = None
 
     def _summed(self) -> Floats:
         """Seconds in which gradients are added up."""
@@ -46,16 +45,25 @@ class StepSeconds:
 
     def seconds(self, state: int, exactly: NDArray[Any] | None = None) -> Floats:
         """Seconds under a state; with the bubble of the schedule's program for the pairs `exactly`."""
-        three = STATES[state].zero == 3
-        if three or self.plain is None:
-            found = self._passes(state)
-            if not three:
-                self.plain = found
-        else:
-            found = self.plain
-        time, others, forward, weights = found
-        waits = self._idle(forward, weights, exactly) * others if self.pp > 1 else 0.0
-        return time + waits + self._optimizer(state)
+        if STATES[state].zero == 3:
+            return self._step(self._passes(state), exactly) + self._optimizer(state)
+        if exactly is not None:
+            return self._step(self._plain_passes, exactly) + self._optimizer(state)
+        return self._plain + self._optimizer(state)
+
+    @cached_property
+    def _plain_passes(self) -> tuple[Floats, ...]:
+        """Without zero 3, passes are the same under every state."""
+        return self._passes(len(STATES) - 1)
+
+    @cached_property
+    def _plain(self) -> Floats:
+        return self._step(self._plain_passes, None)
+
+    def _step(self, passes: tuple[Floats, ...], exactly: NDArray[Any] | None) -> Floats:
+        """Seconds without the optimizer's."""
+        time, others, forward, weights = passes
+        return time + self._idle(forward, weights, exactly) * others if self.pp > 1 else time
 
     def _passes(self, state: int) -> tuple[Floats, ...]:
         """Seconds of the busiest rank and of what nothing hides besides, and those of another rank's micro-batch; the

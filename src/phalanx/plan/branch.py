@@ -35,19 +35,20 @@ Keep = Callable[[Rows], Mask]
 Progress = Callable[[str, int, int], None]
 """What is done, how much of it, of how much."""
 
-MARGIN = 1.03
-"""Predicted times up to so much beyond the best are of interest: simulated ones are seldom faster by more."""
+MARGIN, MANY = 1.03, 1000
+"""Predicted times up to so much beyond the best are of interest: simulated ones are seldom faster by more. Once so many
+layouts fit, only those are that may be the best."""
 SIMULATED = 300
 """Layouts that are simulated at most."""
-VISITS = 600_000
-"""Actions of schedules that these have together at most, beyond the first few layouts: a second or two."""
-FEWEST = 12
-"""Of these first few."""
+VISITS, FEWEST = 400_000, 8
+"""Actions of schedules that these have together at most, beyond the first few layouts: about a second."""
 FIRST, SEEDS = 6, 24
 """Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
+SEEDED = ("1f1b", "zb_v", "v_half")
+"""Schedules of these: of the others one is seldom better by much."""
 BLOCK = 2048
 """Pairs whose layouts are looked at at a time."""
-ROWS = 200_000
+ROWS = 1_000_000
 """Layouts that are bounded at a time."""
 FEW = 128
 """Layouts whose schedules' programs are run at first, the nearest; then twice as many, and so on."""
@@ -72,29 +73,34 @@ class Found:
     rejected: Counter[str] = field(default_factory=Counter)
     seen: set[Layout] = field(default_factory=set)
     """Layouts that were predicted."""
-    cutoff: float = inf
-    """Predicted seconds beyond which a layout is of no interest."""
+    least: float = inf
+    """Seconds of the best, predicted or simulated, whichever are more."""
     known: dict[Case, float] = field(default_factory=dict)
     """Simulated times."""
     simulates: bool = True
-    """Whether the cutoff goes by simulated times, or by predicted ones alone."""
+    """Whether the best goes by simulated times, or by predicted ones alone."""
+
+    @property
+    def cutoff(self) -> float:
+        """Predicted seconds beyond which a layout is of no interest."""
+        return self.least * (MARGIN if len(self.predicted) < MANY else 1)
 
     def add(self, case: Case, seconds: float) -> None:
         """A layout that fits, and its predicted time."""
         self.predicted.append((case, seconds))
-        if seconds * MARGIN < GAIN * self.cutoff:
+        if seconds < GAIN * self.least:
             self.looked_at(seconds, self.simulated(case) if self.simulates else 0.0)
 
     def restart(self) -> None:
-        """From now on the cutoff goes by simulated times: first by that of the best so far."""
-        self.simulates, self.cutoff = True, inf
+        """From now on the best goes by simulated times: first by that of the best so far."""
+        self.simulates, self.least = True, inf
         if self.predicted:
             case, seconds = min(self.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
             self.looked_at(seconds, self.simulated(case))
 
     def looked_at(self, predicted: float, simulated: float) -> None:
         """A layout that fits, and both its times."""
-        self.cutoff = min(self.cutoff, MARGIN * max(predicted, simulated))
+        self.least = min(self.least, max(predicted, simulated))
 
     def simulated(self, case: Case) -> float:
         """Seconds of its step, simulated once."""
@@ -131,7 +137,7 @@ class Search:
         order = order[np.argsort(self.pair_seconds[order], kind="stable")]
         # A few good layouts first, of pipelines of every length: they say where the others need not be looked at.
         first = self._first(order)
-        near = self._near([self.space.rows(first)], found, keep)
+        near = self._near([self._seeds(first)], found, keep)
         self._best_of(*near, found, enough=SEEDS)
         if simulates:
             found.restart()
@@ -191,6 +197,12 @@ class Search:
         """Of every number of pipeline ranks a few of the pairs with the lowest bounds."""
         pp = self.bounds.pp[order]
         return np.concatenate([order[pp == ranks][:FIRST] for ranks in np.unique(pp)] or [order])
+
+    def _seeds(self, pairs: NDArray[np.intp]) -> Rows:
+        """The rows of some pairs under a few schedules, where they are among the space's."""
+        rows = self.space.rows(pairs)
+        few = [number for number, one in enumerate(self.space.schedules) if one.schedule in SEEDED]
+        return rows.select(np.isin(rows.scheduled, few)) if few else rows
 
     def _possible(self, pairs: NDArray[np.intp], found: Found, keep: Keep | None, told: Progress) -> Iterator[Rows]:
         """The rows of some pairs whose recomputation and state can fit and can be among the best."""
@@ -292,7 +304,7 @@ def simulated(found: Found) -> list[Candidate]:
         layout = case.layout
         # Layouts that differ in how the state is shared have the same passes: two of each are enough.
         passes = same_passes(layout)
-        if seconds > found.cutoff or len(done) >= SIMULATED or (visits > VISITS and len(done) >= FEWEST):
+        if seconds > MARGIN * found.least or len(done) >= SIMULATED or (visits > VISITS and len(done) >= FEWEST):
             break
         if alike[passes] < 2:
             alike[passes] += 1

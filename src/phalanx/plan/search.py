@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from phalanx.errors import JobError
+from phalanx.garbage import uncollected
 from phalanx.plan.alternatives import alternatives
 from phalanx.plan.branch import Found, Progress, Search, complexity, ranked, simulated
 from phalanx.plan.devices import enough
@@ -24,6 +25,7 @@ SHOWN = 10
 """Layouts that are told."""
 
 
+@uncollected()
 def search(question: Question, progress: Progress | None = None, sample: int = 0) -> Plan:
     """The best layouts, what was weighed against them, and why they won; `sample` is how many layouts of the space are
     predicted for a picture of it.

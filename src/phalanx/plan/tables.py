@@ -105,7 +105,7 @@ class Pipelines:
     hop: Floats
     """Seconds of a message from a stage to the next."""
 
-    @property
+    @cached_property
     def kinds(self) -> list[bool]:
         """Of blocks, without and with experts, those that there are."""
         return [moe for moe in (False, True) if any(share.moe if moe else share.dense for share in self.shares)]
@@ -117,7 +117,7 @@ class Pipelines:
 
     def weighed(self, factors: Floats | float) -> Floats:
         """The parameters, dense and of experts, each with its factors, added up."""
-        dense, experts = np.broadcast_to(factors, (2, len(self.m)))
+        dense, experts = (factors, factors) if isinstance(factors, float | int) else factors
         found = self.numbers[0] * dense
         return found + self.numbers[1] * experts if True in self.kinds else found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
@@ -132,8 +133,10 @@ def stages(name: str, ranks: int, chunks: int = 0) -> int:
     return ranks * chunks_of(name, chunks) // SCHEDULES[name].directions
 
 
+@lru_cache(8)
 def build(name: str, ranks: int, micro_batches: int, chunks: int = 0, slices: int = 0, steps: int = 0) -> Schedule:
     """The schedule `name` for `micro_batches` micro-batches a step. 0 chunks, slices or steps: the schedule's own.
+    The last ones are kept: one schedule is asked for again and again, and some take as long to build as to run.
 
     Raises JobError with all that is wrong with the choice."""
     if wrong := problems(name, ranks, micro_batches, chunks, slices, steps):

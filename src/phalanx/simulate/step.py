@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
+from math import ceil
 from typing import Any
 
 from phalanx.cost.case import Case
@@ -23,8 +24,9 @@ from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.stage_seconds import RankSeconds, rank_seconds
 from phalanx.simulate.timeline import Span, Timeline
 
-SETTLED = 8
-"""Micro-batches a pipeline rank after which a schedule repeats itself."""
+SETTLED, LEAST = 4, 64
+"""Micro-batches a pipeline rank, and in all, after which a schedule repeats itself: then the first ones' advance over a
+rank that is nearly as slow as the slowest has been made up for."""
 
 
 def simulate(case: Case, disturbance: Disturbance | None = None) -> Timeline:
@@ -36,15 +38,17 @@ def simulate(case: Case, disturbance: Disturbance | None = None) -> Timeline:
 
 
 def step_seconds(case: Case, disturbance: Disturbance | None = None) -> float:
-    """The duration of a step, without its spans. Beyond 16 micro-batches a pipeline rank it is extrapolated from
-    fewer: by then schedules repeat themselves (tests hold the difference). Raises as `simulate` does."""
+    """The duration of a step, without its spans. Of many micro-batches it is extrapolated from fewer: schedules repeat
+    themselves (tests hold the difference). Raises as `simulate` does."""
     if problems := list(refusals(case)):
         raise JobError(problems)
     disturbance = disturbance or Disturbance()
-    m, period = case.batch.accumulation, 2 * case.layout.pp
-    few = SETTLED * case.layout.pp + m % period
-    if m <= few + SETTLED * case.layout.pp or is_file(case.layout.schedule):
+    m, pp = case.batch.accumulation, case.layout.pp
+    settled = pp * max(SETTLED, ceil(LEAST / pp))
+    if m <= 2 * settled or is_file(case.layout.schedule):
         return _Step(case, _schedule(case, m), disturbance).seconds()
+    period = pp * catalogue.SCHEDULES[case.layout.schedule].directions
+    few = settled + m % period
     fewer, some = (_Step(case, _schedule(case, n), disturbance) for n in (few - period, few))
     ends = []
     for rank, (early, late) in enumerate(zip(fewer.ready, some.ready, strict=True)):
@@ -70,15 +74,7 @@ def _schedule(case: Case, micro_batches: int) -> Schedule:
     layout = case.layout
     if layout.pp == 1:
         return catalogue.build("1f1b", 1, micro_batches)
-    if is_file(layout.schedule):
-        return schedule_of(layout, micro_batches)
-    return _built(layout.schedule, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices)
-
-
-@lru_cache(8)
-def _built(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -> Schedule:
-    """A search simulates one schedule again and again, and some take as long to build as to run."""
-    return catalogue.build(name, pp, micro_batches, chunks, slices)
+    return schedule_of(layout, micro_batches)
 
 
 class _Step:
