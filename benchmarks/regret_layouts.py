@@ -75,7 +75,7 @@ def _variants(layout: Layout, experts: int) -> Iterator[Layout]:
 
 
 def family(layout: Layout) -> str:
-    """Which axes of a layout cut the model, such as "cp + tp"; with experts apart it is "ep", whatever else there is."""
+    """Which axes of a layout cut the model, such as "cp + tp"; where experts lie apart "ep", whatever else does."""
     if layout.ep > 1:
         return "ep"
     return " + ".join(axis for axis in ("cp", "tp", "pp") if getattr(layout, axis) > 1) or "data parallel, or one"

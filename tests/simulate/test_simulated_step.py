@@ -161,14 +161,14 @@ def pipelines(draw: st.DrawFn) -> Case:
     software = draw(st.sampled_from([PHALANX, MEGATRON_CORE, MEGATRON_2021]))
     stages = catalogue.stages(name, pp)
     uneven = f",pp_cut={CUTS[stages]}" if stages in CUTS and draw(st.booleans()) else ""
-    return case(f"tp=8,sp=true,pp={pp},schedule={name}{uneven}", draw(st.integers(pp, 40 * pp)), software=software)
+    return case(f"tp=8,sp=true,pp={pp},schedule={name}{uneven}", draw(st.integers(pp, 400)), software=software)
 
 
 @settings(max_examples=80, derandomize=True)
 @given(pipelines())
 def test_a_long_step_is_a_short_one_and_more_of_the_same(one: Case) -> None:
     # Mostly to 1e-12; where two ranks are nearly as slow, what the first micro-batches hide lasts longer than that.
-    assert abs(step_seconds(one) / figures(simulate(one)).step_time_s - 1) <= 3e-3, one.layout.line()
+    assert abs(step_seconds(one) / figures(simulate(one)).step_time_s - 1) <= 1e-3, one.layout.line()
 
 
 @settings(max_examples=30, derandomize=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import platform
 import signal
@@ -75,7 +74,9 @@ def run(argv: Sequence[str]) -> int:
         print(USAGE.format(version=phalanx.__version__, verbs=verbs).rstrip())
         return 0
     if argv[0] in ("-V", "--version"):
-        torch = importlib.metadata.version("torch")
+        from importlib.metadata import version  # here, because it takes as long as all else that is imported
+
+        torch = version("torch")
         print(f"phalanx {phalanx.__version__}  torch {torch}  python {platform.python_version()}")
         return 0
     verb, *rest = argv

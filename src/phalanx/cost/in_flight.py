@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -49,6 +50,16 @@ def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
 
 
 @lru_cache(maxsize=4096)
+def covering(every: tuple[Flight, ...]) -> tuple[tuple[int, ...], ...]:
+    """Of each rank, those before it that have as many stages, and as many in flight at every moment."""
+    return tuple(tuple(other for other in range(rank) if _covers(every[other], one)) for rank, one in enumerate(every))
+
+
+def _covers(one: Flight, other: Flight) -> bool:
+    return len(one.held) == len(other.held) and all(any(_within(b, a) for a in one.most) for b in other.most)
+
+
+@lru_cache(maxsize=4096)
 def _flights(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -> tuple[Flight, ...]:
     schedule = schedule_of(Layout(schedule=name, pp=pp, pp_chunks=chunks, pp_slices=slices), micro_batches)
     return tuple(_flight(schedule, rank) for rank in range(schedule.ranks))
@@ -81,5 +92,5 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
     )
 
 
-def _within(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+def _within(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(n <= m for n, m in zip(one, other, strict=True))

@@ -12,7 +12,7 @@ from math import inf
 from typing import Literal
 
 from phalanx.cost.case import Case
-from phalanx.cost.in_flight import Flight
+from phalanx.cost.in_flight import Flight, covering
 from phalanx.cost.rank_parts import Rank, Step, by_stage
 from phalanx.units import gib
 
@@ -89,21 +89,17 @@ def needed_bytes(case: Case, limit: float = inf) -> int:
     fewer micro-batches in flight. Where some need more than `limit`, what the first of them needs. Raises as
     `rank_memory`."""
     step, most = Step(case), 0
-    seen = list[tuple[tuple[object, ...], Flight]]()
-    for flight in step.flights:
-        key = tuple(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held
-        if any(key == other and _covered(flight, fuller) for other, fuller in seen):
+    keys = [
+        (*(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held)
+        for flight in step.flights
+    ]
+    for flight, key, fuller in zip(step.flights, keys, covering(step.flights), strict=True):
+        if any(keys[other] == key for other in fuller):
             continue
-        seen.append((key, flight))
         most = max(most, _fullest(step, flight).needed)
         if most > limit:
             break
     return most
-
-
-def _covered(flight: Flight, other: Flight) -> bool:
-    """Whether another rank has as many in flight at every moment."""
-    return all(any(all(a <= b for a, b in zip(one, two, strict=True)) for two in other.most) for one in flight.most)
 
 
 def bytes_per_parameter(

@@ -53,7 +53,7 @@ def run(
     layer, backward = micros * slices, schedule.stages * micros * slices
     ends = [NOT_YET] * (2 * backward)
     there = ends if not hops else list(ends)
-    waiting: dict[int, int] = {}
+    waiting = [-1] * (2 * backward)
     clocks = [0.0] * schedule.ranks
     starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
     ways, channels = len(schedule.placements), {pair: [hop, 0.0] for pair, hop in (hops or {}).items() if hop}
@@ -101,7 +101,7 @@ def run(
             done = place if kind == "F" else backward + place
             ends[done] = clock
             if hops:
-                channel = (onward if kind == "F" else back)[micro * ways // micros][stage]
+                channel = (onward if kind == "F" else back)[micro * ways // micros if ways > 1 else 0][stage]
                 arrival = clock
                 if channel:
                     arrival = max(clock, channel[1]) + channel[0]
@@ -109,7 +109,7 @@ def run(
                     if blocks:
                         clock = arrival
                 there[done] = arrival
-            if (other := waiting.pop(done, -1)) >= 0:
+            if (other := waiting[done]) >= 0:
                 ready.append(other)
         clocks[rank] = clock
     return Events(schedule, tuple(map(tuple, starts)), there)

@@ -25,8 +25,8 @@ from phalanx.simulate.stage_seconds import RankSeconds, rank_seconds
 from phalanx.simulate.timeline import Span, Timeline
 
 SETTLED, LEAST = 4, 64
-"""Micro-batches a pipeline rank, and in all, after which a schedule repeats itself: then the first ones' advance over a
-rank that is nearly as slow as the slowest has been made up for."""
+"""Micro-batches of each direction, for each pipeline rank and in all, after which a schedule repeats itself: by then
+what the first ones gained on ranks that are nearly as slow as the slowest is lost again."""
 
 
 def simulate(case: Case, disturbance: Disturbance | None = None) -> Timeline:
@@ -44,10 +44,10 @@ def step_seconds(case: Case, disturbance: Disturbance | None = None) -> float:
         raise JobError(problems)
     disturbance = disturbance or Disturbance()
     m, pp = case.batch.accumulation, case.layout.pp
-    settled = pp * max(SETTLED, ceil(LEAST / pp))
+    directions = 1 if is_file(case.layout.schedule) else catalogue.SCHEDULES[case.layout.schedule].directions
+    period, settled = directions * pp, directions * pp * max(SETTLED, ceil(LEAST / pp))
     if m <= 2 * settled or is_file(case.layout.schedule):
         return _Step(case, _schedule(case, m), disturbance).seconds()
-    period = pp * catalogue.SCHEDULES[case.layout.schedule].directions
     few = settled + m % period
     fewer, some = (_Step(case, _schedule(case, n), disturbance) for n in (few - period, few))
     ends = []
