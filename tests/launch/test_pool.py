@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from phalanx.errors import JobError
 from phalanx.launch.pool import Pool
@@ -75,13 +77,25 @@ def held_in_a_circle(ranks: Ranks) -> int:
     circle: list[Any] = [dist.new_group([0, 1])]
     circle.append(circle)
     dist.barrier(circle[0])
+    return threads()
+
+
+def held_by_dtensor(ranks: Ranks) -> int:
+    """The same; DTensor remembers how it added sharded tensors on the call's mesh."""
+    tensor = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    assert (tensor + tensor).to_local().sum() == 16
+    return threads()
+
+
+def threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the threads")
-def test_threads_of_a_call_s_groups_end_with_it(ranks: Run) -> None:
-    first, *_, last = (ranks(held_in_a_circle, 2) for _ in range(6))
-    assert last == first
+@pytest.mark.parametrize("fn", [held_in_a_circle, held_by_dtensor])
+def test_threads_of_a_call_s_groups_end_with_it(ranks: Run, fn: Callable[..., int]) -> None:
+    _, second, *_, last = (ranks(fn, 2) for _ in range(6))  # torch keeps the first group that it sees
+    assert last == second
 
 
 def big(ranks: Ranks, size: int) -> dict[str, torch.Tensor]:

@@ -225,9 +225,6 @@ def _serve(connection: Connection, stacks: str) -> None:
             connection.recv()
             if dist.is_initialized():
                 process_group.shutdown()
-            # Objects that refer to each other may hold the call's groups, whose threads would run on: one whose peer is
-            # gone takes a whole core.
-            gc.collect()
             os.environ.clear()
             os.environ.update(environment)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -76,8 +78,15 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the process group."""
+    """Leaves the process group, and what holds it: the threads of a group that is held run on, and one whose peer is
+    gone can take a whole core."""
     dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        # DTensor remembers how it sharded what, and with every answer a mesh and its groups.
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+    gc.collect()  # objects that refer to each other in a circle
 
 
 def _local_store(ranks: Ranks) -> Store | None:
