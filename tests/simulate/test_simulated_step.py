@@ -168,7 +168,7 @@ def pipelines(draw: st.DrawFn) -> Case:
 @given(pipelines())
 def test_a_long_step_is_a_short_one_and_more_of_the_same(one: Case) -> None:
     # Mostly to 1e-12; where two ranks are nearly as slow, what the first micro-batches hide lasts longer than that.
-    assert abs(step_seconds(one) / figures(simulate(one)).step_time_s - 1) <= 1e-3, one.layout.line()
+    assert abs(step_seconds(one) / figures(simulate(one)).step_time_s - 1) <= 2e-3, one.layout.line()
 
 
 @settings(max_examples=30, derandomize=True)
