@@ -84,4 +84,5 @@ def test_what_is_taken_is_legal_and_fits() -> None:
 def test_what_is_fixed_stays() -> None:
     asked = question("llama3-8b", "dgx-h100:1", 64, recompute="selective", loss_chunk=1024)
     found = fitted(asked, rule(asked)[1])
-    assert found is None or (found.recompute, found.loss_chunk) == ("selective", 1024)
+    assert found is not None
+    assert (found.recompute, found.loss_chunk) == ("selective", 1024)

@@ -82,11 +82,10 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
     for one in sorted(found, reverse=True):  # what another has more of comes after it
         if not any(_within(one, other) for other in front):
             front.append(one)
-    most = [one for one in found if one in front]
     visits = sum(placement.count(rank) for placement in schedule.placements)
     return Flight(
         held=tuple(held),
-        most=tuple(tuple(n / schedule.slices for n in one) for one in most),
+        most=tuple(tuple(n / schedule.slices for n in one) for one in front),
         stages=schedule.stages,
         share=visits / len(held) / len(schedule.placements),
     )

@@ -54,7 +54,7 @@ class StepSeconds:
     @cached_property
     def _plain_passes(self) -> tuple[Floats, ...]:
         """Without zero 3, passes are the same under every state."""
-        return self._passes(len(STATES) - 1)
+        return self._passes(next(number for number, state in enumerate(STATES) if state.zero < 3))
 
     @cached_property
     def _plain(self) -> Floats:

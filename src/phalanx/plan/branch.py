@@ -55,7 +55,7 @@ FEW = 128
 SOME, AT_MOST, TRIED = 64, 256, 300
 """Pairs at a time, pairs and layouts at most, that are looked at for the one that needs the least memory."""
 GAIN = 0.995
-"""A layout is simulated while the search goes on where it can lower the cutoff by so much."""
+"""A layout is simulated while the search goes on where it may be faster than the best by so much."""
 KEPT = 1000
 """Layouts that do not fit which are kept for the picture."""
 ALIKE = 1.001

@@ -15,6 +15,7 @@ from math import gcd
 
 from phalanx.cost.stage_memory import needed_bytes
 from phalanx.job.layout import Layout
+from phalanx.plan.families import neighbours
 from phalanx.plan.question import Question
 from phalanx.plan.space import OPEN, RECOMPUTE, divisors
 
@@ -36,7 +37,7 @@ def rule(question: Question) -> tuple[str, Layout]:
 
 def node_of(question: Question) -> int:
     """Devices that the rules take for a node: of a rack with fast links throughout, all."""
-    return max(question.cluster.joined, question.cluster.devices_per_node)
+    return neighbours(question.cluster)[0]
 
 
 def fitted(question: Question, layout: Layout) -> Layout | None:

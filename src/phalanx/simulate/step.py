@@ -43,10 +43,11 @@ def step_seconds(case: Case, disturbance: Disturbance | None = None) -> float:
     if problems := list(refusals(case)):
         raise JobError(problems)
     disturbance = disturbance or Disturbance()
-    m, pp = case.batch.accumulation, case.layout.pp
-    directions = 1 if is_file(case.layout.schedule) else catalogue.SCHEDULES[case.layout.schedule].directions
-    period, settled = directions * pp, directions * pp * max(SETTLED, ceil(LEAST / pp))
-    if m <= 2 * settled or is_file(case.layout.schedule):
+    m, pp, name = case.batch.accumulation, case.layout.pp, case.layout.schedule
+    # A schedule of a file has its own number of micro-batches.
+    period = 0 if is_file(name) else pp * catalogue.SCHEDULES[name].directions
+    settled = period * max(SETTLED, ceil(LEAST / pp))
+    if not period or m <= 2 * settled:
         return _Step(case, _schedule(case, m), disturbance).seconds()
     few = settled + m % period
     fewer, some = (_Step(case, _schedule(case, n), disturbance) for n in (few - period, few))
