@@ -20,6 +20,7 @@ from phalanx.cost.software import Software
 from phalanx.cost.state_time import optimizer_seconds, state_seconds
 from phalanx.errors import JobError
 from phalanx.job.model import Model
+from phalanx.job.presets import PRESETS
 from phalanx.schedule import catalogue, file
 from phalanx.simulate.disturbance import Disturbance, check
 from phalanx.simulate.stage_seconds import rank_seconds, stage_time
@@ -151,24 +152,25 @@ def test_a_program_that_overlaps_nothing_takes_what_is_predicted(line: str) -> N
     assert step_seconds(one) > step_seconds(replace(one, software=replace(MEGATRON_2021, pp_overlaps=True)))
 
 
-CUTS = {2: "35+45", 3: "30+20+30", 4: "30+18+12+20", 6: "15+5+20+10+17+13", 8: "15+5+10+10+20+5+5+10"}
-
-
 @st.composite
 def pipelines(draw: st.DrawFn) -> Case:
+    """Pipelines with even stages, and with such as nobody would cut."""
     name = draw(st.sampled_from(sorted(catalogue.SCHEDULES)))
-    pp = draw(st.sampled_from([2, 3, 4]))
+    pp = draw(st.sampled_from([2, 3, 4, 8]))
     software = draw(st.sampled_from([PHALANX, MEGATRON_CORE, MEGATRON_2021]))
-    stages = catalogue.stages(name, pp)
-    uneven = f",pp_cut={CUTS[stages]}" if stages in CUTS and draw(st.booleans()) else ""
-    return case(f"tp=8,sp=true,pp={pp},schedule={name}{uneven}", draw(st.integers(pp, 400)), software=software)
+    stages, layers = catalogue.stages(name, pp), PRESETS["llama3-70b"].n_layers
+    cut = ""
+    if draw(st.booleans()):
+        ends = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1)))
+        cut = ",pp_cut=" + "+".join(str(b - a) for a, b in itertools.pairwise([0, *ends, layers]))
+    return case(f"tp=8,sp=true,pp={pp},schedule={name}{cut}", draw(st.integers(pp, 400)), software=software)
 
 
 @settings(max_examples=80, derandomize=True)
 @given(pipelines())
 def test_a_long_step_is_a_short_one_and_more_of_the_same(one: Case) -> None:
     # Mostly to 1e-12; where two ranks are nearly as slow, what the first micro-batches hide lasts longer than that.
-    assert abs(step_seconds(one) / figures(simulate(one)).step_time_s - 1) <= 2e-3, one.layout.line()
+    assert abs(step_seconds(one) / figures(simulate(one)).step_time_s - 1) <= 1e-3, one.layout.line()
 
 
 @settings(max_examples=30, derandomize=True)

@@ -52,7 +52,14 @@ def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
 @lru_cache(maxsize=4096)
 def covering(every: tuple[Flight, ...]) -> tuple[tuple[int, ...], ...]:
     """Of each rank, those before it that have as many stages, and as many in flight at every moment."""
-    return tuple(tuple(other for other in range(rank) if _covers(every[other], one)) for rank, one in enumerate(every))
+    found = list[set[int]]()
+    for rank, one in enumerate(every):
+        fuller = set[int]()
+        for other in reversed(range(rank)):
+            if other not in fuller and _covers(every[other], one):
+                fuller |= {other, *found[other]}  # what covers one that covers this
+        found.append(fuller)
+    return tuple(tuple(sorted(fuller)) for fuller in found)
 
 
 def _covers(one: Flight, other: Flight) -> bool:

@@ -40,10 +40,11 @@ MARGIN, MANY = 1.03, 1000
 layouts fit, only those are that may be the best."""
 SIMULATED = 300
 """Layouts that are simulated at most."""
-VISITS, FEWEST = 400_000, 8
-"""Actions of schedules that these have together at most, beyond the first few layouts: about a second."""
-FIRST, SEEDS = 6, 24
-"""Pairs of each length of pipeline that are looked at first, until so many layouts fit."""
+VISITS, MESHES = 400_000, 10
+"""Actions of schedules that these have together at most, about half a second of simulating; but so many meshes are
+simulated in any case."""
+FIRST, SEEDS = 512, 24
+"""Pairs of each length of pipeline that are looked at first, and how many layouts of these that fit."""
 SEEDED = ("1f1b", "zb_v", "v_half")
 """Schedules of these: of the others one is seldom better by much."""
 BLOCK = 2048
@@ -135,9 +136,9 @@ class Search:
             )
         order = np.flatnonzero(chosen & fits)
         order = order[np.argsort(self.pair_seconds[order], kind="stable")]
-        # A few good layouts first, of pipelines of every length: they say where the others need not be looked at.
-        first = self._first(order)
-        near = self._near([self._seeds(first)], found, keep)
+        # Some good layouts first, of pipelines of every length: they say where the others need not be looked at. The
+        # very fastest seldom fit.
+        near = self._near([self._seeds(self._first(order))], found, keep)
         self._best_of(*near, found, enough=SEEDS)
         if simulates:
             found.restart()
@@ -194,7 +195,7 @@ class Search:
         return Candidate(best[1], predict(best[1]), step_seconds(best[1])) if best else None
 
     def _first(self, order: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Of every number of pipeline ranks a few of the pairs with the lowest bounds."""
+        """Of every number of pipeline ranks some of the pairs with the lowest bounds."""
         pp = self.bounds.pp[order]
         return np.concatenate([order[pp == ranks][:FIRST] for ranks in np.unique(pp)] or [order])
 
@@ -299,16 +300,18 @@ def _joined(blocks: Iterable[Rows]) -> Iterator[Rows]:
 def simulated(found: Found) -> list[Candidate]:
     """The best of what was predicted, by their simulated time, the fastest first."""
     near = sorted(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
-    done, visits, alike = list[Candidate](), 0, Counter[Layout]()
+    done, visits, alike, meshes = list[Candidate](), 0, Counter[Layout](), set[tuple[int, ...]]()
     for case, seconds in near:
         layout = case.layout
         # Layouts that differ in how the state is shared have the same passes: two of each are enough.
         passes = same_passes(layout)
-        if seconds > MARGIN * found.least or len(done) >= SIMULATED or (visits > VISITS and len(done) >= FEWEST):
+        if seconds > MARGIN * found.least or len(done) >= SIMULATED:
             break
-        if alike[passes] < 2:
+        another = visits <= VISITS or (degrees(layout) not in meshes and len(meshes) < MESHES)
+        if another and alike[passes] < 2:
             alike[passes] += 1
-            visits += min(case.batch.accumulation, 10 * layout.pp) * layout.pp * max(1, layout.pp_chunks) * 4
+            meshes.add(degrees(layout))
+            visits += min(case.batch.accumulation, 5 * max(layout.pp, 24)) * layout.pp * max(1, layout.pp_chunks) * 4
             done.append(Candidate(case, predict(case), found.simulated(case)))
             found.looked_at(seconds, done[-1].seconds)
     return ranked(done)
@@ -339,6 +342,11 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         + (layout.ring > 1 and layout.cp_ulysses > 1)
     )
     return axes, settings, layout.tp * layout.pp * layout.cp * layout.ep, layout.pp_chunks, layout.zero
+
+
+def degrees(layout: Layout) -> tuple[int, ...]:
+    """The degrees of its mesh; how data ranks share the state is not among them."""
+    return layout.tp, layout.cp, layout.pp, layout.data_ranks, layout.ep
 
 
 def same_passes(layout: Layout) -> Layout:

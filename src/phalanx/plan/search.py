@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.errors import JobError
 from phalanx.garbage import uncollected
 from phalanx.plan.alternatives import alternatives
-from phalanx.plan.branch import Found, Progress, Search, complexity, ranked, simulated
+from phalanx.plan.branch import Found, Progress, Search, complexity, degrees, ranked, simulated
 from phalanx.plan.devices import enough
 from phalanx.plan.notes import notes
 from phalanx.plan.plan import Alternative, Candidate, Plan
@@ -75,9 +75,7 @@ def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The best of each mesh, the first few."""
     shown: dict[tuple[int, ...], Candidate] = {}
     for one in candidates:
-        layout = one.layout
-        degrees = (layout.tp, layout.cp, layout.pp, layout.data_ranks, layout.ep)
-        shown.setdefault(degrees, one)
+        shown.setdefault(degrees(one.layout), one)
     return list(shown.values())[:SHOWN]
 
 

@@ -91,9 +91,7 @@ def _v_half(rank: int, ranks: int, micro_batches: int) -> list[Action]:
         (out + later, "I", second),
         (back + later, "I", first),
     ]
-    timed = [
-        (start + 6 * micro, Action(kind, stage, micro))
-        for start, kind, stage in block
-        for micro in range(micro_batches)
-    ]
-    return [action for _, action in sorted(timed)]
+    timed: list[tuple[int, Kind, int, int]] = sorted(
+        (start + 6 * micro, kind, stage, micro) for start, kind, stage in block for micro in range(micro_batches)
+    )
+    return [Action(kind, stage, micro) for _, kind, stage, micro in timed]

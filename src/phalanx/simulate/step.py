@@ -24,9 +24,10 @@ from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.stage_seconds import RankSeconds, rank_seconds
 from phalanx.simulate.timeline import Span, Timeline
 
-SETTLED, LEAST = 4, 64
-"""Micro-batches of each direction, for each pipeline rank and in all, after which a schedule repeats itself: by then
-what the first ones gained on ranks that are nearly as slow as the slowest is lost again."""
+SETTLED, LEAST = 3, 64
+"""Micro-batches of each direction, for each pipeline rank and in all, after which most schedules repeat themselves."""
+CLOSE = 1e-3
+"""Relative difference up to which two ways to go on from there are the same."""
 
 
 def simulate(case: Case, disturbance: Disturbance | None = None) -> Timeline:
@@ -47,16 +48,24 @@ def step_seconds(case: Case, disturbance: Disturbance | None = None) -> float:
     # A schedule of a file has its own number of micro-batches.
     period = 0 if is_file(name) else pp * catalogue.SCHEDULES[name].directions
     settled = period * max(SETTLED, ceil(LEAST / pp))
-    if not period or m <= 2 * settled:
-        return _Step(case, _schedule(case, m), disturbance).seconds()
-    few = settled + m % period
+    while 0 < 2 * settled < m:
+        least, most = _extrapolated(case, disturbance, period, settled + m % period)
+        if most <= least * (1 + CLOSE):
+            return (least + most) / 2
+        settled *= 2
+    return _Step(case, _schedule(case, m), disturbance).seconds()
+
+
+def _extrapolated(case: Case, disturbance: Disturbance, period: int, few: int) -> tuple[float, float]:
+    """Seconds of a step from those of `few` micro-batches and of a `period` fewer. At least: every rank goes on as it
+    does. At most: as slowly as it works. They differ where the first micro-batches in flight hide for a while that a
+    rank is slower than the one that sets the pace."""
     fewer, some = (_Step(case, _schedule(case, n), disturbance) for n in (few - period, few))
-    ends = []
+    more, least, most = (case.batch.accumulation - few) / period, 0.0, 0.0
     for rank, (early, late) in enumerate(zip(fewer.ready, some.ready, strict=True)):
-        # What the first micro-batches in flight still hide of the slowest rank's work, later ones do not.
-        grows = max(late - early, some.work(rank) - fewer.work(rank)) / period
-        ends.append(late + (m - few) * grows)
-    return (max(ends) + some.after) / some.schedule.steps
+        grows, works = late - early, some.work(rank) - fewer.work(rank)
+        least, most = max(least, late + more * grows), max(most, late + more * max(grows, works))
+    return (least + some.after) / some.schedule.steps, (most + some.after) / some.schedule.steps
 
 
 def refusals(case: Case) -> Iterator[str]:
