@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from phalanx.plan.alternatives import with_room
 from phalanx.plan.families import AXES
 from phalanx.plan.search import search
 from plan.answers import planned, question, slow_network
@@ -78,7 +79,16 @@ def _notes(cluster: str) -> tuple[str, ...]:
 
 
 def test_a_full_device_is_told_with_what_leaves_room() -> None:
-    plan = search(question("llama3-70b", "dgx-h100:8", 256, schedule="1f1b"))
-    first = plan.best[0].prediction
-    full = first.fullest.needed * first.memory_spread[1] > first.memory_limit
-    assert full == any("leaves no room" in note for note in plan.notes)
+    plan = search(question("llama3-70b", "dgx-h100:8", 256))
+    first, room = plan.best[0].prediction, with_room(plan.alternatives)
+    assert first.fullest.needed * first.memory_spread[1] > first.memory_limit
+    assert room is not None
+    assert room.prediction.fullest.needed * first.memory_spread[1] <= first.memory_limit
+    (told,) = [note for note in plan.notes if "leaves no room" in note]
+    assert f"{room.seconds / plan.best[0].seconds - 1:.1%} slower" in told
+
+
+def test_where_there_is_room_nothing_is_told_of_it() -> None:
+    plan = search(question("gpt2", "dgx-h100:1", 64))
+    assert with_room(plan.alternatives) is None
+    assert not any("room" in note for note in plan.notes)

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from phalanx.cost.predict import predict
+from phalanx.cost.stage_memory import needed_bytes
 from phalanx.errors import JobError
 from phalanx.job.layout import Layout
-from phalanx.plan.branch import Keep, Mask, Search
+from phalanx.plan.branch import Found, Keep, Mask, Search
 from phalanx.plan.explain import explain
 from phalanx.plan.families import AXES, WITHOUT, Family, families
 from phalanx.plan.plan import Alternative, Candidate
@@ -21,12 +22,12 @@ from phalanx.plan.space import RECOMPUTE, STATES, Mesh
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
 
-RULE = "rule of thumb"
+RULE, ROOM = "rule of thumb", "with room for"
 
 
-def alternatives(search: Search, best: Candidate | None) -> tuple[Alternative, ...]:
+def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[Alternative, ...]:
     """The rule of thumb first, then what fits, the fastest first, then the rest. A kind that has the best layout in it
-    is left out, and so is one whose layout was told already."""
+    is left out, and so is one whose layout was told already. `found` is what the search has seen."""
     first = _rule(search, best)
     told = {_key(one.layout) for one in (best, first.candidate) if one}
     shown, weighed = list[Alternative](), [first.candidate] if first.candidate else []
@@ -41,12 +42,36 @@ def alternatives(search: Search, best: Candidate | None) -> tuple[Alternative, .
                 continue
             told.add(_key(one.candidate.layout))
         shown.append(one)
+    if best and best.prediction.fits and not roomy(best):
+        shown.append(_with_room(search, found, best))
     return (first, *sorted(shown, key=_order))
 
 
 def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
     """Of some alternatives the one without an axis, one of families.AXES."""
     return next((one for one in found if one.name == f"{WITHOUT}{AXES[axis]} parallelism"), None)
+
+
+def roomy(one: Candidate) -> bool:
+    """Whether it would still fit if it needed as much more than predicted as one step in ten does."""
+    return one.prediction.fullest.needed * one.prediction.memory_spread[1] <= one.prediction.memory_limit
+
+
+def with_room(found: Sequence[Alternative]) -> Candidate | None:
+    """Of some alternatives the one with room, if there is one."""
+    return next((one.candidate for one in found if one.name.startswith(ROOM)), None)
+
+
+def _with_room(search: Search, found: Found, best: Candidate) -> Alternative:
+    more = best.prediction.memory_spread[1]
+    room = search.with_room(more)
+    # The search has seen all that are nearly as fast as the best.
+    seen = [case for case, seconds in sorted(found.predicted, key=lambda one: one[1]) if seconds <= found.cutoff]
+    near = next((case for case in seen if needed_bytes(case, room.limit) <= room.limit), None)
+    one = (
+        Candidate(near, predict(near), found.simulated(near)) if near else room.one(np.ones(len(room.pair_bytes), bool))
+    )
+    return Alternative(f"{ROOM} {more - 1:.0%} more memory", one, _why(one, best) if one else "none of the space has")
 
 
 def _rule(search: Search, best: Candidate | None) -> Alternative:

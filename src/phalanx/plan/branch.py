@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -123,6 +124,12 @@ class Search:
         self.bounds = Bounds(question, self.space)
         self.limit = question.cluster.accelerator.memory_gib * 2**30
         self.pair_seconds, self.pair_bytes = self.bounds.pairs()
+
+    def with_room(self, factor: float) -> Search:
+        """The same with that part of a device's memory left over of which a layout may need `factor` times as much."""
+        other = copy(self)
+        other.limit, other.progress = self.limit / factor, _silent
+        return other
 
     def best(self, pairs: Mask | None = None, keep: Keep | None = None, simulates: bool = True) -> Found:
         """The fastest layouts of the space that fit, or of some `pairs` of it and of the rows to `keep`; by prediction

@@ -13,7 +13,7 @@ from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
 from phalanx.job.cluster import Cluster
 from phalanx.job.layout import Layout
-from phalanx.plan.alternatives import without
+from phalanx.plan.alternatives import roomy, with_room, without
 from phalanx.plan.explain import explain
 from phalanx.plan.families import AXES
 from phalanx.plan.plan import Alternative, Candidate
@@ -43,7 +43,7 @@ def notes(best: Sequence[Candidate], found: Sequence[Alternative]) -> tuple[str,
         *_ablations(first, found),
         *_unused(first, found),
         _memory(first),
-        _room(best),
+        _room(first, found),
         _next(best),
     ]
     return tuple(sentence for sentence in sentences if sentence)
@@ -181,23 +181,18 @@ def _memory(first: Candidate) -> str:
     return f"{text} with {how}, and would need {gib(kept.fullest.needed)} without."
 
 
-def _room(best: Sequence[Candidate]) -> str:
-    """Whether it would still fit if it needed as much more than predicted as one step in ten does."""
-    first, *others = best
-    high = first.prediction.memory_spread[1]
-
-    def roomy(one: Candidate) -> bool:
-        return one.prediction.fullest.needed * high <= one.prediction.memory_limit
-
+def _room(first: Candidate, found: Sequence[Alternative]) -> str:
+    """Whether it would still fit if it needed as much more than predicted as one step in ten does, and what would."""
     if roomy(first):
         return ""
+    high, safe = first.prediction.memory_spread[1], with_room(found)
     more = gib(first.prediction.fullest.needed * high)
     text = f"That leaves no room: one step in ten needs {high - 1:.0%} more than predicted, {more} here"
-    safe = next((one for one in others if roomy(one)), None)
     if safe is None:
         return f"{text}."
     slower = safe.seconds / first.seconds - 1
-    return f"{text}; the fastest of these with room for that is {safe.layout.line()}, {slower:.1%} slower."
+    line = replace(safe.layout, micro_batch=0, accumulation=0).line().replace(",", " ")
+    return f"{text}; the fastest with room for that is {line}, {slower:.1%} slower."
 
 
 def _next(best: Sequence[Candidate]) -> str:
@@ -210,7 +205,8 @@ def _next(best: Sequence[Candidate]) -> str:
     second = min(others, key=lambda one: one.seconds)
     line = replace(second.layout, micro_batch=0, accumulation=0, pp_cut="").line().replace(",", " ")
     behind = second.seconds / first.seconds - 1
-    text = f"The next mesh ({line}) is {'as fast' if abs(behind) < 5e-4 else f'{behind:.1%} slower'}"
+    beside = "as fast" if abs(behind) < 5e-4 else f"{abs(behind):.1%} {'slower' if behind > 0 else 'faster'}"
+    text = f"The next mesh ({line}) is {beside}"
     if near:
         text += (
             f"; {len(near)} {'is' if len(near) == 1 else 'are'} within {NEAR:.0%}, far less than the prediction's own "

@@ -43,7 +43,7 @@ def search(question: Question, progress: Progress | None = None, sample: int = 0
     found = [(one, one.best()) for one in searches]
     candidates = ranked(candidate for one, what in found for candidate in _best(one, what))
     best = distinct(candidates)
-    weighed = alternatives(_of(searches, best), best[0] if best else None)
+    weighed = alternatives(*_of(found, best), best[0] if best else None)
     rejected = sum((what.rejected for _, what in found), Counter[str]())
     asked = replace(searches[0].question, fixed=question.fixed)
     return Plan(
@@ -66,9 +66,9 @@ def _best(one: Search, found: Found) -> list[Candidate]:
     return [*refinements(one, found, begun), *uniform]
 
 
-def _of(searches: Sequence[Search], best: Sequence[Candidate]) -> Search:
-    """The search among layouts of as many devices as the best has, or of the most."""
-    return next((one for one in searches if best and best[0].layout.world in one.question.devices), searches[-1])
+def _of(found: Sequence[tuple[Search, Found]], best: Sequence[Candidate]) -> tuple[Search, Found]:
+    """The search among layouts of as many devices as the best has, or of the most, and what it saw."""
+    return next((one for one in found if best and best[0].layout.world in one[0].question.devices), found[-1])
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
