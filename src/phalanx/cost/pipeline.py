@@ -19,7 +19,7 @@ CLOSED = ("1f1b", "gpipe")
 """Schedules whose idle time is p - 1 micro-batches, however long their passes are."""
 WIDEST = 16
 """Ranks of a pipeline up to which its program is run; beyond, idle time grows with p - 1."""
-GRID = 8
+GRID = 32
 """Costs of forward passes, and of weight gradients, are rounded to so many parts of a whole micro-batch, so that few
 programs need to be run."""
 
