@@ -15,6 +15,7 @@ from phalanx.cli.job_words import JobVerb, JobWords
 from phalanx.errors import JobError, RunError
 from phalanx.job import layout_line
 from phalanx.job.layout import Layout
+from phalanx.plan.notes import NO_ROOM
 from phalanx.train.run_directory import RunDirectory
 
 VERB = JobVerb("test", "A verb.", {})
@@ -48,14 +49,14 @@ def measured(home):
 @pytest.fixture
 def asked(monkeypatch):
     """What the planner is asked; it answers with as many replicas as it may have, or what `answer` says."""
-    found = SimpleNamespace(calls=[], answer=None)
+    found = SimpleNamespace(calls=[], answer=None, notes=())
 
     def choose(job, fixed, vocab, worlds, progress):
         found.calls.append(SimpleNamespace(job=job, fixed=sorted(fixed), vocab=vocab, worlds=worlds))
         kept = {name: getattr(job.layout, name) for name in fixed}
         layout = Layout(**{"dp_replicate": worlds[-1], **(found.answer or {}), **kept})
         best = SimpleNamespace(layout=layout, seconds=0.0123)
-        return SimpleNamespace(best=(best,), searched=1234, seconds=0.5)
+        return SimpleNamespace(best=(best,), searched=1234, seconds=0.5, notes=found.notes)
 
     monkeypatch.setattr("phalanx.plan.auto.choose", choose)
     return found
@@ -78,6 +79,14 @@ def test_the_verb_goes_on_with_what_the_planner_chose(measured, asked, capsys):
     assert (
         err == "layout: dp_replicate=2,zero=2  (planned: 1,234 layouts searched in 500ms; predicted 12.3 ms a step)\n"
     )
+
+
+def test_a_choice_that_leaves_no_room_says_so(measured, asked, capsys):
+    asked.notes = ("Of a step 99% is computing.", f"{NO_ROOM}: one step in ten needs 5% more than predicted.")
+    parse("layout=auto", VOCAB)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("layout: dp_replicate=2")
+    assert second == asked.notes[1]
 
 
 def test_a_job_that_says_its_layout_is_not_planned(home, asked, capsys):

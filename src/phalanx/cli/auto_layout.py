@@ -69,7 +69,9 @@ def worlds_of(job: Job) -> tuple[int, ...]:
 
 
 def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, speaks: bool = True) -> LoadedJob:
-    from phalanx.plan.auto import choose  # here, because numpy is a third of the time that --help takes
+    # Here, because numpy is a third of the time that --help takes.
+    from phalanx.plan.auto import choose
+    from phalanx.plan.notes import NO_ROOM
 
     with stderr_progress() as progress:
         plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if speaks else None)
@@ -80,6 +82,8 @@ def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, speaks: bool
             f"predicted {_step(best.seconds)} a step)",
             file=sys.stderr,
         )
+        for note in (note for note in plan.notes if note.startswith(NO_ROOM)):
+            print(note, file=sys.stderr)
     return _with_layout(loaded, best.layout, worlds, "planned")
 
 

@@ -126,7 +126,7 @@ class Search:
         self.pair_seconds, self.pair_bytes = self.bounds.pairs()
 
     def with_room(self, factor: float) -> Search:
-        """The same with that part of a device's memory left over of which a layout may need `factor` times as much."""
+        """The same, for layouts that would fit if they needed `factor` times the memory that is predicted."""
         other = copy(self)
         other.limit, other.progress = self.limit / factor, _silent
         return other

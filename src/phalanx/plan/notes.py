@@ -23,6 +23,8 @@ TELLING = 0.005
 """Share of a step from which on a part is told."""
 NEAR = 0.01
 """Layouts whose times are so near are as good as each other."""
+NO_ROOM = "That leaves no room"
+"""How the note begins that an error of the memory model would make the layout fail."""
 SENDS = {
     "tp": "sums the hidden states of every block",
     "cp": "passes keys and values on, or exchanges heads for tokens, in every block",
@@ -182,12 +184,12 @@ def _memory(first: Candidate) -> str:
 
 
 def _room(first: Candidate, found: Sequence[Alternative]) -> str:
-    """Whether it would still fit if it needed as much more than predicted as one step in ten does, and what would."""
+    """That it would not fit if it needed as much more than predicted as one step in ten does, and what would."""
     if roomy(first):
         return ""
     high, safe = first.prediction.memory_spread[1], with_room(found)
     more = gib(first.prediction.fullest.needed * high)
-    text = f"That leaves no room: one step in ten needs {high - 1:.0%} more than predicted, {more} here"
+    text = f"{NO_ROOM}: one step in ten needs {high - 1:.0%} more than predicted, {more} here"
     if safe is None:
         return f"{text}."
     slower = safe.seconds / first.seconds - 1
