@@ -307,20 +307,27 @@ def _joined(blocks: Iterable[Rows]) -> Iterator[Rows]:
 def simulated(found: Found) -> list[Candidate]:
     """The best of what was predicted, by their simulated time, the fastest first."""
     near = sorted(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
-    done, visits, alike, meshes = list[Candidate](), 0, Counter[Layout](), set[tuple[int, ...]]()
+    done, visits, alike = list[Candidate](), 0, Counter[Layout]()
+    meshes = dict[tuple[int, ...], dict[str, float]]()
     for case, seconds in near:
         layout = case.layout
-        # Layouts that differ in how the state is shared have the same passes: two of each are enough.
-        passes = same_passes(layout)
         if seconds > MARGIN * found.least or len(done) >= SIMULATED:
             break
-        another = visits <= VISITS or (degrees(layout) not in meshes and len(meshes) < MESHES)
-        if another and alike[passes] < 2:
+        # Once that takes too long, of every mesh the first; and where that was slower than predicted, the first with
+        # another schedule.
+        times = meshes.get(degrees(layout), {})
+        more = len(meshes) < MESHES if not times else seconds < GAIN * min(times.values())
+        if visits > VISITS and (layout.schedule in times or not more):
+            continue
+        # Layouts that differ in how the state is shared have the same passes: two of each are enough.
+        passes = same_passes(layout)
+        if alike[passes] < 2:
             alike[passes] += 1
-            meshes.add(degrees(layout))
             visits += min(case.batch.accumulation, 5 * max(layout.pp, 24)) * layout.pp * max(1, layout.pp_chunks) * 4
             done.append(Candidate(case, predict(case), found.simulated(case)))
             found.looked_at(seconds, done[-1].seconds)
+            known = meshes.setdefault(degrees(layout), {})
+            known[layout.schedule] = min(known.get(layout.schedule, inf), done[-1].seconds)
     return ranked(done)
 
 
