@@ -93,7 +93,8 @@ def test_how_processes_share_a_cpu_is_read_again(tmp_path):
     path = tmp_path / "cluster.yaml"
     cluster_file.write(path, {"sharing.linked": 4, **report.fields}, report.what, "")
     assert local_cluster.read(path=path).sharing == replace(shared, linked=4)
-    assert "one process with all 2 cores: 1.80 × the products of one of 2, 1.50 × its memory" in report.text()
+    told = "one process with all 2 cores, in training: 1.80 × the products of one of 2, 1.50 × its memory"
+    assert told in report.text()
 
 
 def test_a_data_sheet_s_peak_leaves_what_another_precision_reached():

@@ -18,6 +18,7 @@ from phalanx.cost.fit import (
     fit_device,
     fit_host,
     fit_link,
+    fit_sharing,
     link_rows,
     median_error,
     product_call_us,
@@ -25,7 +26,8 @@ from phalanx.cost.fit import (
 from phalanx.cost.kernel import attention_seconds, product_seconds, stream_seconds
 from phalanx.cost.layer import work_seconds
 from phalanx.cost.programs import PHALANX_CPU
-from phalanx.job.cluster import Accelerator, Cluster, Link
+from phalanx.job.cluster import Accelerator, Cluster, Link, Sharing
+from phalanx.job.cpu_node import with_processes
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 
@@ -174,3 +176,23 @@ def test_the_time_to_start_an_operation_is_what_a_tiny_block_leaves(host):
     found = fit_host(replace(true, host_us=0), "fp32", tiny, block.forward + block.backward)
     assert close(found.host_us, host)
     assert fit_host(true, "fp32", tiny, 1e-9).host_us > 0
+
+
+@given(share=st.floats(0.3, 1), wrong=st.floats(0.7, 1.5))
+def test_what_threads_gain_in_training_is_what_a_block_gains_from_them(share: float, wrong: float) -> None:
+    """Whatever the model is wrong about in both."""
+    device = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=2, product_us=20, host_us=9)
+    gains = Sharing(2, 2, 0, 2.0, 1.8)
+    true = replace(gains, alone_products=2.0 * share, alone_streams=1.8 * share)
+    middling = Model(n_layers=1, d_model=128, seq_len=128, vocab_size=64)
+    one = with_processes(Cluster(accelerator=device, sharing=true), 1).accelerator
+    parts = [
+        work_seconds(alone(each), operators.block(middling, 0, Layout(), 8), PHALANX_CPU, "fp32")
+        for each in (device, one)
+    ]
+    together, single = (wrong * (part.forward + part.backward) for part in parts)
+    found = fit_sharing(device, "fp32", gains, middling, 8, together, single)
+    assert close(found.alone_products, true.alone_products)
+    assert close(found.alone_streams, true.alone_streams)
+    # One that is faster than its parts is none.
+    assert fit_sharing(device, "fp32", gains, middling, 8, together, single / 100) == gains

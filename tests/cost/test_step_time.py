@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.case import Case
+from phalanx.cost.link import Group, seconds
 from phalanx.cost.placed import contents
 from phalanx.cost.predict import predict
 from phalanx.cost.programs import MEGATRON_CORE, PHALANX, PHALANX_CPU, SOFTWARE
-from phalanx.cost.rank_time import rank_time
+from phalanx.cost.rank_time import held_by, rank_time
 from phalanx.cost.software import Software
 from phalanx.cost.state_time import Held, state_seconds
 from phalanx.cost.step_time import step_parts
@@ -128,6 +129,19 @@ def test_where_micro_batches_go_both_ways_half_of_them_pass_each_copy_of_a_stage
     times = [[rank_time(each, content).total for content in contents(each)] for each in (one, both)]
     assert sum(times[0]) == pytest.approx(sum(times[1]), rel=0.02)
     assert times[1] == pytest.approx(times[1][::-1])
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_gradients_of_both_copies_of_a_stage_are_added_up(shard: int) -> None:
+    one, both = (
+        case(Layout(pp=4, dp_shard=shard, zero=2, schedule=name, micro_batch=1), 20 * shard)
+        for name in ("1f1b", "dualpipe")
+    )
+    held = max((held_by(both, content) for content in contents(both)), key=lambda held: held.dense)
+    more = step_parts(both).exposed["pp"] - step_parts(one).exposed["pp"]
+    gradients = Group(2, 3 * shard)  # of four bytes each, between ranks 0 and 3
+    assert more == pytest.approx(seconds(both.cluster, "all_reduce", 4 * held.dense / shard, gradients))
+    assert more > 0
 
 
 def test_experts_that_nobody_owns_travel_with_their_block() -> None:

@@ -17,7 +17,7 @@ from phalanx.cost.predict import predict
 from phalanx.cost.programs import MEGATRON_2021, MEGATRON_CORE, PHALANX
 from phalanx.cost.rank_time import held_by
 from phalanx.cost.software import Software
-from phalanx.cost.state_time import optimizer_seconds, state_seconds
+from phalanx.cost.state_time import optimizer_seconds, state_seconds, twins_seconds
 from phalanx.errors import JobError
 from phalanx.job.model import Model
 from phalanx.job.presets import PRESETS
@@ -292,6 +292,18 @@ def test_both_directions_of_dualpipe_are_there() -> None:
     for rank in range(4):
         stages = {span.stage for span in found.device[rank] if span.kind == "F"}
         assert stages == {rank, 3 - rank}
+
+
+@pytest.mark.parametrize("pp", [4, 5])
+def test_both_copies_of_a_stage_add_up_their_gradients_before_the_optimizer(pp: int) -> None:
+    one = case(f"tp=8,pp={pp},schedule=dualpipe", 10)
+    found = simulate(one)
+    for rank in range(pp):
+        last = [span for span in found.network[rank] if span.kind == "reduce" and span.stage < 0]
+        whole = held_by(one, contents(one)[rank])
+        assert [span.seconds for span in last] == ([] if 2 * rank == pp - 1 else [twins_seconds(one, whole)])
+        assert all(span.end <= found.device[rank][-1].start + 1e-12 for span in last)
+    assert not any(span.stage < 0 for span in simulate(case("tp=8,pp=4", 8)).network[0] if span.kind == "reduce")
 
 
 def test_without_a_flush_figures_are_a_step_s() -> None:

@@ -32,6 +32,7 @@ from phalanx.cost.fit import (
     device_rows,
     fit_device,
     fit_host,
+    fit_sharing,
     product_call_us,
 )
 from phalanx.data.progress import Progress
@@ -66,6 +67,8 @@ class Measured:
     tiny: tuple[Model, float] | None = None
     """On a CPU a model of little work, and the seconds that one of its blocks takes, both passes."""
     sharing: Sharing = field(default_factory=Sharing)
+    middling: tuple[float, float] = (0.0, 0.0)
+    """Seconds of a block of cpu.MIDDLING in one of the processes that share the cores, and in one alone."""
 
     def fit(self) -> tuple[Accelerator, list[Row]]:
         """The device as the cost model sees it, and every measurement beside that."""
@@ -73,6 +76,12 @@ class Measured:
         if self.tiny:
             device = fit_host(device, self.precision, *self.tiny)
         return device, device_rows(device, self.precision, self.products, self.attentions, self.streams)
+
+    def shared(self, device: Accelerator) -> Sharing:
+        """How processes share the cores, where `device`, from `fit`, is what one of them has."""
+        if not all(self.middling):
+            return self.sharing
+        return fit_sharing(device, self.precision, self.sharing, cpu.MIDDLING, cpu.SEQUENCES, *self.middling)
 
 
 def measure(
@@ -96,7 +105,7 @@ def measure(
     telling = [(name, moved) for name, moved in kernels if moved >= UNCACHED]
     calls = len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted))
     if on_cpu:
-        calls += 2 + 2 * (len(usual) + len(telling)) * dist.is_initialized()
+        calls += 2 + 2 * (2 + len(usual) + len(telling)) * dist.is_initialized()
     total = clock.repeats * calls
     done = 0
 
@@ -120,9 +129,9 @@ def measure(
     if on_cpu:
         found.base = replace(found.base, product_us=product_call_us(found.streams))
         found.tiny = cpu.FEW, cpu.block_seconds(*timed(cpu.block_calls(precision)))
-        found.sharing = cpu.sharing(
-            clock, processes, [multiply[place] for place in usual], [kernels[key]() for key in telling], tick
-        )
+        blocks = cpu.block_calls(precision, cpu.MIDDLING, cpu.SEQUENCES)
+        products, streams = [multiply[place] for place in usual], [kernels[key]() for key in telling]
+        found.sharing, found.middling = cpu.sharing(clock, processes, products, streams, blocks, tick)
     by_size = sorted(zip(found.products, multiply, strict=True), key=lambda pair: pair[0].flops)
     large = [call for _, call in by_size[-IN_TURNS:]]
     (together,) = timed([lambda: [call() for call in large]], replace(clock, least_s=LONG_S[quick]))

@@ -70,16 +70,15 @@ class Report:
 def of_compute(measured: Measured, known: Mapping[str, Any], device: str, setting: str) -> Report:
     """`known` are the fields that the file has of this device already."""
     found, rows = measured.fit()
+    shared = measured.shared(found)
     peak = f"{measured.precision}_tflops"
     names = ("name", peak, "ceiling", "memory_gib", "bandwidth_gbs", "cores", "sustained", "older", "launch_us")
     if device == "cpu":
         names = (*names, "product_us", "host_us")
     fields: dict[str, Any] = {"device": device, "devices_per_node": known.get("devices_per_node", 1)}
     fields |= {f"accelerator.{name}": _short(getattr(found, name)) for name in names}
-    if measured.sharing.processes:
-        fields |= {
-            f"sharing.{name}": _short(value) for name, value in asdict(measured.sharing).items() if name != "linked"
-        }
+    if shared.processes:
+        fields |= {f"sharing.{name}": _short(value) for name, value in asdict(shared).items() if name != "linked"}
     if (other := known.get("accelerator.fp32_tflops", 0.0)) and peak != "fp32_tflops":
         # One ceiling serves all precisions: what fp32 reached stays.
         before = known.get("accelerator.ceiling", Accelerator.ceiling)
@@ -92,11 +91,11 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
         f"memory: {found.bandwidth_gbs:.4g} GB/s on paper, of which the cost model takes streams to reach 85%",
         f"a tiny kernel: {found.launch_us:.3g} us",
     ]
-    if (gain := measured.sharing).processes:
+    if shared.processes:
         lines += [
             f"a product's call: {found.product_us:.3g} us more; starting an operation: {found.host_us:.3g} us",
-            f"one process with all {gain.node_cores} cores: {gain.alone_products:.2f} × the products of one of "
-            f"{gain.processes}, {gain.alone_streams:.2f} × its memory",
+            f"one process with all {shared.node_cores} cores, in training: {shared.alone_products:.2f} × the products "
+            f"of one of {shared.processes}, {shared.alone_streams:.2f} × its memory",
         ]
     title = f"{found.name}, {measured.precision}: {setting}"
     svg = device_svg(title, measured.products, measured.attentions, measured.streams, rows)

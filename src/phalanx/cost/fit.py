@@ -20,7 +20,8 @@ from phalanx.cost.least_squares import least_squares
 from phalanx.cost.programs import PHALANX_CPU
 from phalanx.cost.software import Software
 from phalanx.cost.traffic import Collective, sent_bytes
-from phalanx.job.cluster import Accelerator, Cluster, Link
+from phalanx.job.cluster import Accelerator, Cluster, Link, Sharing
+from phalanx.job.cpu_node import with_processes
 from phalanx.job.layout import Layout
 from phalanx.job.model import Model
 from phalanx.units import gib
@@ -33,6 +34,9 @@ GENERATION = Software().flash
 """Of the fused attention that is measured, torch's own: that of training here."""
 TINY_PRODUCT = "tiny product"
 """The kernel that tells what a product's call takes."""
+LEAST_SHARE, BISECTIONS = 0.1, 30
+"""Of its gain in single operations that a process with all cores has at least in training; and steps in which the
+share is found."""
 LEAST_US = 0.1
 """That an operation takes to start: 0 would say that something else starts it."""
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -192,6 +196,39 @@ def fit_host(device: Accelerator, precision: Precision, model: Model, seconds: f
 
     each = predicted(2.0) - predicted(1.0)
     return replace(device, host_us=max(LEAST_US, 1.0 + (seconds - predicted(1.0)) / each))
+
+
+def fit_sharing(
+    device: Accelerator,
+    precision: Precision,
+    gains: Sharing,
+    model: Model,
+    sequences: int,
+    together: float,
+    single: float,
+) -> Sharing:
+    """What one process with all cores gains when it trains, from what it gains in single operations, and from the
+    seconds of a block of `model`, both passes of so many sequences: in each of the processes that share the cores, and
+    in one alone. It is less: threads wait for each other after every operation, and what the next one needs lies in
+    another core's cache."""
+    work = operators.block(model, 0, Layout(), sequences)
+
+    def predicted(device: Accelerator) -> float:
+        parts = work_seconds(alone(device), work, PHALANX_CPU, precision)
+        return parts.forward + parts.backward
+
+    def scaled(share: float) -> Sharing:
+        return replace(gains, alone_products=gains.alone_products * share, alone_streams=gains.alone_streams * share)
+
+    def surplus(share: float) -> float:
+        one = with_processes(Cluster(accelerator=device, sharing=scaled(share)), 1).accelerator
+        return predicted(one) / predicted(device) - single / together
+
+    low, high = LEAST_SHARE, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if surplus(middle) > 0 else (low, middle)
+    return scaled(high)
 
 
 def alone(device: Accelerator) -> Accelerator:

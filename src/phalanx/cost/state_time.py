@@ -9,7 +9,7 @@ from functools import lru_cache
 from phalanx.cost.case import Case
 from phalanx.cost.communication import group
 from phalanx.cost.kernel import stream_seconds
-from phalanx.cost.link import load, seconds
+from phalanx.cost.link import Group, load, seconds
 from phalanx.job.layout import Layout
 
 OPTIMIZER_BYTES = 28
@@ -65,6 +65,15 @@ def state_seconds(case: Case, held: Held, parts: int = 1) -> StateSeconds:
         total_gather += parts * gather
         total_reduce += parts * reduce
     return StateSeconds(total_gather, total_reduce)
+
+
+def twins_seconds(case: Case, held: Held) -> float:
+    """Adding up the gradients of stages of which another pipeline rank holds a second copy (DualPipe), between these
+    two, when the data ranks have theirs: for the pair that is furthest apart."""
+    layout, ranks = case.layout, group(case.layout, "pp")
+    mine = held.dense / layout.shard_ranks + held.experts / group(layout, "edp").ranks
+    width = case.software.habits.gradient_bytes or case.width
+    return seconds(case.cluster, "all_reduce", mine * width, Group(2, ranks.stride * (ranks.ranks - 1)))
 
 
 def interference(case: Case, held: Held, messages: int) -> float:

@@ -10,7 +10,14 @@ from phalanx.cost.pipeline import pipeline_seconds
 from phalanx.cost.placed import Content, contents
 from phalanx.cost.prediction import Parts
 from phalanx.cost.rank_time import RankTime, held_by, rank_time
-from phalanx.cost.state_time import Held, interference, optimizer_seconds, state_seconds, zero_three
+from phalanx.cost.state_time import (
+    Held,
+    interference,
+    optimizer_seconds,
+    state_seconds,
+    twins_seconds,
+    zero_three,
+)
 from phalanx.schedule import catalogue
 
 
@@ -33,7 +40,7 @@ def step_parts(case: Case) -> Parts:
         "tp": m * slowest.tp,
         "cp": m * slowest.cp,
         "ep": m * slowest.ep,
-        "pp": _boundaries(case),
+        "pp": _boundaries(case) + (twins_seconds(case, held) if min(one.share for one in number) < 1 else 0.0),
         "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + data,
     }
     return Parts(

@@ -9,7 +9,15 @@ from functools import lru_cache
 from phalanx.cost.case import Case
 from phalanx.cost.placed import Content, content_of, stages_of_case
 from phalanx.cost.rank_time import RankTime, held_by, rank_time
-from phalanx.cost.state_time import Held, StateSeconds, interference, optimizer_seconds, state_seconds, zero_three
+from phalanx.cost.state_time import (
+    Held,
+    StateSeconds,
+    interference,
+    optimizer_seconds,
+    state_seconds,
+    twins_seconds,
+    zero_three,
+)
 from phalanx.schedule.schedule import Schedule
 from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.timeline import Span
@@ -29,6 +37,8 @@ class RankSeconds:
     """Gradients of each stage."""
     blocks: Mapping[int, float]
     """Blocks of each stage: gathered and reduced one after the other."""
+    twins: float
+    """Gradients of second copies of its stages on another rank, after all these."""
     optimizer: float
     late_gather: float
     """Parameters gathered after the optimizer, where nothing hides them."""
@@ -92,11 +102,17 @@ def rank_seconds(case: Case, schedule: Schedule, rank: int, disturbance: Disturb
         gather={} if after else {stage: seconds.gather for stage, seconds in state.items()},
         reduce={stage: seconds.reduce for stage, seconds in state.items()},
         blocks={stage: 1.0 if three else contents[stage].blocks for stage in held},
+        twins=twins_seconds(case, whole) if _twins(schedule, held) else 0.0,
         optimizer=optimizer_seconds(case, whole) * disturbance.device(rank),
         late_gather=sum(seconds.gather for seconds in state.values()) if after else 0.0,
         slower=0.0 if three else interference(case, whole, messages),
         reduces_after=after or three,
     )
+
+
+def _twins(schedule: Schedule, held: list[int]) -> bool:
+    """Whether other ranks have copies of these stages."""
+    return any(len({placement[stage] for placement in schedule.placements}) > 1 for stage in held)
 
 
 @lru_cache(20_000)

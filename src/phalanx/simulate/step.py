@@ -143,7 +143,8 @@ class _Step:
         return max([ends, *(span.end for span in self.reduced[rank])]) + costs.slower * beside
 
     def _reduce(self, rank: int) -> Iterator[Span]:
-        """Gradients of each stage, from the first block's of the last micro-batch on, one stage after the other."""
+        """Gradients of each stage, from the first block's of the last micro-batch on, one stage after the other;
+        at the end those of which two ranks have found parts."""
         costs, free = self.ranks[rank], 0.0
         for stage, (begins, ends) in sorted(self._last_passes(rank).items(), key=lambda item: item[1]):
             seconds = costs.reduce[stage]
@@ -159,6 +160,8 @@ class _Step:
                 free = max(start + seconds, ends + seconds * part)
                 start = free - seconds
             yield Span(start, seconds, "reduce", stage)
+        if costs.twins:
+            yield Span(max(free, self._ends(rank)), costs.twins, "reduce")
 
     def _last_passes(self, rank: int) -> dict[int, tuple[float, float]]:
         """Of each stage of a rank, when the pass that ends its gradients begins and ends."""
