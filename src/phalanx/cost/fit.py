@@ -188,14 +188,8 @@ def product_call_us(streams: Sequence[Stream]) -> float:
 def fit_host(device: Accelerator, precision: Precision, model: Model, seconds: float) -> Accelerator:
     """The device with the time to start an operation under which a block of `model`, both passes of one sequence, takes
     so many seconds."""
-    work = operators.block(model, 0, Layout(), 1)
-
-    def predicted(host: float) -> float:
-        parts = work_seconds(alone(replace(device, host_us=host)), work, PHALANX_CPU, precision)
-        return parts.forward + parts.backward
-
-    each = predicted(2.0) - predicted(1.0)
-    return replace(device, host_us=max(LEAST_US, 1.0 + (seconds - predicted(1.0)) / each))
+    quick, slow = (_block_alone(replace(device, host_us=host), precision, model, 1) for host in (1.0, 2.0))
+    return replace(device, host_us=max(LEAST_US, 1.0 + (seconds - quick) / (slow - quick)))
 
 
 def fit_sharing(
@@ -211,24 +205,26 @@ def fit_sharing(
     seconds of a block of `model`, both passes of so many sequences: in each of the processes that share the cores, and
     in one alone. It is less: threads wait for each other after every operation, and what the next one needs lies in
     another core's cache."""
-    work = operators.block(model, 0, Layout(), sequences)
-
-    def predicted(device: Accelerator) -> float:
-        parts = work_seconds(alone(device), work, PHALANX_CPU, precision)
-        return parts.forward + parts.backward
+    shared = _block_alone(device, precision, model, sequences)
 
     def scaled(share: float) -> Sharing:
         return replace(gains, alone_products=gains.alone_products * share, alone_streams=gains.alone_streams * share)
 
     def surplus(share: float) -> float:
         one = with_processes(Cluster(accelerator=device, sharing=scaled(share)), 1).accelerator
-        return predicted(one) / predicted(device) - single / together
+        return _block_alone(one, precision, model, sequences) / shared - single / together
 
     low, high = LEAST_SHARE, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if surplus(middle) > 0 else (low, middle)
     return scaled(high)
+
+
+def _block_alone(device: Accelerator, precision: Precision, model: Model, sequences: int) -> float:
+    """Seconds of a block, both passes of so many sequences, again and again."""
+    parts = work_seconds(alone(device), operators.block(model, 0, Layout(), sequences), PHALANX_CPU, precision)
+    return parts.forward + parts.backward
 
 
 def alone(device: Accelerator) -> Accelerator:
