@@ -21,15 +21,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import RESULTS, machine, save
-from phalanx.cost.calibration import calibration_rows
-from phalanx.cost.case import Case
+from phalanx.cost.frameworks.calibration import calibration_rows
+from phalanx.cost.frameworks.known import FRAMEWORKS
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
-from phalanx.cost.programs import SOFTWARE
-from phalanx.published import accuracy_picture
-from phalanx.published.accuracy import outcomes, verdicts
-from phalanx.published.accuracy_report import as_dict, calibrated, confusion, markdown, table
-from phalanx.published.row_cells import COLUMNS
+from phalanx.cost.spec import StepSpec
+from phalanx.pictures import accuracy as accuracy_picture
+from phalanx.validation.accuracy import outcomes, verdicts
+from phalanx.validation.accuracy_report import as_dict, calibrated, confusion, markdown, table
+from phalanx.validation.row_cells import COLUMNS
 
 OTHERS = """Published errors of others, to compare: vTrain 8.4 % on one node and 14.7 % on several, of its own rows
 (mean; MICRO 2024); SimuMax 5.6 % of its B200 rows (mean) and 0.5 % of their memory; Proteus 3.0 %, Charon 3.7 %, Maya
@@ -46,9 +46,9 @@ def rows_of(truth: Path) -> Iterator[dict[str, str]]:
                 yield from reader
 
 
-def from_data_sheets(case: Case) -> Prediction:
+def from_data_sheets(spec: StepSpec) -> Prediction:
     """The prediction without the factors of phalanx.cost.calibration."""
-    return predict(replace(case, software=SOFTWARE[case.software.name]))
+    return predict(replace(spec, framework=FRAMEWORKS[spec.framework.name]))
 
 
 def main() -> int:

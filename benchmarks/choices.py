@@ -24,18 +24,18 @@ from benchmarks.fabrics import fabrics
 from benchmarks.published import LLAMA3, MEGATRON, Published, predicted, published_case
 from benchmarks.report import machine, save
 from benchmarks.solar import assumptions, solar
-from phalanx.cost.case import Case
 from phalanx.cost.predict import predict
+from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.plan.explain import differences, explain
 from phalanx.plan.plan import Candidate
-from phalanx.plan.question import Question
-from phalanx.plan.search import search
-from phalanx.published.accuracy_report import markdown
-from phalanx.published.row import Reading, read
-from phalanx.published.shapes import key_of, remark
-from phalanx.published.table import step_seconds as share_of
+from phalanx.plan.planner import search
+from phalanx.plan.report.explain import differences, explain
+from phalanx.plan.search.request import PlanRequest
 from phalanx.simulate.step import step_seconds
+from phalanx.validation.accuracy_report import markdown
+from phalanx.validation.row import Reading, read
+from phalanx.validation.shapes import key_of, remark
+from phalanx.validation.table import step_seconds as share_of
 
 SOURCES = ("torchtitan", "nemo_megatron_bridge", "nvidia_dgxc_benchmarking", "mlperf_training_llm")
 """Files of the truth whose rows somebody tuned, each with its layout."""
@@ -47,7 +47,7 @@ class Expert:
 
     name: str
     source: str
-    case: Case
+    spec: StepSpec
     error: float | None
     """Predicted over published throughput, minus 1."""
 
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def why(self) -> str:
-        return explain(self.best.prediction, predict(self.expert.case), self.factor)
+        return explain(self.best.prediction, predict(self.expert.spec), self.factor)
 
 
 def printed() -> Iterator[Expert]:
@@ -96,9 +96,9 @@ def tuned(truth: Path) -> Iterator[Expert]:
                 continue
             if not _ours(row, reading):
                 continue
-            case = reading.case
-            expert = Expert(row["model_name"], source, case, _error(reading))
-            key = key_of(expert.name), case.cluster.accelerator.name
+            spec = reading.spec
+            expert = Expert(row["model_name"], source, spec, _error(reading))
+            key = key_of(expert.name), spec.cluster.accelerator.name
             speed = reading.tokens_per_s(reading.measured_s or float("inf"))
             if key not in best or speed > best[key][0]:
                 best[key] = speed, expert
@@ -110,32 +110,32 @@ def _ours(row: dict[str, str], reading: Reading) -> bool:
     name = key_of(row["model_name"])
     return bool(
         row["tp"] and reading.share == 1 and name and not remark(name) and reading.measured_s
-        and abilities(reading.software)
+        and abilities(reading.framework)
     )  # fmt: skip
 
 
 def _error(reading: Reading) -> float | None:
     measured = reading.measured_s
-    return measured / share_of(reading, predict(reading.case)) - 1 if measured else None
+    return measured / share_of(reading, predict(reading.spec)) - 1 if measured else None
 
 
 def choose(expert: Expert) -> Choice | None:
     """The fastest of all sets of the program; None where nothing fits."""
-    case = expert.case
+    spec = expert.spec
     began = time.monotonic()
     found, searched = list[Candidate](), 0
-    for fixed in abilities(case.software.name):
+    for fixed in abilities(spec.framework.name):
         try:
             plan = search(
-                Question(
-                    model=case.model,
-                    cluster=case.cluster,
-                    global_batch=case.batch.global_batch,
-                    products=case.products,
-                    width=case.width,
-                    software=case.software,
+                PlanRequest(
+                    model=spec.model,
+                    cluster=spec.cluster,
+                    global_batch=spec.batch.global_batch,
+                    products=spec.products,
+                    width=spec.width,
+                    framework=spec.framework,
                     fixed=fixed,
-                    worlds=(case.layout.world,),
+                    worlds=(spec.layout.world,),
                 )
             )
         except JobError:
@@ -145,20 +145,20 @@ def choose(expert: Expert) -> Choice | None:
     if not found:
         return None
     best = min(found, key=lambda one: one.seconds)
-    return Choice(expert, best, step_seconds(case), searched, time.monotonic() - began)
+    return Choice(expert, best, step_seconds(spec), searched, time.monotonic() - began)
 
 
 def _as_run(one: Candidate) -> Candidate:
     """With what the program does whatever one says."""
-    if not one.layout.sp or not regathers(one.case.software.name):
+    if not one.layout.sp or not regathers(one.spec.framework.name):
         return one
-    case = replace(one.case, layout=replace(one.layout, sp_regather=True))
-    return Candidate(case, predict(case), step_seconds(case))
+    spec = replace(one.spec, layout=replace(one.layout, sp_regather=True))
+    return Candidate(spec, predict(spec), step_seconds(spec))
 
 
-def _line(case: Case) -> str:
+def _line(spec: StepSpec) -> str:
     """The layout without what a cut of even stages says."""
-    return replace(case.layout, pp_cut="", accumulation=0, sp_regather=False).line().replace(",", " ")
+    return replace(spec.layout, pp_cut="", accumulation=0, sp_regather=False).line().replace(",", " ")
 
 
 def main() -> None:
@@ -175,27 +175,27 @@ def main() -> None:
     rows = []
     for expert in experts:
         choice = choose(expert)
-        case = expert.case
-        who = f"{expert.name}, {case.cluster.accelerator.name}, {case.products}"
+        spec = expert.spec
+        who = f"{expert.name}, {spec.cluster.accelerator.name}, {spec.products}"
         error = "" if expert.error is None else f"{expert.error:+.1%}"
         if choice is None:
-            table.append((who, str(case.layout.world), _line(case), error, "nothing fits", "", ""))
+            table.append((who, str(spec.layout.world), _line(spec), error, "nothing fits", "", ""))
             continue
-        same = not differences(replace(choice.best.layout, pp_cut=""), replace(case.layout, pp_cut=""))
+        same = not differences(replace(choice.best.layout, pp_cut=""), replace(spec.layout, pp_cut=""))
         told = "the same layout" if same else choice.why
         table.append(
-            (who, str(case.layout.world), _line(case), error, _line(choice.best.case), f"{choice.factor:.2f}", told)
+            (who, str(spec.layout.world), _line(spec), error, _line(choice.best.spec), f"{choice.factor:.2f}", told)
         )
         print(" | ".join(table[-1]), f"{choice.searched} layouts in {choice.seconds:.1f} s", flush=True)
         rows.append(
             {
                 "model": expert.name,
                 "source": expert.source,
-                "device": case.cluster.accelerator.name,
-                "devices": case.layout.world,
+                "device": spec.cluster.accelerator.name,
+                "devices": spec.layout.world,
                 "error": expert.error,
-                "published": _line(case),
-                "planned": _line(choice.best.case),
+                "published": _line(spec),
+                "planned": _line(choice.best.spec),
                 "factor": choice.factor,
                 "why": choice.why,
                 "searched": choice.searched,

@@ -43,17 +43,17 @@ from benchmarks.contenders import JOB, ROOT
 from benchmarks.peers import torch_context
 from benchmarks.report import machine, save
 from benchmarks.turns import FEWEST, Turns, agree, alone, lasted, prepare, ratio, take_turns
+from phalanx.check.load import load_file
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.data.loader import MicroBatch
-from phalanx.job import context as shares
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.load import load_file
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.model.attention import CoreAttention
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import context
 from phalanx.parallel import mesh as meshes
+from phalanx.partition import sequence as shares
 from phalanx.train.step import Stepper
 
 MODEL = (

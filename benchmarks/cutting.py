@@ -13,21 +13,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.report import machine, save
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.cost.predict import predict
-from phalanx.cost.programs import PHALANX
-from phalanx.cost.stage_memory import needed_bytes
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.presets import PRESETS
-from phalanx.job.stages import even
+from phalanx.partition.stages import even
 from phalanx.plan.plan import Candidate
-from phalanx.plan.question import Question
-from phalanx.plan.refine import refined
+from phalanx.plan.search.refine import refined
+from phalanx.plan.search.request import PlanRequest
 from phalanx.schedule import catalogue
 from phalanx.simulate.step import step_seconds
 
-BLOOM = Model(
+BLOOM = ModelConfig(
     n_layers=70,
     d_model=14336,
     n_heads=112,
@@ -44,12 +44,12 @@ class Awkward:
     """A model that equal stages do not suit, on its machine."""
 
     name: str
-    question: Question
+    request: PlanRequest
     layout: Layout
 
 
-def awkward(name: str, model: Model, cluster: str, global_batch: int, layout: Layout) -> Awkward:
-    return Awkward(name, Question(model, cluster_of(cluster), global_batch, software=PHALANX), layout)
+def awkward(name: str, model: ModelConfig, cluster: str, global_batch: int, layout: Layout) -> Awkward:
+    return Awkward(name, PlanRequest(model, cluster_of(cluster), global_batch, framework=PHALANX), layout)
 
 
 BLOOM_LAYOUT = Layout(dp_shard=8, tp=4, pp=12, zero=1, micro_batch=2, recompute="full")
@@ -98,38 +98,38 @@ class Cuts:
     even_fits: bool
 
 
-def compared(case: Awkward) -> Cuts:
+def compared(spec: Awkward) -> Cuts:
     """One model's cuts."""
-    question, layout = case.question, case.layout
+    request, layout = spec.request, spec.layout
     stages = catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks)
-    equal = "+".join(str(len(stage)) for stage in even(question.model.n_layers, stages))
-    dealt = _candidate(question, replace(layout, pp_cut=equal))
-    default = _candidate(question, layout)
-    same = refined(replace(question, fixed={"recompute": layout.recompute}), default)
-    mixed = refined(question, default)
-    limit = question.cluster.accelerator.memory_gib * 2**30
-    assert all(needed_bytes(one.case) <= limit for one in (same, mixed))
+    equal = "+".join(str(len(stage)) for stage in even(request.model.n_layers, stages))
+    dealt = _candidate(request, replace(layout, pp_cut=equal))
+    default = _candidate(request, layout)
+    same = refined(replace(request, fixed={"recompute": layout.recompute}), default)
+    mixed = refined(request, default)
+    limit = request.cluster.accelerator.memory_gib * 2**30
+    assert all(needed_bytes(one.spec) <= limit for one in (same, mixed))
     return Cuts(
-        case.name,
+        spec.name,
         layout.line(),
         dealt.seconds,
         default.seconds,
         same.seconds,
         mixed.seconds,
-        same.layout.pp_cut or "+".join(str(len(stage)) for stage in same.case.stages),
+        same.layout.pp_cut or "+".join(str(len(stage)) for stage in same.spec.stages),
         mixed.layout.pp_cut,
         mixed.layout.recompute_cut,
-        needed_bytes(dealt.case) <= limit,
+        needed_bytes(dealt.spec) <= limit,
     )
 
 
-def _candidate(question: Question, layout: Layout) -> Candidate:
-    case = question.case(layout)
-    return Candidate(case, predict(case), step_seconds(case))
+def _candidate(request: PlanRequest, layout: Layout) -> Candidate:
+    spec = request.spec(layout)
+    return Candidate(spec, predict(spec), step_seconds(spec))
 
 
 def main() -> None:
-    found = [compared(case) for case in CASES]
+    found = [compared(spec) for spec in CASES]
     head = ("model", "layout", "even", "by FLOPs", "by seconds, in memory", "and recomputation by layer", "the cut")
     table: list[tuple[str, ...]] = [head]
     for one in found:

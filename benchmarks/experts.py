@@ -3,10 +3,10 @@
     python -m benchmarks.experts [--rounds 25] [--seconds 240] [--quick] [--json]
 
 A small Llama, with 8 routed experts of which a token visits 2, and a shared one, or with an MLP as wide as what a token
-visits: cost/flops.py says how close the two are (the router is what differs). Forward and backward of one global batch,
-without the optimizer, fp32, 1 thread a process; as in benchmarks/pipeline.py every contender takes its turn in every
-round, ratios are taken round by round, and their medians are what counts. In two processes the state is sharded by
-FSDP2 on both; with ep the experts are dealt out, and their rows travel. Routers are as initialised. Every model's
+visits: blocks/flops.py says how close the two are (the router is what differs). Forward and backward of one global
+batch, without the optimizer, fp32, 1 thread a process; as in benchmarks/pipeline.py every contender takes its turn in
+every round, ratios are taken round by round, and their medians are what counts. In two processes the state is sharded
+by FSDP2 on both; with ep the experts are dealt out, and their rows travel. Routers are as initialised. Every model's
 layouts have to agree on loss and gradient norm before anything is measured.
 
 Dropless experts compute the rows that were sent to them; with a capacity each computes as many, whether filled or not,
@@ -31,11 +31,11 @@ import torch
 from benchmarks.contenders import JOB, ROOT
 from benchmarks.report import machine, save
 from benchmarks.turns import FEWEST, Turns, agree, alone, lasted, prepare, ratio, take_turns
-from phalanx.cost.flops import train_flops_per_token
+from phalanx.blocks.flops import train_flops_per_token
+from phalanx.check.load import load_file
+from phalanx.config.job import Job
+from phalanx.config.model import ModelConfig
 from phalanx.data.loader import MicroBatch
-from phalanx.job.job import Job
-from phalanx.job.load import load_file
-from phalanx.job.model import Model
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
@@ -197,7 +197,7 @@ def _spread(job: Job) -> Stepper:
     return Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), job.model.vocab_size)
 
 
-def _visiting(model: Model, experts: int) -> Model:
+def _visiting(model: ModelConfig, experts: int) -> ModelConfig:
     """The same with another number of routed experts a token."""
     return replace(model, moe=replace(model.moe, top_k=experts))
 

@@ -13,21 +13,21 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from phalanx.cost.case import Case
+from phalanx.config.cluster import Cluster, Link
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.known import PHALANX
 from phalanx.cost.predict import predict
-from phalanx.cost.programs import PHALANX
+from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.job.cluster import Cluster, Link
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
-from phalanx.plan.explain import explain
 from phalanx.plan.plan import Plan
-from phalanx.plan.question import Question
-from phalanx.plan.search import search
-from phalanx.published.accuracy_report import markdown
+from phalanx.plan.planner import search
+from phalanx.plan.report.explain import explain
+from phalanx.plan.search.request import PlanRequest
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
+from phalanx.validation.accuracy_report import markdown
 
 MODELS = (("llama3-8b", 192), ("llama3-70b", 384), ("solar-open-100b", 1536), ("deepseek-v3", 1536))
 """Names and sequences of a step."""
@@ -49,9 +49,9 @@ def machines() -> dict[str, Cluster]:
     }
 
 
-def question(model: str, sequences: int, cluster: Cluster) -> Question:
+def request(model: str, sequences: int, cluster: Cluster) -> PlanRequest:
     """What the planner is asked. One schedule, so that links decide and not bubbles."""
-    return Question(PRESETS[model], cluster, sequences, software=PHALANX, fixed={"schedule": "1f1b"})
+    return PlanRequest(PRESETS[model], cluster, sequences, framework=PHALANX, fixed={"schedule": "1f1b"})
 
 
 def fabrics() -> tuple[list[dict[str, Any]], str]:
@@ -62,7 +62,7 @@ def fabrics() -> tuple[list[dict[str, Any]], str]:
         notes = list[str]()
         home: Layout | None = None
         for name, cluster in machines().items():
-            asked = question(model, sequences, cluster)
+            asked = request(model, sequences, cluster)
             plan = search(asked)
             if not plan.best:
                 table.append((name, "nothing fits", "", "", "", _least(plan)))
@@ -82,14 +82,14 @@ def fabrics() -> tuple[list[dict[str, Any]], str]:
     return rows, "\n\n".join(text)
 
 
-def _kept(asked: Question, home: Layout, plan: Plan) -> tuple[float | None, str]:
+def _kept(asked: PlanRequest, home: Layout, plan: Plan) -> tuple[float | None, str]:
     """How much faster the machine's own choice is than the H100's, and why."""
     best = plan.best[0]
     if replace(best.layout, pp_cut="") == replace(home, pp_cut=""):
         return 1.0, "the same"
     try:
-        case: Case = asked.case(home)
-        kept, seconds = predict(case), step_seconds(case)
+        spec: StepSpec = asked.spec(home)
+        kept, seconds = predict(spec), step_seconds(spec)
     except (JobError, ValueError) as error:
         return None, f"not legal here: {error}"
     factor = seconds / best.seconds

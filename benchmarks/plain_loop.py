@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from phalanx.check.load import load_file
 from phalanx.data.loader import TokenData
 from phalanx.data.prepare import prepare
-from phalanx.job.load import load_file
 from phalanx.model.init import initialise
 from phalanx.model.transformer import Transformer
 

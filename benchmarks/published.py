@@ -10,15 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from benchmarks.report import machine, save
-from phalanx.cost.calibration import calibrated
-from phalanx.cost.case import Case
-from phalanx.cost.flops import hardware_flops_per_step, train_flops_per_step
+from phalanx.blocks.flops import train_flops_per_step
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
+from phalanx.cost.flops import hardware_flops_per_step
+from phalanx.cost.frameworks.calibration import calibrated
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
-from phalanx.job import batch
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
+from phalanx.cost.spec import StepSpec
+from phalanx.partition import batch
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,14 @@ LLAMA3 = (
 )
 
 
-def published_case(row: Published) -> Case:
+def published_case(row: Published) -> StepSpec:
     """The step that a paper's result is of."""
     model = PRESETS[row.name]
     model = replace(model, seq_len=row.seq_len or model.seq_len, dropout=0.1 if row.counts == "hardware" else 0.0)
     cluster = cluster_of(row.cluster)
-    software = calibrated(row.program, cluster.accelerator)
+    framework = calibrated(row.program, cluster.accelerator)
     solved = batch.solve(row.sequences, row.layout)
-    return Case(model, cluster, row.layout, solved, "bf16", 2, software)
+    return StepSpec(model, cluster, row.layout, solved, "bf16", 2, framework)
 
 
 def predict_published(row: Published) -> Prediction:

@@ -29,15 +29,15 @@ from benchmarks.regret_layouts import MODELS, WORLDS, family, job_of, layouts
 from benchmarks.regret_record import Entry, Record, kendall
 from benchmarks.regret_steps import seconds_of
 from benchmarks.report import RESULTS, machine, save
+from phalanx.config import local_cluster
+from phalanx.config.cluster import Cluster
+from phalanx.config.layout import Layout
+from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
-from phalanx.job import local_cluster
-from phalanx.job.cluster import Cluster
-from phalanx.job.layout import Layout
 from phalanx.launch.pool import Pool
-from phalanx.plan.case import case_of
-from phalanx.plan.question import question_of
-from phalanx.plan.search import search
-from phalanx.published.accuracy_picture import Panel, scatter
+from phalanx.pictures.accuracy import AccuracyPanel, scatter
+from phalanx.plan.planner import search
+from phalanx.plan.search.request import plan_request
 
 ASKED = 0.10
 """Top-1 regret that is allowed."""
@@ -53,14 +53,14 @@ STEPS_FILE = Path(tempfile.gettempdir()) / "phalanx_regret.jsonl"
 def predicted(name: str, layout: Layout, machine: Cluster) -> float:
     """Seconds of a step, on so many processes of the measured machine as the layout needs."""
     job = replace(job_of(name, layout), cluster=replace(machine, devices_per_node=layout.world))
-    return predict(case_of(job, job.model.vocab_size)).step_time_s
+    return predict(step_spec(job, job.model.vocab_size)).step_time_s
 
 
 def choice(name: str, machine: Cluster) -> Layout:
     """What the planner would train, on 1, 2 or 4 processes of the measured machine."""
     job = replace(job_of(name, Layout()), cluster=replace(machine, devices_per_node=max(WORLDS)))
-    question = replace(question_of(job, job.model.vocab_size), worlds=WORLDS)
-    return search(question).best[0].layout
+    request = replace(plan_request(job, job.model.vocab_size), worlds=WORLDS)
+    return search(request).best[0].layout
 
 
 def survey(pool: Pool, record: Record, found: dict[str, list[Layout]], rounds: int) -> None:
@@ -137,7 +137,7 @@ def picture(outcomes: Sequence[dict[str, Any]]) -> str:
         points: dict[str, list[tuple[float, float]]] = {}
         for point in one["points"]:
             points.setdefault(point["family"], []).append((point["measured_s"], point["predicted_s"]))
-        panels.append(Panel(one["model"], "s", dict(sorted(points.items()))))
+        panels.append(AccuracyPanel(one["model"], "s", dict(sorted(points.items()))))
     return scatter(panels, "Steps of every layout of 1, 2 and 4 processes: predicted against measured")
 
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from phalanx.job.check import problems_of
-from phalanx.job.data import Data
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model, MoE
-from phalanx.job.train import Train
+from phalanx.check.job import problems_of
+from phalanx.config.data import Data
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.train import Train
 
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False}
-SMALL = Model(n_layers=4, d_model=128, n_heads=4, d_ff=384, vocab_size=96, seq_len=128, **LLAMA)
-WIDE = Model(n_layers=4, d_model=384, n_heads=8, d_ff=1024, vocab_size=8192, seq_len=128, **LLAMA)
+SMALL = ModelConfig(n_layers=4, d_model=128, n_heads=4, d_ff=384, vocab_size=96, seq_len=128, **LLAMA)
+WIDE = ModelConfig(n_layers=4, d_model=384, n_heads=8, d_ff=1024, vocab_size=8192, seq_len=128, **LLAMA)
 EXPERTS = replace(SMALL, seq_len=256, moe=MoE(n_experts=8, top_k=2, d_ff=256))
-MODELS: dict[str, tuple[Model, int]] = {
+MODELS: dict[str, tuple[ModelConfig, int]] = {
     "small": (SMALL, 16),
     "wide": (WIDE, 8),
     "experts": (EXPERTS, 8),

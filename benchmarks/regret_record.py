@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from phalanx.job.layout import Layout
+from phalanx.config.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from benchmarks.regret_layouts import job_of
 from benchmarks.turns import Turns, lasted
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.data.loader import MicroBatch
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes

@@ -28,10 +28,10 @@ from typing import Any
 from benchmarks import contenders as c
 from benchmarks.contenders import Contender, NotRunError, Run
 from benchmarks.report import machine, save
-from phalanx.cost.flops import train_flops_per_step
+from phalanx.blocks.flops import train_flops_per_step
+from phalanx.check.load import load_file
+from phalanx.config.job import Job
 from phalanx.data.prepare import prepare
-from phalanx.job.job import Job
-from phalanx.job.load import load_file
 
 STARTUP_MARK_S = 6.0
 

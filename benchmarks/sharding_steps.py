@@ -24,9 +24,9 @@ import torch.distributed as dist
 from benchmarks.contenders import JOB, ROOT
 from benchmarks.peers import harness, torch_ddp, torch_fsdp2, torch_tp
 from benchmarks.report import machine, save
+from phalanx.check.load import load_file
+from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
-from phalanx.job.job import Job
-from phalanx.job.load import load_file
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes

@@ -3,7 +3,7 @@
     python -m benchmarks.solar
 
 Published: 5,500 tokens a second and device at 16 nodes and 4,267 at 60 with FSDP over all devices, 5,400 at 60 with six
-groups of ten nodes (HSDP). The model's shape is the release's (job/presets.py), the machine eight B200 a node, the
+groups of ten nodes (HSDP). The model's shape is the release's (config/presets.py), the machine eight B200 a node, the
 program torchtitan. What no page that was read says is assumed: four sequences of 4,096 tokens a device and step, whole
 blocks recomputed in bf16; the batch was chosen so that 16 nodes come out right, and other batches stand beside it.
 """
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.cost.calibration import calibrated
-from phalanx.cost.case import Case
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.calibration import calibrated
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
-from phalanx.job import batch
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
-from phalanx.published.accuracy_report import markdown
+from phalanx.cost.spec import StepSpec
+from phalanx.partition import batch
+from phalanx.validation.accuracy_report import markdown
 
 PUBLISHED = ((16, 1, 5500), (60, 1, 4267), (60, 6, 5400))
 """Nodes, groups, tokens a second and device."""
@@ -34,8 +34,10 @@ def predicted(nodes: int, groups: int, micro_batch: int = MICRO_BATCH, seq_len: 
     cluster = cluster_of(f"dgx-b200:{nodes}")
     layout = Layout(dp_replicate=groups, dp_shard=cluster.devices // groups, micro_batch=micro_batch, recompute="full")
     model = replace(PRESETS["solar-open-100b"], seq_len=seq_len)
-    software = calibrated("torchtitan-2025", cluster.accelerator)
-    return predict(Case(model, cluster, layout, batch.solve(micro_batch * cluster.devices, layout), software=software))
+    framework = calibrated("torchtitan-2025", cluster.accelerator)
+    return predict(
+        StepSpec(model, cluster, layout, batch.solve(micro_batch * cluster.devices, layout), framework=framework)
+    )
 
 
 def solar() -> tuple[list[dict[str, float]], list[tuple[str, ...]]]:

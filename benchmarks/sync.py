@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from benchmarks.report import machine, save
-from phalanx.job.job import Job
-from phalanx.job.load import load_file
+from phalanx.check.load import load_file
+from phalanx.config.job import Job
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
-from phalanx.pictures import Panel, svg
+from phalanx.pictures.canvas import Panel, svg
 from phalanx.train import device as devices
 from phalanx.train import loop
 from phalanx.train.stop import StopRequest

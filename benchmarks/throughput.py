@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import machine, save
-from phalanx.job.load import load_file
+from phalanx.check.load import load_file
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 8

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.job.job import Job
+from phalanx.config.job import Job
 from phalanx.parallel import mesh as meshes
 from phalanx.train.device import keep_freed_memory
 from phalanx.train.step import Stepper

@@ -13,24 +13,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.case import Case
-from phalanx.cost.habits import Habits
-from phalanx.cost.programs import PHALANX
-from phalanx.cost.software import Software
+from phalanx.config.cluster import Accelerator, Cluster, Sharing
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.framework import Framework
+from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.frameworks.memory_profile import MemoryProfile
+from phalanx.cost.spec import StepSpec
 from phalanx.hashed import Hashed
-from phalanx.job.batch import Batch
-from phalanx.job.cluster import Accelerator, Cluster, Sharing
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.presets import PRESETS
+from phalanx.partition.batch import Batch
 
-CASE = Case(PRESETS["llama3-8b"], cluster_of("dgx-h100:2"), Layout(dp_shard=16), Batch(16, 1, 1, 16), software=PHALANX)
-KINDS = (Model, Layout, Cluster, Accelerator, Sharing, Software, Habits, Case)
+CASE = StepSpec(
+    PRESETS["llama3-8b"], cluster_of("dgx-h100:2"), Layout(dp_shard=16), Batch(16, 1, 1, 16), framework=PHALANX
+)
+KINDS = (ModelConfig, Layout, Cluster, Accelerator, Sharing, Framework, MemoryProfile, StepSpec)
 
 
-def parts(one: Case) -> list[Hashed]:
-    return [one, one.model, one.cluster, one.cluster.accelerator, one.cluster.sharing, one.layout, one.software]
+def parts(one: StepSpec) -> list[Hashed]:
+    return [one, one.model, one.cluster, one.cluster.accelerator, one.cluster.sharing, one.layout, one.framework]
 
 
 @pytest.mark.parametrize("kind", KINDS)

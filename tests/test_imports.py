@@ -1,4 +1,4 @@
-"""The structure that the design holds: imports go downwards only, and what plans never imports torch."""
+"""The structure that the design prescribes: imports go downwards only, and what plans never imports torch."""
 
 import ast
 from pathlib import Path
@@ -9,16 +9,20 @@ import phalanx
 
 ROOT = Path(phalanx.__file__).parent
 FLOORS = [
-    *("cli", "bench", "generate", "verify", "train", "parallel", "comm", "launch", "model", "data", "published"),
-    *("plan", "simulate", "cost"),
-    *("job", "schedule"),
+    *("cli", "calibrate", "generate", "verify", "train", "parallel", "comm", "launch", "model", "data"),
+    *("pictures", "validation", "plan", "simulate", "cost", "check", "partition", "blocks", "schedule", "config"),
 ]
-"""Packages from the top down: a package may import those after it, and itself."""
-WITHOUT_TORCH = ["job", "schedule", "cost", "simulate", "plan", "published", "data"]
+"""Rooms from the top down: a room may import those after it, and itself."""
+WITHOUT_TORCH = [*FLOORS[FLOORS.index("data") :]]
+"""Rooms that never import torch: these verbs answer in well under a second."""
+GROUND = {"errors", "gc", "hashed", "nearest", "units"}
+"""Modules that every room may import."""
+INNER_FLOORS = {"plan": ["planner", "report", "search", "plan"]}
+"""Rooms within a room that have an order of their own."""
 
 
 def imported(path: Path) -> set[str]:
-    """Every module that a file imports, at its top or inside functions."""
+    """Returns every module that a file imports, at its top or inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -28,24 +32,60 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_every_package_has_its_floor():
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages == set(FLOORS)
+def modules() -> dict[str, Path]:
+    """Returns every module of the project by its dotted name."""
+    return {
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in ROOT.rglob("*.py")
+    }
 
 
-@pytest.mark.parametrize("package", FLOORS)
-def test_imports_go_downwards_only(package):
-    ground = {"errors", "garbage", "hashed", "nearest", "pictures", "units"}
-    below = {package, *FLOORS[FLOORS.index(package) + 1 :], *ground}
-    for path in (ROOT / package).rglob("*.py"):
+def test_every_room_has_its_floor():
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(FLOORS)
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_go_downwards_only(room):
+    below = {room, *FLOORS[FLOORS.index(room) + 1 :], *GROUND}
+    for path in (ROOT / room).rglob("*.py"):
         used = {name.split(".")[1] for name in imported(path) if name.startswith("phalanx.")}
-        assert used <= below, f"{path.name} imports {used - below}"
+        assert used <= below, f"{path.relative_to(ROOT)} imports {used - below}"
 
 
-@pytest.mark.parametrize("package", WITHOUT_TORCH)
-def test_what_plans_never_imports_torch(package):
-    for path in (ROOT / package).rglob("*.py"):
+@pytest.mark.parametrize("room", INNER_FLOORS)
+def test_imports_inside_a_room_go_downwards_only(room):
+    floors = INNER_FLOORS[room]
+    for name, path in modules().items():
+        parts = name.split(".")
+        if len(parts) < 3 or parts[1] != room or parts[2] not in floors:
+            continue
+        above = floors[: floors.index(parts[2])]
+        used = {other.split(".")[2] for other in imported(path) if other.startswith(f"phalanx.{room}.")}
+        assert not used & set(above), f"{name} imports {used & set(above)}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """An import inside a function counts, too."""
+    known = modules()
+    uses = {name: imported(path) & set(known) - {name} for name, path in known.items()}
+    while leaves := {name for name, others in uses.items() if not others & set(uses)}:
+        uses = {name: others for name, others in uses.items() if name not in leaves}
+    assert not uses, f"these import each other: {sorted(uses)}"
+
+
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_what_plans_never_imports_torch(room):
+    for path in (ROOT / room).rglob("*.py"):
         assert not {"torch", "safetensors.torch"} & {name.split(".")[0] for name in imported(path)}, path
+
+
+def test_no_class_name_stands_for_two_things():
+    places: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_files_are_short():

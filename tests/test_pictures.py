@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.pictures import Panel, svg, ticks
+from phalanx.pictures.canvas import Panel, svg, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

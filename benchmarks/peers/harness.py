@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.job.job import Job
-from phalanx.job.load import load_file
+from phalanx.check.load import load_file
+from phalanx.config.job import Job
 from phalanx.model.init import initialise
 from phalanx.model.transformer import Transformer
 

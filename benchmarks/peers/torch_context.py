@@ -4,7 +4,7 @@ Not started by torchrun like the other peers: benchmarks/context.py runs it in i
 `context_parallel()` does not run on a CPU: ring kernels are registered for CUDA's attention operations alone, and
 DTensor finds no way to split the CPU's (2.13: NotImplementedError after a search of some seconds). So the templates
 under it, a private API, are called here with the CPU's flash attention, and with its load balancer's order of tokens:
-the i-th chunk from the start beside the i-th from the end, which is job/context.py's order, too.
+the i-th chunk from the start beside the i-th from the end, which is partition/sequence.py's order, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.peers import harness
-from phalanx.job.job import Job
+from phalanx.config.job import Job
 from phalanx.launch.ranks import Ranks
 from phalanx.model.attention import CoreAttention
 from phalanx.model.noise import Noise

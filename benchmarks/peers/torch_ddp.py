@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.peers import harness
-from phalanx.job.job import Job
+from phalanx.config.job import Job
 
 
 def step_of(job: Job) -> harness.Step:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from phalanx.job import batch
-from phalanx.job.job import Job
-from phalanx.job.pipeline import schedule_of
+from phalanx.config.job import Job
 from phalanx.model.init import initialise
 from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.stages import Stage, Stages
-from phalanx.plan.cut import stages_of
+from phalanx.partition import batch
+from phalanx.partition.cut import stages_of
+from phalanx.partition.pipeline import schedule_of
 from phalanx.schedule.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[..., Any]] = {

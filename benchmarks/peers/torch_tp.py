@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils import get_total_norm
 
 from benchmarks.peers import harness
-from phalanx.job.job import Job
+from phalanx.config.job import Job
 from phalanx.model.transformer import Transformer
 
 

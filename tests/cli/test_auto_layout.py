@@ -12,10 +12,10 @@ import yaml
 from phalanx.cli import auto_layout, predict, train
 from phalanx.cli.data import VERB as DATA
 from phalanx.cli.job_words import JobVerb, JobWords
+from phalanx.config import layout_line
+from phalanx.config.layout import Layout
 from phalanx.errors import JobError, RunError
-from phalanx.job import layout_line
-from phalanx.job.layout import Layout
-from phalanx.plan.notes import NO_ROOM
+from phalanx.plan.report.notes import NO_ROOM
 from phalanx.train.run_directory import RunDirectory
 
 VERB = JobVerb("test", "A verb.", {})

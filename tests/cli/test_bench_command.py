@@ -15,10 +15,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from phalanx.bench import compute, shapes
-from phalanx.bench.shapes import Shape
+from phalanx.calibrate import compute, shapes
+from phalanx.calibrate.shapes import Shape
 from phalanx.cli.main import main
-from phalanx.job.clusters import cluster_of
+from phalanx.config.clusters import cluster_of
 
 WITHOUT_TORCH = """
 import sys

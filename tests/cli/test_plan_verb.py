@@ -86,10 +86,10 @@ def test_other_programs_and_formats(capsys):
     fixed = ("dp_shard=8", "model.d_model=2048", "model.n_heads=16")
     times = {
         words: planned(capsys, *JOB, *fixed, *words)["candidates"][0]["simulated_step_time_s"]
-        for words in ((), ("--products", "fp8"), ("--program", "megatron-core"))
+        for words in ((), ("--products", "fp8"), ("--framework", "megatron-core"))
     }
     assert times["--products", "fp8"] < times[()]
-    assert times["--program", "megatron-core"] < times[()]
+    assert times["--framework", "megatron-core"] < times[()]
 
 
 def test_where_nothing_fits_it_ends_with_three_and_says_what_is_missing(capsys):
@@ -107,7 +107,7 @@ def test_where_nothing_fits_it_ends_with_three_and_says_what_is_missing(capsys):
     ("words", "said"),
     [
         (["cluster=dgx-h10:1"], "did you mean dgx-h100:1?"),
-        (["--program", "megatron-cor"], "did you mean megatron-core?"),
+        (["--framework", "megatron-cor"], "did you mean megatron-core?"),
         (["--top", "0"], "--top: must be at least 1, is 0"),
         (["--html", "no/such/folder/plan.html"], "there is no folder no/such/folder"),
         (["tp=7"], "nearest tp"),

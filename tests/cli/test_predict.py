@@ -66,7 +66,7 @@ def test_what_does_not_fit_ends_with_three_and_says_what_would(capsys: pytest.Ca
         (["cluster=dgx-h10:1"], "did you mean dgx-h100:1?"),
         (["cluster=dgx-h100:two"], "after the colon comes the number of nodes"),
         (["cluster=dgx-h100:2"], "16"),
-        (["--program", "megatron-cor"], "did you mean megatron-core?"),
+        (["--framework", "megatron-cor"], "did you mean megatron-core?"),
         (["--products", "fp7"], "fp8"),
         (["--tabel", "x.csv"], "table"),
     ],
@@ -85,11 +85,11 @@ def test_without_a_machine_it_says_how_to_name_one(capsys: pytest.CaptureFixture
 
 def test_eight_bits_and_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
     times = {}
-    for words in ((), ("--products", "fp8"), ("--program", "megatron-core")):
+    for words in ((), ("--products", "fp8"), ("--framework", "megatron-core")):
         main([*JOB, *words, "--json"])
         times[words] = json.loads(capsys.readouterr().out)["step_time_s"]
     assert times["--products", "fp8"] < 0.8 * times[()]
-    assert times["--program", "megatron-core"] < times[()]
+    assert times["--framework", "megatron-core"] < times[()]
 
 
 def test_a_table_is_predicted_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

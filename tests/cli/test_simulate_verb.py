@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_simulated_all_the_same(capsys):
         (["--checkpoint-s", "-3"], "0 or more is needed"),
         (["--checkpoint-s", "soon"], "expected a number"),
         (["--svg", "no/such/folder/x.svg", "--trace", "."], "there is no folder no/such/folder"),
-        (["--program", "megatron-cor"], "did you mean megatron-core?"),
+        (["--framework", "megatron-cor"], "did you mean megatron-core?"),
         (["cluster=dgx-h10:1"], "did you mean dgx-h100:1?"),
         (["layout=dp_replicate=8,sync=diloco"], "sync=bsp"),
     ],

@@ -131,7 +131,7 @@ def test_a_corrupt_shard_is_found_before_training(here):
 
 
 def test_two_trainers_in_one_directory(here):
-    from phalanx.job.load import load_file
+    from phalanx.check.load import load_file
     from phalanx.train.run_directory import RunDirectory
 
     with RunDirectory.of(load_file(here / "job.yaml").job).lock():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.job.layout_line import parse
+from phalanx.config.layout_line import parse
 from phalanx.verify import covering, matrix
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "main.yaml")

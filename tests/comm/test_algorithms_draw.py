@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from phalanx.comm.algorithms import direct, draw, halving, hierarchical, ring, tree
-from phalanx.comm.algorithms.plan import Plan
+from phalanx.comm.algorithms.plan import CollectiveProgram
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
@@ -24,7 +24,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.name} {plan.ranks}")
-def test_one_arrow_for_each_message(plan: Plan):
+def test_one_arrow_for_each_message(plan: CollectiveProgram):
     root = ElementTree.fromstring(draw.svg(plan))
     groups = root.findall(f"{SVG}g[@class='message']")
     assert len(groups) == len(root.findall(f".//{SVG}polygon")) == len(plan.messages)
@@ -58,5 +58,5 @@ def test_everything_is_inside_the_picture():
         ("hierarchical", hierarchical.all_reduce(8, 8, 4)),
     ],
 )
-def test_pictures_of_the_documents_are_current(name: str, plan: Plan):
+def test_pictures_of_the_documents_are_current(name: str, plan: CollectiveProgram):
     assert (PICTURES / f"collectives-{name}.svg").read_text(encoding="utf-8") == draw.svg(plan)

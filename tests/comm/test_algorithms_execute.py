@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.comm.algorithms import direct, halving, hierarchical, ring, tree
 from phalanx.comm.algorithms.execute import Reduction, all_to_all, execute
-from phalanx.comm.algorithms.plan import Plan, chunked
+from phalanx.comm.algorithms.plan import CollectiveProgram, chunked
 
 SIZES = (1, 3, 37)
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -22,7 +22,7 @@ def own(rank: int, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return values.to(dtype) if dtype.is_floating_point else (values * 10).to(dtype)
 
 
-def all_reduce_plans(ranks: int, n: int) -> list[Plan]:
+def all_reduce_plans(ranks: int, n: int) -> list[CollectiveProgram]:
     groups = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return [
         direct.naive_all_reduce(ranks, n),
@@ -132,7 +132,7 @@ def test_runs_in_a_group_and_keeps_the_shape(ranks):
     assert ranks(in_a_group, 4) == [[2.0] * 6, [4.0] * 6, [2.0] * 6, [4.0] * 6]
 
 
-def refuse(ranks, plan: Plan, tensor: Tensor, reduction: str) -> None:
+def refuse(ranks, plan: CollectiveProgram, tensor: Tensor, reduction: str) -> None:
     execute(plan, tensor, reduction)  # pyright: ignore[reportArgumentType]  # the wrong one is the test
 
 
@@ -146,6 +146,6 @@ def refuse(ranks, plan: Plan, tensor: Tensor, reduction: str) -> None:
         (ring.all_reduce(1, 4), torch.zeros(2, 2).T, "sum", r"contiguous; its strides are \(1, 2\)"),
     ],
 )
-def test_what_does_not_belong_together(ranks, plan: Plan, tensor: Tensor, reduction: str, message: str):
+def test_what_does_not_belong_together(ranks, plan: CollectiveProgram, tensor: Tensor, reduction: str, message: str):
     with pytest.raises(ValueError, match=message):
         ranks(refuse, 1, plan, tensor, reduction)

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.comm.algorithms import direct, halving, hierarchical, ring, tree
-from phalanx.comm.algorithms.plan import Plan, chunked
+from phalanx.comm.algorithms.plan import CollectiveProgram, chunked
 
 RANKS = st.integers(1, 17)
 ELEMENTS = st.integers(0, 60)
-ALL_REDUCES: dict[str, Callable[[int, int], Plan]] = {
+ALL_REDUCES: dict[str, Callable[[int, int], CollectiveProgram]] = {
     "naive": direct.naive_all_reduce,
     "ring": ring.all_reduce,
     "tree": tree.all_reduce,
@@ -25,7 +25,7 @@ ALL_REDUCES: dict[str, Callable[[int, int], Plan]] = {
 }
 
 
-def simulate(plan: Plan, buffers: list[np.ndarray], reduce: Callable = np.add) -> list[np.ndarray]:
+def simulate(plan: CollectiveProgram, buffers: list[np.ndarray], reduce: Callable = np.add) -> list[np.ndarray]:
     """The buffers after the plan. All messages of a step are read before any of them is written."""
     buffers = [buffer.copy() for buffer in buffers]
     for step in plan.steps:
@@ -41,7 +41,7 @@ def inputs(ranks: int, n: int) -> np.ndarray:
     return np.random.default_rng(ranks * 1000 + n).integers(-1000, 1000, (ranks, n)).astype(np.float64)
 
 
-def check_steps(plan: Plan) -> None:
+def check_steps(plan: CollectiveProgram) -> None:
     """Every message fits both buffers; in a step a rank sends and receives at most once, and not the same elements."""
     for step in plan.steps:
         sent = {message.source: message.span for message in step.messages}

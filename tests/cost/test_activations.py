@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.activations import activation_bytes, block
-from phalanx.cost.habits import (
+from phalanx.config.layout import Layout
+from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.memory_profile import (
     MEGATRON_2021,
     MEGATRON_CORE,
     PHALANX,
     TORCHTITAN,
     TORCHTITAN_COMPILED,
     XLA,
-    Habits,
+    MemoryProfile,
 )
-from phalanx.job.layout import Layout
-from phalanx.job.model import MLA, Model, MoE
-from phalanx.job.presets import PRESETS
+from phalanx.cost.memory.activations import activation_bytes, block
 
-GPT = Model(n_layers=2, d_model=64, n_heads=8, seq_len=32, dropout=0.1)
+GPT = ModelConfig(n_layers=2, d_model=64, n_heads=8, seq_len=32, dropout=0.1)
 LLAMA = replace(PRESETS["llama3-8b"], seq_len=8192)
 MIXTRAL = replace(PRESETS["mixtral-8x7b"], seq_len=4096)
 DEEPSEEK = replace(PRESETS["deepseek-v3"], seq_len=4096)
@@ -30,9 +30,11 @@ SP: dict[str, Any] = {"sp": True, "sp_regather": True}
 ALONE = Layout()
 
 
-def parts(model: Model, layout: Layout = ALONE, habits: Habits = PHALANX, experts: bool = False) -> dict[str, float]:
+def parts(
+    model: ModelConfig, layout: Layout = ALONE, memory_profile: MemoryProfile = PHALANX, experts: bool = False
+) -> dict[str, float]:
     """Bytes of a token that each operator keeps."""
-    return dict(block(model, layout, 2, experts, habits))
+    return dict(block(model, layout, 2, experts, memory_profile))
 
 
 @given(
@@ -45,7 +47,7 @@ def parts(model: Model, layout: Layout = ALONE, habits: Habits = PHALANX, expert
 def test_the_five_rows_of_korthikanti(s, b, a, size, t):
     """Reducing Activation Recomputation in Large Transformer Models, 2022, table 2."""
     h = a * size
-    model, scores = Model(n_layers=1, d_model=h, n_heads=a, seq_len=s, dropout=0.1), 5 * a * s / h
+    model, scores = ModelConfig(n_layers=1, d_model=h, n_heads=a, seq_len=s, dropout=0.1), 5 * a * s / h
     rows = {
         Layout(): 34 + scores,
         Layout(tp=t): 10 + 24 / t + scores / t,
@@ -57,7 +59,7 @@ def test_the_five_rows_of_korthikanti(s, b, a, size, t):
         assert activation_bytes(model, layout, b) == pytest.approx(s * b * h * row, abs=1)
         # Megatron's always gathers inputs again.
         there = replace(layout, sp_regather=False)
-        assert activation_bytes(model, there, b, habits=MEGATRON_2021) == pytest.approx(s * b * h * row, abs=1)
+        assert activation_bytes(model, there, b, memory_profile=MEGATRON_2021) == pytest.approx(s * b * h * row, abs=1)
 
 
 def test_llama_by_hand():
@@ -67,9 +69,9 @@ def test_llama_by_hand():
     assert found["keys, values"] == 2 * 2 * keys
     assert found["mlp"] == 4 * 2 * ff
     assert sum(found.values()) == 2 * (2 * h + h + 2 * keys + h + 2 * h + 4 * ff)
-    fused = parts(LLAMA, habits=MEGATRON_CORE)
+    fused = parts(LLAMA, memory_profile=MEGATRON_CORE)
     assert fused["mlp"] == 3 * 2 * ff
-    assert parts(LLAMA, habits=XLA)["mlp"] == 2 * 2 * ff
+    assert parts(LLAMA, memory_profile=XLA)["mlp"] == 2 * 2 * ff
 
 
 def test_experts_by_hand():
@@ -80,7 +82,7 @@ def test_experts_by_hand():
     assert found["combine"] == 2 * rows * 2 * h
     assert found["scores"] == 8 * 4
     assert found["places"] == 2 * 8 * rows
-    assert "combine" not in parts(MIXTRAL, habits=MEGATRON_CORE, experts=True)
+    assert "combine" not in parts(MIXTRAL, memory_profile=MEGATRON_CORE, experts=True)
     assert activation_bytes(MIXTRAL, Layout(), 1) == round(4096 * sum(found.values()))
 
 
@@ -91,7 +93,7 @@ def test_latent_attention_by_hand():
     assert found["values"] == 2 * heads * (nope + size)  # a part of what wkv_b writes
     assert found["q_norm, wq_b"] == 2 * 2 * 1536
     assert found["kv_norm"] + found["wkv_b"] == 2 * (512 + 64) + 2 * 512
-    assert parts(DEEPSEEK, habits=MEGATRON_CORE)["values"] == 2 * heads * size
+    assert parts(DEEPSEEK, memory_profile=MEGATRON_CORE)["values"] == 2 * heads * size
 
 
 def test_a_model_has_two_kinds_of_blocks_where_some_are_dense():
@@ -113,19 +115,19 @@ def test_capacity_makes_rows_whether_filled_or_not():
 
 @given(st.sampled_from([2, 4, 8]), st.floats(1, 3))
 def test_uneven_routing_fills_the_fullest_rank(ep, imbalance):
-    habits = replace(PHALANX, imbalance=imbalance)
+    memory_profile = replace(PHALANX, imbalance=imbalance)
     layout = Layout(dp_shard=ep, ep=ep)
-    even, uneven = parts(MIXTRAL, layout, experts=True), parts(MIXTRAL, layout, habits, experts=True)
+    even, uneven = parts(MIXTRAL, layout, experts=True), parts(MIXTRAL, layout, memory_profile, experts=True)
     assert uneven["experts"] == pytest.approx(imbalance * even["experts"])
     assert uneven["combine"] == even["combine"], "what comes home is as much as left"
-    assert parts(MIXTRAL, Layout(), habits, experts=True) == parts(MIXTRAL, experts=True)
+    assert parts(MIXTRAL, Layout(), memory_profile, experts=True) == parts(MIXTRAL, experts=True)
 
 
 @given(
     st.sampled_from([LLAMA, MIXTRAL, DEEPSEEK]), st.sampled_from([2, 4, 8]), st.sampled_from([PHALANX, MEGATRON_CORE])
 )
-def test_layouts_never_keep_more(model, n, habits):
-    alone = activation_bytes(model, Layout(), 1, habits=habits)
+def test_layouts_never_keep_more(model, n, memory_profile):
+    alone = activation_bytes(model, Layout(), 1, memory_profile=memory_profile)
     for layout in (
         Layout(tp=n),
         Layout(tp=n, sp=True),
@@ -133,17 +135,19 @@ def test_layouts_never_keep_more(model, n, habits):
         Layout(cp=n),
         Layout(recompute="selective"),
     ):
-        assert activation_bytes(model, layout, 1, habits=habits) <= alone
-    full = activation_bytes(model, Layout(recompute="full"), 1, habits=habits)
+        assert activation_bytes(model, layout, 1, memory_profile=memory_profile) <= alone
+    full = activation_bytes(model, Layout(recompute="full"), 1, memory_profile=memory_profile)
     assert full == model.seq_len * model.d_model * 2 < alone
-    assert activation_bytes(model, Layout(cp=n), 1, habits=habits) == pytest.approx(alone / n, rel=1e-6)
-    assert activation_bytes(model, Layout(tp=n, **SP), 1, habits=habits) >= alone / n * 0.99
+    assert activation_bytes(model, Layout(cp=n), 1, memory_profile=memory_profile) == pytest.approx(alone / n, rel=1e-6)
+    assert activation_bytes(model, Layout(tp=n, **SP), 1, memory_profile=memory_profile) >= alone / n * 0.99
 
 
 def test_megatron_cuts_everything_by_the_tensor_ranks():
     for model in (LLAMA, MIXTRAL, DEEPSEEK):
-        alone = activation_bytes(model, Layout(), 1, habits=MEGATRON_CORE)
-        assert activation_bytes(model, Layout(tp=8, sp=True), 1, habits=MEGATRON_CORE) == pytest.approx(alone / 8)
+        alone = activation_bytes(model, Layout(), 1, memory_profile=MEGATRON_CORE)
+        assert activation_bytes(model, Layout(tp=8, sp=True), 1, memory_profile=MEGATRON_CORE) == pytest.approx(
+            alone / 8
+        )
 
 
 def test_selective_means_what_the_program_means_by_it():
@@ -152,23 +156,25 @@ def test_selective_means_what_the_program_means_by_it():
     titan = parts(LLAMA, selective, TORCHTITAN)
     assert sum(titan.values()) == 2 * (4096 + (4096 + 1024) + 4096 + 14336 + 4096)
     layers = replace(TORCHTITAN_COMPILED, selective="layers")
-    every_other = activation_bytes(LLAMA, selective, 1, habits=layers)
-    both = [activation_bytes(LLAMA, Layout(recompute=what), 1, habits=layers) for what in ("none", "full")]
+    every_other = activation_bytes(LLAMA, selective, 1, memory_profile=layers)
+    both = [activation_bytes(LLAMA, Layout(recompute=what), 1, memory_profile=layers) for what in ("none", "full")]
     assert every_other == pytest.approx(sum(both) / 2)
 
 
 def test_unfused_attention_keeps_scores_without_dropout_too():
     bare = replace(GPT, dropout=0.0)
     assert "softmax" not in parts(bare)
-    assert parts(bare, habits=MEGATRON_2021)["softmax"] == 8 * 32 * 2
+    assert parts(bare, memory_profile=MEGATRON_2021)["softmax"] == 8 * 32 * 2
     assert parts(GPT)["softmax"] == 8 * 32 * 5
-    assert "softmax" not in parts(GPT, habits=MEGATRON_CORE)
+    assert "softmax" not in parts(GPT, memory_profile=MEGATRON_CORE)
     assert "softmax" not in parts(GPT, Layout(cp=2)), "a ring computes them again"
     assert "softmax" in parts(GPT, Layout(cp=2, cp_ulysses=2))
 
 
 def test_inputs_in_eight_bits():
-    wide, narrow = (activation_bytes(LLAMA, Layout(), 1, habits=MEGATRON_CORE, narrow=fp8) for fp8 in (False, True))
+    wide, narrow = (
+        activation_bytes(LLAMA, Layout(), 1, memory_profile=MEGATRON_CORE, narrow=fp8) for fp8 in (False, True)
+    )
     # Two norms' outputs and the last matrix's input by half; of attention's output a copy more.
     assert wide - narrow == 8192 * (4096 + 4096 + 14336 - 4096)
     assert activation_bytes(LLAMA, Layout(), 1, narrow=True) == activation_bytes(LLAMA, Layout(), 1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cost.test_step_time import case
-from phalanx.cost.breakdown import duration, memory_lines, question, time_lines
+from cost.test_step_time import spec
+from phalanx.config.layout import Layout
+from phalanx.cost.breakdown import duration, memory_lines, subject, time_lines
 from phalanx.cost.predict import predict
-from phalanx.job.layout import Layout
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ def test_durations_have_as_many_digits_as_can_be_told_apart(seconds: float, show
 
 
 def test_bars_are_as_long_as_their_share() -> None:
-    asked = case(Layout(tp=8, pp=2, dp_shard=4, micro_batch=1), 64)
+    asked = spec(Layout(tp=8, pp=2, dp_shard=4, micro_batch=1), 64)
     prediction = predict(asked)
-    assert question(asked, 64) == "llama3-8b on 64 × h100-80gb (dgx-h100:8)"
+    assert subject(asked, 64) == "llama3-8b on 64 × h100-80gb (dgx-h100:8)"
     bars = {line[2:22].strip(): line.count("█") for line in time_lines(prediction)}
     for name, spent in prediction.parts.items():
         if spent > 1e-3 * prediction.step_time_s:

@@ -6,12 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost import link, operators
+from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
+from phalanx.config.cpu_node import with_processes
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
 from phalanx.cost.fit import (
     GENERATION,
-    Attention,
-    Product,
-    Stream,
+    AttentionTiming,
+    ProductTiming,
+    StreamTiming,
     Transfer,
     alone,
     device_rows,
@@ -23,13 +26,10 @@ from phalanx.cost.fit import (
     median_error,
     product_call_us,
 )
-from phalanx.cost.kernel import attention_seconds, product_seconds, stream_seconds
-from phalanx.cost.layer import work_seconds
-from phalanx.cost.programs import PHALANX_CPU
-from phalanx.job.cluster import Accelerator, Cluster, Link, Sharing
-from phalanx.job.cpu_node import with_processes
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
+from phalanx.cost.frameworks.known import PHALANX_CPU
+from phalanx.cost.time import link, operators
+from phalanx.cost.time.kernel import attention_seconds, product_seconds, stream_seconds
+from phalanx.cost.time.layer import work_seconds
 
 SHAPES = [(n, n, n) for n in (64, 256, 512, 1024, 2048, 4096)] + [(t, 2048, 512) for t in (64, 512, 4096)]
 MOVED = (1024, 4096, 2e6, 128e6, 512e6)
@@ -41,20 +41,22 @@ def close(found: float, true: float) -> bool:
     return abs(found / true - 1) < 0.02
 
 
-def measured(device: Accelerator, precision: str = "fp32") -> tuple[list[Product], list[Attention], list[Stream]]:
+def measured(
+    device: Accelerator, precision: str = "fp32"
+) -> tuple[list[ProductTiming], list[AttentionTiming], list[StreamTiming]]:
     """What a benchmark would find on a machine that is as the model says."""
     one = alone(device)
-    products = [Product("any", m, n, k, product_seconds(one, precision, m, n, k)) for m, n, k in SHAPES]
+    products = [ProductTiming("any", m, n, k, product_seconds(one, precision, m, n, k)) for m, n, k in SHAPES]
     attentions = []
     for length in (128, 512, 2048):
         shape = (length, length, 8, 8, 64, 64)
         for back in (False, True):
             seconds = attention_seconds(one, precision, *shape, backward=back, generation=GENERATION)
-            attentions.append(Attention(length, 8, 64, back, seconds))
-    return products, attentions, [Stream("copy", moved, stream_seconds(device, moved)) for moved in MOVED]
+            attentions.append(AttentionTiming(length, 8, 64, back, seconds))
+    return products, attentions, [StreamTiming("copy", moved, stream_seconds(device, moved)) for moved in MOVED]
 
 
-def transfers(machine: Cluster, group: link.Group) -> list[Transfer]:
+def transfers(machine: Cluster, group: link.RankGroup) -> list[Transfer]:
     return [
         Transfer(name, size, group, link.seconds(machine, name, size, group)) for name in COLLECTIVES for size in SIZES
     ]
@@ -109,10 +111,10 @@ def test_shapes_that_the_model_does_not_understand_do_not_bend_the_rest():
 def test_what_a_cache_holds_is_shown_and_not_fitted():
     device = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=5)
     products, attentions, streams = measured(device)
-    rows = device_rows(device, "fp32", products, attentions, [*streams, Stream("copy", 1e6, 1e-9)])
+    rows = device_rows(device, "fp32", products, attentions, [*streams, StreamTiming("copy", 1e6, 1e-9)])
     assert [row.used for row in rows if row.kind == "stream"] == [True, True, False, True, True, False]
     assert median_error(rows) == pytest.approx(0.0, abs=1e-9)
-    assert Attention(1024, 8, 64, True, 1.0).flops == 2 * 1024**2 * 8 * 64 * 2.5
+    assert AttentionTiming(1024, 8, 64, True, 1.0).flops == 2 * 1024**2 * 8 * 64 * 2.5
 
 
 def test_without_attention_its_rate_stays():
@@ -129,30 +131,34 @@ def test_without_attention_its_rate_stays():
 )
 def test_a_link_is_found_again(ranks, latency, gbs):
     machine = Cluster(devices_per_node=ranks, intra=Link(gbs, latency, 1.0))
-    found = fit_link(transfers(machine, link.Group(ranks)), ranks)
+    found = fit_link(transfers(machine, link.RankGroup(ranks)), ranks)
     assert close(found.latency_us, latency)
     assert close(found.gbs * found.reached, gbs)
     again = replace(machine, intra=found)
-    assert median_error(link_rows(again, transfers(machine, link.Group(ranks)))) < 0.02
+    assert median_error(link_rows(again, transfers(machine, link.RankGroup(ranks)))) < 0.02
 
 
 @settings(max_examples=30)
 @given(nodes=st.integers(2, 8), latency=st.floats(5, 200), gbs=st.floats(0.2, 50))
 def test_links_between_nodes_are_found_from_groups_with_one_rank_on_each(nodes, latency, gbs):
     machine = Cluster(devices_per_node=4, intra=Link(1e6, 1e-3), inter=Link(gbs, latency, 1.0))
-    found = fit_link(transfers(machine, link.Group(nodes, stride=4)), 4)
+    found = fit_link(transfers(machine, link.RankGroup(nodes, stride=4)), 4)
     assert close(found.latency_us, latency)
     assert close(found.gbs, gbs)
 
 
 def test_bandwidth_on_the_bus_counts_what_a_rank_sends():
-    assert Transfer("all_reduce", 1000, link.Group(4), 1.0).bus == 1500
-    assert Transfer("all_gather", 1000, link.Group(4), 1.0).bus == 750
-    assert Transfer("send", 1000, link.Group(4), 1.0).bus == 1000
+    assert Transfer("all_reduce", 1000, link.RankGroup(4), 1.0).bus == 1500
+    assert Transfer("all_gather", 1000, link.RankGroup(4), 1.0).bus == 750
+    assert Transfer("send", 1000, link.RankGroup(4), 1.0).bus == 1000
 
 
 def test_what_a_product_s_call_takes_is_told_by_the_tiny_one():
-    streams = [Stream("tiny add", 3072, 2e-6), Stream("tiny norm", 2048, 4e-6), Stream("tiny product", 3072, 43e-6)]
+    streams = [
+        StreamTiming("tiny add", 3072, 2e-6),
+        StreamTiming("tiny norm", 2048, 4e-6),
+        StreamTiming("tiny product", 3072, 43e-6),
+    ]
     assert product_call_us(streams) == pytest.approx(40)
     assert product_call_us(streams[:2]) == 0
 
@@ -160,7 +166,7 @@ def test_what_a_product_s_call_takes_is_told_by_the_tiny_one():
 def test_products_with_a_call_are_fitted_with_it():
     true = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=2, product_us=40)
     products, attentions, streams = measured(true)
-    streams.append(Stream("tiny product", 3072, stream_seconds(true, 3072) + 40e-6))
+    streams.append(StreamTiming("tiny product", 3072, stream_seconds(true, 3072) + 40e-6))
     found = fit_device(Accelerator(ceiling=1.0, product_us=40), "fp32", products, attentions, streams)
     assert close(found.fp32_tflops, 0.2)
     assert close(found.launch_us, 2)
@@ -170,7 +176,7 @@ def test_products_with_a_call_are_fitted_with_it():
 @given(st.floats(1, 100))
 def test_the_time_to_start_an_operation_is_what_a_tiny_block_leaves(host):
     true = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=2, product_us=20, host_us=host)
-    tiny = Model(n_layers=1, d_model=32, seq_len=16, vocab_size=64)
+    tiny = ModelConfig(n_layers=1, d_model=32, seq_len=16, vocab_size=64)
     work = operators.block(tiny, 0, Layout(), 1)
     block = work_seconds(alone(true), work, PHALANX_CPU, "fp32")
     found = fit_host(replace(true, host_us=0), "fp32", tiny, block.forward + block.backward)
@@ -184,7 +190,7 @@ def test_what_threads_gain_in_training_is_what_a_block_gains_from_them(share: fl
     device = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=2, product_us=20, host_us=9)
     gains = Sharing(2, 2, 0, 2.0, 1.8)
     true = replace(gains, alone_products=2.0 * share, alone_streams=1.8 * share)
-    middling = Model(n_layers=1, d_model=128, seq_len=128, vocab_size=64)
+    middling = ModelConfig(n_layers=1, d_model=128, seq_len=128, vocab_size=64)
     one = with_processes(Cluster(accelerator=device, sharing=true), 1).accelerator
     parts = [
         work_seconds(alone(each), operators.block(middling, 0, Layout(), 8), PHALANX_CPU, "fp32")

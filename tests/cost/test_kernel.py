@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.kernel import attention_seconds, peak_flops, product_seconds, rate, stream_seconds
-from phalanx.job.clusters import ACCELERATORS
+from phalanx.config.clusters import ACCELERATORS
+from phalanx.cost.time.kernel import attention_seconds, peak_flops, product_seconds, rate, stream_seconds
 
 sizes = st.integers(1, 20_000)
 devices = st.sampled_from(sorted(ACCELERATORS))

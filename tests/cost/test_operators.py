@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.flops import (
+from phalanx.blocks.flops import (
     block_flops_per_token,
-    hardware_flops_per_step,
     head_flops_per_token,
     train_flops_per_step,
 )
-from phalanx.cost.operators import block, head
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
+from phalanx.cost.flops import hardware_flops_per_step
+from phalanx.cost.time.operators import block, head
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama3-8b", "llama3-70b", "mixtral-8x7b", "deepseek-v3", "tiny-moe"])

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.pipeline import idle, pipeline_seconds
-from phalanx.job.layout import Layout
+from phalanx.config.layout import Layout
+from phalanx.cost.time.pipeline import idle, pipeline_seconds
 from phalanx.schedule import catalogue
 from phalanx.schedule.timing import time
 

@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.activations import activation_bytes
-from phalanx.cost.case import Case, Products
-from phalanx.cost.habits import (
+from phalanx.blocks.parameters import count
+from phalanx.config.cluster import Accelerator, Cluster
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.framework import Framework
+from phalanx.cost.frameworks.memory_profile import (
     FSDP1,
     MEGATRON_2021,
     MEGATRON_CORE,
@@ -19,39 +23,35 @@ from phalanx.cost.habits import (
     PHALANX,
     TORCHTITAN,
     XLA,
-    Habits,
+    MemoryProfile,
 )
-from phalanx.cost.in_flight import flights
-from phalanx.cost.memory import state_bytes
-from phalanx.cost.software import Software
-from phalanx.cost.stage_memory import bytes_per_parameter, rank_memory, step_memory
+from phalanx.cost.memory.activations import activation_bytes
+from phalanx.cost.memory.in_flight import flights
+from phalanx.cost.memory.rank_memory import bytes_per_parameter, rank_memory, step_memory
+from phalanx.cost.memory.state import state_bytes
+from phalanx.cost.spec import Products, StepSpec
 from phalanx.errors import JobError
-from phalanx.job import batch
-from phalanx.job.cluster import Accelerator, Cluster
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.parameters import count
-from phalanx.job.presets import PRESETS
-from phalanx.job.stages import even
+from phalanx.partition import batch
+from phalanx.partition.stages import even
 from phalanx.schedule import catalogue
 
-GPT = Model(n_layers=8, d_model=512, n_heads=8, vocab_size=1024, seq_len=128, dropout=0.1)
+GPT = ModelConfig(n_layers=8, d_model=512, n_heads=8, vocab_size=1024, seq_len=128, dropout=0.1)
 LLAMA = replace(PRESETS["llama3-8b"], seq_len=8192)
 DEEPSEEK = replace(PRESETS["deepseek-v3"], n_layers=8, seq_len=4096)
 
 
-def case(
-    model: Model,
+def spec(
+    model: ModelConfig,
     layout: Layout,
     global_batch: int = 0,
-    habits: Habits = PHALANX,
+    memory_profile: MemoryProfile = PHALANX,
     products: Products = "bf16",
     width: int = 2,
-) -> Case:
+) -> StepSpec:
     if not (layout.micro_batch or global_batch):
         layout = replace(layout, micro_batch=1)
     equation = batch.solve(global_batch, layout)
-    return Case(model, Cluster(), layout, equation, products, width, Software(habits=habits))
+    return StepSpec(model, Cluster(), layout, equation, products, width, Framework(memory_profile=memory_profile))
 
 
 @pytest.mark.parametrize("n", [1, 2, 64])
@@ -64,7 +64,7 @@ def test_the_four_formulas_of_zero(zero, formula, n):
     """Rajbhandari et al. 2020, figure 1: 16P, 4P + 12P/N, 2P + 14P/N, 16P/N."""
     assert bytes_per_parameter(zero, n) == formula(n)
     layout = Layout(dp_shard=n, zero=zero) if zero else Layout(dp_replicate=n)
-    memory = rank_memory(case(LLAMA, replace(layout, accumulation=2)), 0)
+    memory = rank_memory(spec(LLAMA, replace(layout, accumulation=2)), 0)
     static = memory.parameters + memory.optimizer
     assert static == pytest.approx((formula(n) - bytes_per_parameter(zero, n, 0, 2, 0)) * count(LLAMA), rel=1e-9)
     if zero in (0, 1):  # gradients of earlier micro-batches are there in the next one's backward pass
@@ -99,7 +99,7 @@ def test_state_is_that_of_the_runtime(layout, precision):
     for rank in range(layout.pp):
         stages = [even(GPT.n_layers, layout.pp)[rank]]
         expected = state_bytes(GPT, layout, precision, stages=stages)
-        memory = rank_memory(case(GPT, layout, products="fp32" if width == 4 else "bf16", width=width), rank)
+        memory = rank_memory(spec(GPT, layout, products="fp32" if width == 4 else "bf16", width=width), rank)
         found = memory.parameters, memory.gradients, memory.optimizer
         if memory.moment == "optimizer" and width == 2:
             found = memory.parameters, memory.gradients - memory.optimizer // 3, memory.optimizer
@@ -108,7 +108,7 @@ def test_state_is_that_of_the_runtime(layout, precision):
 
 def test_experts_are_sharded_over_fewer_ranks():
     layout = Layout(dp_shard=8, ep=4, zero=1, accumulation=2)
-    memory = rank_memory(case(DEEPSEEK, layout), 0)
+    memory = rank_memory(spec(DEEPSEEK, layout), 0)
     expected = state_bytes(DEEPSEEK, layout, "bf16")
     assert (memory.parameters, memory.optimizer) == pytest.approx((expected.parameters, expected.optimizer), rel=1e-3)
 
@@ -133,20 +133,20 @@ def test_1f1b_keeps_fewer_on_later_ranks_and_gpipe_all():
     model = replace(GPT, n_layers=16)
     layout = Layout(pp=4, micro_batch=16, accumulation=12)
     block = activation_bytes(model, layout, 16)
-    ranks = step_memory(case(model, layout))
+    ranks = step_memory(spec(model, layout))
     assert [rank.in_flight for rank in ranks] == [4, 3, 2, 1]
     assert ranks[0].activations - ranks[1].activations == 4 * block
-    gpipe = step_memory(case(model, replace(layout, schedule="gpipe")))
+    gpipe = step_memory(spec(model, replace(layout, schedule="gpipe")))
     assert [rank.in_flight for rank in gpipe] == [12] * 4
     large = replace(model, vocab_size=50257)
-    assert [rank.logits > 0 for rank in step_memory(case(large, layout))] == [False, False, False, True]
+    assert [rank.logits > 0 for rank in step_memory(spec(large, layout))] == [False, False, False, True]
 
 
 def test_stages_may_be_given_even_with_none_of_the_layers():
     """Embedding and head on stages of their own, as Zero Bubble's interleaved runs have them."""
     stages = (range(0), range(2), range(2, 4), range(4, 6), range(6, 8), range(8, 8))
     layout = Layout(pp=3, pp_chunks=2, schedule="interleaved_1f1b", micro_batch=16, accumulation=6)
-    ranks = step_memory(replace(case(GPT, layout), stages=stages))
+    ranks = step_memory(replace(spec(GPT, layout), stages=stages))
     assert ranks[0].parameters > ranks[1].parameters - 2 * 2 * 12 * 512**2
     assert ranks[1].activations > ranks[0].activations
 
@@ -154,11 +154,11 @@ def test_stages_may_be_given_even_with_none_of_the_layers():
 def test_recomputation_keeps_one_block_whole():
     # Its state is shared by so many that activations are what counts.
     shared = Layout(dp_shard=512, accumulate="sharded")
-    none, full = (rank_memory(case(LLAMA, replace(shared, recompute=what)), 0) for what in ("none", "full"))
+    none, full = (rank_memory(spec(LLAMA, replace(shared, recompute=what)), 0) for what in ("none", "full"))
     inputs = LLAMA.n_layers * LLAMA.seq_len * LLAMA.d_model * 2
     whole = activation_bytes(LLAMA, Layout(), 1)
     assert full.activations < none.activations
-    backward = rank_memory(case(LLAMA, replace(shared, recompute="full", loss_chunk=64)), 0)
+    backward = rank_memory(spec(LLAMA, replace(shared, recompute="full", loss_chunk=64)), 0)
     assert backward.moment == "backward"
     assert inputs + whole < backward.activations < inputs + 2.5 * whole
 
@@ -166,8 +166,8 @@ def test_recomputation_keeps_one_block_whole():
 def test_the_loss_is_the_fullest_moment_of_a_large_vocabulary():
     shared = Layout(dp_shard=512, recompute="full")
 
-    def logits(habits: Habits = PHALANX, **more: int) -> tuple[str, int]:
-        memory = rank_memory(case(LLAMA, replace(shared, **more), habits=habits), 0)
+    def logits(memory_profile: MemoryProfile = PHALANX, **more: int) -> tuple[str, int]:
+        memory = rank_memory(spec(LLAMA, replace(shared, **more), memory_profile=memory_profile), 0)
         return memory.moment, memory.logits
 
     assert logits() == ("loss", 8192 * 128256 * 12)
@@ -178,7 +178,7 @@ def test_the_loss_is_the_fullest_moment_of_a_large_vocabulary():
 
 def test_sharded_parameters_are_whole_block_by_block():
     few, many, always = (
-        rank_memory(case(LLAMA, layout), 0).communication
+        rank_memory(spec(LLAMA, layout), 0).communication
         for layout in (
             Layout(dp_shard=64, prefetch=0),
             Layout(dp_shard=64, prefetch=2),
@@ -188,22 +188,27 @@ def test_sharded_parameters_are_whole_block_by_block():
     block = 2 * (count(LLAMA) - 2 * LLAMA.vocab_size * LLAMA.d_model - LLAMA.d_model) // LLAMA.n_layers
     assert many - few == pytest.approx(2 * block, rel=1e-6)
     assert always - few == pytest.approx(31 * block, rel=1e-6)
-    assert rank_memory(case(LLAMA, Layout(dp_shard=64), habits=XLA), 0).communication == 2 * 2 * 128256 * 4096
+    assert rank_memory(spec(LLAMA, Layout(dp_shard=64), memory_profile=XLA), 0).communication == 2 * 2 * 128256 * 4096
     pipeline = Layout(dp_shard=64, pp=2, micro_batch=1, accumulation=4)
-    kept = [rank_memory(case(LLAMA, pipeline, habits=habits), 0).communication for habits in (PHALANX, TORCHTITAN)]
+    kept = [
+        rank_memory(spec(LLAMA, pipeline, memory_profile=memory_profile), 0).communication
+        for memory_profile in (PHALANX, TORCHTITAN)
+    ]
     assert kept[1] - kept[0] > 13 * block, "torchtitan's pipelines keep parameters whole"
 
 
 def test_gradients_wait_for_the_last_micro_batch_or_do_not():
     waits = Layout(dp_shard=8, micro_batch=1, accumulation=4)
     sends = replace(waits, accumulate="sharded")
-    whole, shared = (rank_memory(case(LLAMA, layout), 0).gradients for layout in (waits, sends))
+    whole, shared = (rank_memory(spec(LLAMA, layout), 0).gradients for layout in (waits, sends))
     assert (whole, shared) == pytest.approx((2 * count(LLAMA), 2 * count(LLAMA) / 8), rel=1e-6)
-    assert rank_memory(case(LLAMA, waits, habits=FSDP1), 0).gradients == pytest.approx(4 * count(LLAMA) / 8, rel=1e-6)
+    assert rank_memory(spec(LLAMA, waits, memory_profile=FSDP1), 0).gradients == pytest.approx(
+        4 * count(LLAMA) / 8, rel=1e-6
+    )
 
 
 def test_offloaded_state_is_not_on_the_device():
-    ranks = [rank_memory(case(LLAMA, Layout(offload=what)), 0) for what in ("none", "optimizer", "all")]
+    ranks = [rank_memory(spec(LLAMA, Layout(offload=what)), 0) for what in ("none", "optimizer", "all")]
     assert [rank.optimizer > 0 for rank in ranks] == [True, False, False]
     assert [rank.parameters > 0 for rank in ranks] == [True, True, False]
 
@@ -211,7 +216,8 @@ def test_offloaded_state_is_not_on_the_device():
 def test_fp16_has_habits_of_its_own():
     layout = Layout(pp=4, dp_shard=8, zero=1, micro_batch=1, accumulation=8, recompute="full")
     bf16, fp16 = (
-        rank_memory(case(GPT, layout, habits=MEGATRON_DEEPSPEED, products=products), 0) for products in ("bf16", "fp16")
+        rank_memory(spec(GPT, layout, memory_profile=MEGATRON_DEEPSPEED, products=products), 0)
+        for products in ("bf16", "fp16")
     )
     assert bf16.gradients == pytest.approx(3 * bf16.parameters)
     assert fp16.gradients == fp16.parameters
@@ -219,7 +225,7 @@ def test_fp16_has_habits_of_its_own():
 
 
 def test_parts_add_up_and_say_so():
-    memory = rank_memory(case(LLAMA, Layout(dp_shard=8, tp=2, sp=True), habits=MEGATRON_CORE), 0)
+    memory = rank_memory(spec(LLAMA, Layout(dp_shard=8, tp=2, sp=True), memory_profile=MEGATRON_CORE), 0)
     assert memory.peak == sum(size for _, size in memory.parts())
     assert [name for name, _ in memory.parts()][-1] == "reserved"
     assert memory.allocated < memory.needed < memory.peak
@@ -228,7 +234,7 @@ def test_parts_add_up_and_say_so():
 
 
 def test_a_full_device_has_nothing_in_reserve():
-    one = case(LLAMA, Layout(dp_shard=8), habits=TORCHTITAN)
+    one = spec(LLAMA, Layout(dp_shard=8), memory_profile=TORCHTITAN)
     free = rank_memory(one, 0)
     gib = (free.needed + free.peak) / 2 / 2**30
     tight = rank_memory(replace(one, cluster=Cluster(accelerator=Accelerator(memory_gib=gib))), 0)
@@ -238,18 +244,18 @@ def test_a_full_device_has_nothing_in_reserve():
 
 
 @given(st.sampled_from([GPT, LLAMA, DEEPSEEK]), st.sampled_from([2, 4, 8]), st.sampled_from([PHALANX, MEGATRON_CORE]))
-def test_more_ranks_never_need_more(model, n, habits):
-    alone = rank_memory(case(model, Layout(micro_batch=1, accumulation=8), habits=habits), 0).allocated
+def test_more_ranks_never_need_more(model, n, memory_profile):
+    alone = rank_memory(spec(model, Layout(micro_batch=1, accumulation=8), memory_profile=memory_profile), 0).allocated
     for layout in (Layout(tp=n), Layout(pp=n), Layout(dp_shard=n, zero=1), Layout(dp_shard=n, zero=1, ep=min(n, 4))):
         if layout.ep > 1 and not model.moe.n_experts:
             continue
-        fewer = case(model, replace(layout, micro_batch=1, accumulation=8), habits=habits)
+        fewer = spec(model, replace(layout, micro_batch=1, accumulation=8), memory_profile=memory_profile)
         assert max(rank.allocated for rank in step_memory(fewer)) <= alone * 1.001
 
 
 def test_a_cut_that_does_not_fit_is_refused():
     with pytest.raises(JobError, match="3 stages, the pipeline has 4"):
-        step_memory(case(GPT, Layout(pp=4, pp_cut="2+3+3", micro_batch=1, accumulation=4)))
+        step_memory(spec(GPT, Layout(pp=4, pp_cut="2+3+3", micro_batch=1, accumulation=4)))
 
 
 def truth(name: str) -> list[dict[str, str]]:
@@ -262,20 +268,25 @@ def truth(name: str) -> list[dict[str, str]]:
 
 KORTHIKANTI = {
     "megatron-22B": (
-        Model(n_layers=48, d_model=6144, n_heads=64, vocab_size=51200, seq_len=2048, dropout=0.1),
+        ModelConfig(n_layers=48, d_model=6144, n_heads=64, vocab_size=51200, seq_len=2048, dropout=0.1),
         1,
         1,
         4,
     ),
-    "gpt3-175B": (Model(n_layers=96, d_model=12288, n_heads=96, vocab_size=51200, seq_len=2048, dropout=0.1), 8, 3, 1),
+    "gpt3-175B": (
+        ModelConfig(n_layers=96, d_model=12288, n_heads=96, vocab_size=51200, seq_len=2048, dropout=0.1),
+        8,
+        3,
+        1,
+    ),
     "turing-530B": (
-        Model(n_layers=105, d_model=20480, n_heads=128, vocab_size=51200, seq_len=2048, dropout=0.1),
+        ModelConfig(n_layers=105, d_model=20480, n_heads=128, vocab_size=51200, seq_len=2048, dropout=0.1),
         35,
         3,
         1,
     ),
     "megatron-1T": (
-        Model(n_layers=128, d_model=25600, n_heads=160, vocab_size=51200, seq_len=2048, dropout=0.1),
+        ModelConfig(n_layers=128, d_model=25600, n_heads=160, vocab_size=51200, seq_len=2048, dropout=0.1),
         64,
         1,
         1,
@@ -295,8 +306,8 @@ def test_korthikantis_first_figure():
             layout = replace(layout, schedule="interleaved_1f1b", pp_chunks=chunks)
         if row["mode"] != "none":
             layout = replace(layout, sp=True, recompute="selective")
-        memory = rank_memory(case(model, layout, habits=MEGATRON_2021, products="fp16"), 0)
-        each = activation_bytes(model, layout, micro_batch, habits=MEGATRON_2021) * model.n_layers / pp
+        memory = rank_memory(spec(model, layout, memory_profile=MEGATRON_2021, products="fp16"), 0)
+        each = activation_bytes(model, layout, micro_batch, memory_profile=MEGATRON_2021) * model.n_layers / pp
         activations = each * memory.in_flight / 2**30
         assert activations == pytest.approx(float(row["activation_gib"]), rel=0.05), row
 
@@ -311,7 +322,7 @@ def test_korthikantis_seventh_figure():
         "seqsel": Layout(tp=8, sp=True, recompute="selective"),
         "full": Layout(tp=8, recompute="full"),
     }
-    kept = {mode: activation_bytes(model, layout, 4, habits=MEGATRON_2021) for mode, layout in layouts.items()}
+    kept = {mode: activation_bytes(model, layout, 4, memory_profile=MEGATRON_2021) for mode, layout in layouts.items()}
     rows = [row for row in truth("aux_korthikanti2022_fig1_fig7_memory.csv") if row["figure"] == "fig7"]
     assert rows
     for row in rows:

@@ -8,24 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.case import Case
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
 from phalanx.cost.flops import hardware_flops_per_step
+from phalanx.cost.frameworks.known import PHALANX
 from phalanx.cost.predict import predict
-from phalanx.cost.programs import PHALANX
-from phalanx.cost.traffic_step import step_traffic
-from phalanx.job import batch
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
-from phalanx.job.recompute import MODES, Mode
-from phalanx.job.stages import even
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.traffic.step import step_traffic
+from phalanx.partition import batch
+from phalanx.partition.recompute import MODES, Mode
+from phalanx.partition.stages import even
 
 LLAMA, MIXTRAL = (PRESETS[name] for name in ("llama3-8b", "mixtral-8x7b"))
 
 
-def case(layout: Layout, model=LLAMA) -> Case:
+def spec(layout: Layout, model=LLAMA) -> StepSpec:
     solved = batch.solve(8 * layout.data_ranks, layout)
-    return Case(model, cluster_of("dgx-h100:4"), layout, solved, software=PHALANX)
+    return StepSpec(model, cluster_of("dgx-h100:4"), layout, solved, framework=PHALANX)
 
 
 LAYOUTS = st.builds(
@@ -48,7 +48,7 @@ def test_layers_that_all_do_the_same_are_predicted_as_one(layout: Layout, mode: 
     whole = replace(layout, recompute=mode)
     for text in (f"{model.n_layers}*{mode}", f"{first}*{mode}+{model.n_layers - first}*{mode}"):
         cut = replace(layout, recompute_cut=text)
-        assert predict(case(cut, model)) == predict(case(whole, model))
+        assert predict(spec(cut, model)) == predict(spec(whole, model))
         chunks = {"1f1b": 1}.get(layout.schedule, 2)
         stages = even(model.n_layers, layout.pp * chunks)
         traffic = [
@@ -62,7 +62,7 @@ def test_layers_that_all_do_the_same_are_predicted_as_one(layout: Layout, mode: 
 def test_fewer_layers_recomputed_take_less_time_and_more_memory(tp: int) -> None:
     layout = Layout(dp_shard=32 // tp, tp=tp, micro_batch=1)
     cuts = ["32*full", "24*full+8*none", "16*full+8*selective+8*none", "8*full+24*none", "32*none"]
-    found = [predict(case(replace(layout, recompute_cut=cut))) for cut in cuts]
+    found = [predict(spec(replace(layout, recompute_cut=cut))) for cut in cuts]
     flops = [hardware_flops_per_step(LLAMA, replace(layout, recompute_cut=cut), 8) for cut in cuts]
     assert [one.step_time_s for one in found] == sorted((one.step_time_s for one in found), reverse=True)
     assert [one.fullest.peak for one in found] == sorted(one.fullest.peak for one in found)
@@ -74,8 +74,8 @@ def test_fewer_layers_recomputed_take_less_time_and_more_memory(tp: int) -> None
 def test_layers_are_those_of_the_model_wherever_their_stage_is() -> None:
     """The first rank has most micro-batches in flight: there recomputing saves more."""
     layout = Layout(pp=4, micro_batch=1)
-    first, last = (predict(case(replace(layout, recompute_cut=cut))) for cut in ("8*full+24*none", "24*none+8*full"))
-    none = predict(case(layout))
+    first, last = (predict(spec(replace(layout, recompute_cut=cut))) for cut in ("8*full+24*none", "24*none+8*full"))
+    none = predict(spec(layout))
     assert first.memory[0].peak < none.memory[0].peak
     assert [one.peak for one in first.memory[1:]] == [one.peak for one in none.memory[1:]]
     assert last.memory[3].peak < none.memory[3].peak

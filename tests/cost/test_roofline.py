@@ -7,26 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost import operators
-from phalanx.cost.case import Case
-from phalanx.cost.communication import block_traffic
-from phalanx.cost.layer import work_seconds
-from phalanx.cost.programs import PHALANX
-from phalanx.cost.roofline import Point, block_pace, data_sheet, points, reached
-from phalanx.job.batch import Batch
-from phalanx.job.clusters import ACCELERATORS, CLUSTERS
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.presets import PRESETS
+from phalanx.config.clusters import ACCELERATORS, CLUSTERS
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.roofline import OperatorPoint, block_slowdown, data_sheet, points, reached
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time import operators
+from phalanx.cost.time.communication import block_traffic
+from phalanx.cost.time.layer import work_seconds
+from phalanx.partition.batch import Batch
 
 
-def case(model: Model, layout: Layout | None = None, micro_batch: int = 1, cluster: str = "dgx-h100", **more) -> Case:
+def spec(
+    model: ModelConfig, layout: Layout | None = None, micro_batch: int = 1, cluster: str = "dgx-h100", **more
+) -> StepSpec:
     layout = layout or Layout()
     batch = Batch(micro_batch * layout.data_ranks, micro_batch, 1, layout.data_ranks)
-    return Case(model, CLUSTERS[cluster], layout, batch, software=PHALANX, **more)
+    return StepSpec(model, CLUSTERS[cluster], layout, batch, framework=PHALANX, **more)
 
 
-def by_name(one: Case) -> dict[str, Point]:
+def by_name(one: StepSpec) -> dict[str, OperatorPoint]:
     return {point.name: point for point in points(one)}
 
 
@@ -36,7 +38,7 @@ def test_the_ridge_of_an_h100_is_at_295_flops_a_byte():
 
 @given(st.integers(1, 8), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 4))
 def test_a_product_reads_both_operands_and_writes_its_result(heads, layers, tp, micro_batch):
-    one = case(Model(n_layers=layers, d_model=64 * heads * tp, n_heads=heads * tp), Layout(tp=tp), micro_batch)
+    one = spec(ModelConfig(n_layers=layers, d_model=64 * heads * tp, n_heads=heads * tp), Layout(tp=tp), micro_batch)
     found = by_name(one)
     for p in operators.block(one.model, 0, one.layout, micro_batch).products:
         flops, moved = 2 * p.m * p.n * p.k, 2 * (p.m * p.k + p.k * p.n + p.m * p.n)
@@ -47,7 +49,7 @@ def test_a_product_reads_both_operands_and_writes_its_result(heads, layers, tp, 
 
 def test_attention_reads_queries_keys_and_values_and_writes_as_much_as_queries():
     model = PRESETS["llama3-8b"]
-    point, tokens = by_name(case(model))["attention"], model.seq_len
+    point, tokens = by_name(spec(model))["attention"], model.seq_len
     assert point.flops == 2 * tokens * tokens * model.n_heads * model.head_size  # half of 4: the mask
     assert point.bytes == 4 * tokens * model.head_size * (model.n_heads + model.kv_heads)
 
@@ -62,16 +64,18 @@ MODELS = ["gpt2", "llama3-8b", "llama3-70b", "mixtral-8x7b", "deepseek-v3"]
     seq_len=st.sampled_from([1, 16, 100, 128, 1000, 8192]),
     micro_batch=st.sampled_from([1, 3, 64]),
     tp=st.sampled_from([1, 2, 4]),
-    pace=st.floats(1, 2),
-    moe_pace=st.floats(1, 2),
+    slowdown=st.floats(1, 2),
+    moe_slowdown=st.floats(1, 2),
     attention=st.sampled_from(["flash", "unfused"]),
 )
-def test_nothing_lies_above_the_roof(model, cluster, products, seq_len, micro_batch, tp, pace, moe_pace, attention):
-    one = case(replace(PRESETS[model], seq_len=seq_len), Layout(tp=tp), micro_batch, cluster, products=products)
-    one = replace(one, software=replace(PHALANX, pace=pace, moe_pace=moe_pace, attention=attention))
+def test_nothing_lies_above_the_roof(
+    model, cluster, products, seq_len, micro_batch, tp, slowdown, moe_slowdown, attention
+):
+    one = spec(replace(PRESETS[model], seq_len=seq_len), Layout(tp=tp), micro_batch, cluster, products=products)
+    one = replace(one, framework=replace(PHALANX, slowdown=slowdown, moe_slowdown=moe_slowdown, attention=attention))
     device = one.cluster.accelerator
     for point in points(one):
-        roof = reached(device, point.products, block_pace(one))
+        roof = reached(device, point.products, block_slowdown(one))
         assert point.flops_per_s <= roof.at(point.intensity) * (1 + 1e-9), point
         assert roof.peak <= data_sheet(device, point.products).peak
 
@@ -79,22 +83,22 @@ def test_nothing_lies_above_the_roof(model, cluster, products, seq_len, micro_ba
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("products", ["bf16", "fp8"])
 def test_seconds_are_those_of_the_prediction(model, products):
-    one = case(PRESETS[model], Layout(tp=2), products=products)
-    one = replace(one, software=replace(PHALANX, pace=1.2, moe_pace=1.5))
+    one = spec(PRESETS[model], Layout(tp=2), products=products)
+    one = replace(one, framework=replace(PHALANX, slowdown=1.2, moe_slowdown=1.5))
     work = operators.block(one.model, one.model.n_layers - 1, one.layout, 1)
-    whole = work_seconds(one.cluster.accelerator, work, one.software, products)
+    whole = work_seconds(one.cluster.accelerator, work, one.framework, products)
     assert isclose(sum(point.seconds for point in points(one)), whole.forward)
 
 
 def test_bounds():
-    large = by_name(case(PRESETS["llama3-8b"]))
+    large = by_name(spec(PRESETS["llama3-8b"]))
     assert {name: point.bound for name, point in large.items()} == {
         **dict.fromkeys(("qkv", "wo", "mlp.up", "mlp.down", "attention"), "compute"),
         **dict.fromkeys(("norms", "residuals", "rotary", "mlp.activation"), "memory"),
     }
     # One token: the weights are read for it alone.
-    assert by_name(case(replace(PRESETS["llama3-70b"], seq_len=1)))["mlp.up"].bound == "memory"
-    assert {point.bound for point in points(case(Model(seq_len=8, d_model=32, n_heads=2)))} == {"launch"}
+    assert by_name(spec(replace(PRESETS["llama3-70b"], seq_len=1)))["mlp.up"].bound == "memory"
+    assert {point.bound for point in points(spec(ModelConfig(seq_len=8, d_model=32, n_heads=2)))} == {"launch"}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def test_bounds():
     ],
 )
 def test_every_collective_of_the_block_belongs_to_an_operator(model, layout):
-    one = case(PRESETS[model], layout)
+    one = spec(PRESETS[model], layout)
     traffic = block_traffic(one, model == "mixtral-8x7b")
     whole = traffic.tp_forward + traffic.ep_forward + traffic.ring_forward + traffic.cp_forward
     assert whole > 0
@@ -115,6 +119,6 @@ def test_every_collective_of_the_block_belongs_to_an_operator(model, layout):
 
 
 def test_communication_bounds_what_waits_longer_than_it_computes():
-    point = by_name(case(PRESETS["mixtral-8x7b"], Layout(dp_shard=8, ep=8)))["experts.up"]
+    point = by_name(spec(PRESETS["mixtral-8x7b"], Layout(dp_shard=8, ep=8)))["experts.up"]
     assert replace(point, communication=2 * point.seconds).verdict == "communication"
     assert replace(point, communication=point.seconds / 2).verdict == point.bound == "compute"

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.memory import peak_in_flight, state_bytes
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.parameters import count
-from phalanx.job.stages import ranges
+from phalanx.blocks.parameters import count
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.cost.memory.state import peak_in_flight, state_bytes
+from phalanx.partition.stages import ranges
 from phalanx.schedule import catalogue
 from phalanx.schedule.check import in_flight
 
 VOCAB = 100
-GPT = Model(n_layers=8, d_model=64, n_heads=4, seq_len=16)
+GPT = ModelConfig(n_layers=8, d_model=64, n_heads=4, seq_len=16)
 
 
 @pytest.mark.parametrize("tied", [True, False])

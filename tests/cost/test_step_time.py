@@ -8,31 +8,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.case import Case
-from phalanx.cost.link import Group, seconds
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.framework import Framework
+from phalanx.cost.frameworks.known import FRAMEWORKS, MEGATRON_CORE, PHALANX, PHALANX_CPU
 from phalanx.cost.placed import contents
 from phalanx.cost.predict import predict
-from phalanx.cost.programs import MEGATRON_CORE, PHALANX, PHALANX_CPU, SOFTWARE
-from phalanx.cost.rank_time import held_by, rank_time
-from phalanx.cost.software import Software
-from phalanx.cost.state_time import Held, state_seconds
-from phalanx.cost.step_time import step_parts
-from phalanx.job import batch
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.link import RankGroup, seconds
+from phalanx.cost.time.rank_time import held_by, rank_time
+from phalanx.cost.time.state_time import ParameterCounts, state_seconds
+from phalanx.cost.time.step_time import step_parts
+from phalanx.partition import batch
 
 
-def case(
+def spec(
     layout: Layout,
     sequences: int,
     model: str = "llama3-8b",
     cluster: str = "dgx-h100:8",
-    software: Software = MEGATRON_CORE,
+    framework: Framework = MEGATRON_CORE,
     products: str = "bf16",
-) -> Case:
+) -> StepSpec:
     shape = replace(PRESETS[model], vocab_size=PRESETS[model].vocab_size or 256)
-    return Case(shape, cluster_of(cluster), layout, batch.solve(sequences, layout), products, 2, software)  # pyright: ignore[reportArgumentType]
+    return StepSpec(shape, cluster_of(cluster), layout, batch.solve(sequences, layout), products, 2, framework)  # pyright: ignore[reportArgumentType]
 
 
 LAYOUTS = st.builds(
@@ -51,7 +51,7 @@ LAYOUTS = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(LAYOUTS)
 def test_parts_add_up_and_none_is_negative(layout: Layout) -> None:
-    prediction = predict(case(layout, 64))
+    prediction = predict(spec(layout, 64))
     parts = prediction.parts.items()
     assert all(seconds >= 0 for _, seconds in parts)
     assert sum(seconds for _, seconds in parts) == pytest.approx(prediction.step_time_s)
@@ -62,7 +62,7 @@ def test_parts_add_up_and_none_is_negative(layout: Layout) -> None:
 @settings(max_examples=30, deadline=None)
 @given(LAYOUTS)
 def test_slower_links_and_devices_take_no_less(layout: Layout) -> None:
-    whole = case(layout, 64)
+    whole = spec(layout, 64)
     slow = replace(whole.cluster, inter=replace(whole.cluster.inter, gbs=5), intra=replace(whole.cluster.intra, gbs=50))
     assert step_parts(replace(whole, cluster=slow)).total >= step_parts(whole).total * (1 - 1e-9)
     weak = replace(whole.cluster.accelerator, bf16_tflops=300.0)
@@ -70,25 +70,25 @@ def test_slower_links_and_devices_take_no_less(layout: Layout) -> None:
 
 
 def test_recomputing_costs_a_forward_pass() -> None:
-    none, full = (step_parts(case(Layout(dp_shard=8, recompute=kind, micro_batch=1), 64)) for kind in ("none", "full"))
+    none, full = (step_parts(spec(Layout(dp_shard=8, recompute=kind, micro_batch=1), 64)) for kind in ("none", "full"))
     assert full.recompute > 0.3 * none.products
     assert none.recompute == 0
 
 
 def test_more_micro_batches_make_the_bubble_smaller() -> None:
-    few, many = (predict(case(Layout(pp=8, micro_batch=1), size)) for size in (8, 64))
+    few, many = (predict(spec(Layout(pp=8, micro_batch=1), size)) for size in (8, 64))
     assert many.bubble < few.bubble / 4
 
 
 def test_a_program_that_launches_slowly_waits() -> None:
-    tiny = case(Layout(micro_batch=1), 4, model="tiny")
-    assert step_parts(replace(tiny, software=replace(PHALANX, kernel_us=50))).host > 0.5 * step_parts(tiny).total
+    tiny = spec(Layout(micro_batch=1), 4, model="tiny")
+    assert step_parts(replace(tiny, framework=replace(PHALANX, kernel_us=50))).host > 0.5 * step_parts(tiny).total
 
 
 def test_gathering_in_narrow_links_shows() -> None:
     """FSDP over a slow network: parameters are there later than the block before them is done."""
-    fast = step_parts(case(Layout(dp_shard=64, micro_batch=1), 64))
-    slow = case(Layout(dp_shard=64, micro_batch=1), 64)
+    fast = step_parts(spec(Layout(dp_shard=64, micro_batch=1), 64))
+    slow = spec(Layout(dp_shard=64, micro_batch=1), 64)
     slow = replace(slow, cluster=replace(slow.cluster, inter=replace(slow.cluster.inter, gbs=3)))
     assert step_parts(slow).exposed["dp_shard"] > 5 * fast.exposed["dp_shard"]
 
@@ -99,7 +99,7 @@ def test_sharding_inside_groups_and_replicating_between_them_gains_on_many_nodes
     flat, hybrid = Layout(dp_shard=480, micro_batch=1), Layout(dp_replicate=6, dp_shard=80, micro_batch=1)
     times = []
     for layout in (flat, hybrid):
-        whole = case(layout, 480, cluster="dgx-h100:60")
+        whole = spec(layout, 480, cluster="dgx-h100:60")
         times.append(step_parts(replace(whole, model=replace(whole.model, seq_len=2048))).total)
     assert times[1] < 0.95 * times[0]
 
@@ -107,19 +107,19 @@ def test_sharding_inside_groups_and_replicating_between_them_gains_on_many_nodes
 def test_ranks_have_the_layers_of_a_written_cut() -> None:
     cut = "+".join(["1", *["2"] * 62, "1"])
     layout = Layout(pp=16, schedule="interleaved_1f1b", pp_chunks=4, pp_cut=cut, micro_batch=1)
-    shares = [content.blocks for content in contents(case(layout, 64, model="llama3-405b"))]
+    shares = [content.blocks for content in contents(spec(layout, 64, model="llama3-405b"))]
     assert shares == [7, *[8] * 14, 7]
 
 
 def test_dense_layers_before_the_experts_are_told_apart() -> None:
-    found = contents(case(Layout(pp=4, micro_batch=1), 8, model="deepseek-v3"))
+    found = contents(spec(Layout(pp=4, micro_batch=1), 8, model="deepseek-v3"))
     assert [content.dense for content in found] == [3, 0, 0, 0]
     assert sum(content.moe for content in found) == 58
 
 
 @pytest.mark.parametrize("pp", [4, 5])
 def test_where_micro_batches_go_both_ways_half_of_them_pass_each_copy_of_a_stage(pp: int) -> None:
-    one, both = (case(Layout(pp=pp, schedule=name, micro_batch=1), 20) for name in ("1f1b", "dualpipe"))
+    one, both = (spec(Layout(pp=pp, schedule=name, micro_batch=1), 20) for name in ("1f1b", "dualpipe"))
     alone, twice = contents(one), contents(both)
     for rank, content in enumerate(twice):
         mirror = alone[pp - 1 - rank]
@@ -134,30 +134,32 @@ def test_where_micro_batches_go_both_ways_half_of_them_pass_each_copy_of_a_stage
 @pytest.mark.parametrize("shard", [1, 2])
 def test_gradients_of_both_copies_of_a_stage_are_added_up(shard: int) -> None:
     one, both = (
-        case(Layout(pp=4, dp_shard=shard, zero=2, schedule=name, micro_batch=1), 20 * shard)
+        spec(Layout(pp=4, dp_shard=shard, zero=2, schedule=name, micro_batch=1), 20 * shard)
         for name in ("1f1b", "dualpipe")
     )
     held = max((held_by(both, content) for content in contents(both)), key=lambda held: held.dense)
     more = step_parts(both).exposed["pp"] - step_parts(one).exposed["pp"]
-    gradients = Group(2, 3 * shard)  # of four bytes each, between ranks 0 and 3
+    gradients = RankGroup(2, 3 * shard)  # of four bytes each, between ranks 0 and 3
     assert more == pytest.approx(seconds(both.cluster, "all_reduce", 4 * held.dense / shard, gradients))
     assert more > 0
 
 
 def test_experts_that_nobody_owns_travel_with_their_block() -> None:
-    sharded = case(Layout(dp_shard=64, micro_batch=1), 64, "mixtral-8x7b")
-    assert state_seconds(sharded, Held(10**9, 10**9), 4) == state_seconds(sharded, Held(2 * 10**9), 4)
+    sharded = spec(Layout(dp_shard=64, micro_batch=1), 64, "mixtral-8x7b")
+    assert state_seconds(sharded, ParameterCounts(10**9, 10**9), 4) == state_seconds(
+        sharded, ParameterCounts(2 * 10**9), 4
+    )
 
 
 def test_solar_at_sixty_nodes_gains_by_groups_of_ten() -> None:
     """Solar Open: 5,500 tokens a second and device at 16 nodes, 4,267 at 60, and 5,400 there with six groups."""
-    program = SOFTWARE["torchtitan-2025"]
+    program = FRAMEWORKS["torchtitan-2025"]
 
     def rate(nodes: int, groups: int) -> float:
         devices = 8 * nodes
         layout = Layout(dp_replicate=groups, dp_shard=devices // groups, micro_batch=4, recompute="full")
         return predict(
-            case(layout, 4 * devices, "solar-open-100b", f"dgx-b200:{nodes}", program)
+            spec(layout, 4 * devices, "solar-open-100b", f"dgx-b200:{nodes}", program)
         ).tokens_per_s_per_device
 
     flat = rate(60, 1)
@@ -165,11 +167,11 @@ def test_solar_at_sixty_nodes_gains_by_groups_of_ten() -> None:
     assert rate(60, 6) / flat == pytest.approx(5400 / 4267, rel=0.05)
 
 
-def on_processor(layout: Layout, batch: int) -> Case:
+def on_processor(layout: Layout, batch: int) -> StepSpec:
     """The case where one processor starts operations and does them."""
-    one = case(layout, batch, model="tiny")
+    one = spec(layout, batch, model="tiny")
     device = replace(one.cluster.accelerator, host_us=20.0)
-    return replace(one, cluster=replace(one.cluster, accelerator=device), software=PHALANX_CPU)
+    return replace(one, cluster=replace(one.cluster, accelerator=device), framework=PHALANX_CPU)
 
 
 def test_a_processor_starts_each_operation_before_it_does_it() -> None:
@@ -195,5 +197,5 @@ def test_a_processor_pays_for_handling_collectives() -> None:
 def test_more_micro_batches_add_up_gradients() -> None:
     one, four = (on_processor(Layout(micro_batch=4 // n, accumulation=n), 4) for n in (1, 4))
     alone = replace(PHALANX_CPU, sum_passes=0.0)
-    assert step_parts(replace(one, software=alone)) == step_parts(one)
-    assert step_parts(replace(four, software=alone)).total < step_parts(four).total
+    assert step_parts(replace(one, framework=alone)) == step_parts(one)
+    assert step_parts(replace(four, framework=alone)).total < step_parts(four).total

@@ -11,18 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.traffic_step import heaviest_traffic, step_traffic
+from phalanx.blocks.parameters import count, parameter_shapes
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.presets import PRESETS
+from phalanx.cost.traffic.step import heaviest_traffic, step_traffic
 from phalanx.errors import JobError
-from phalanx.job.batch import Batch
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model, MoE
-from phalanx.job.parameters import count, parameter_shapes
-from phalanx.job.presets import PRESETS
-from phalanx.job.stages import even
-from phalanx.plan.cut import stages_of
+from phalanx.partition.batch import Batch
+from phalanx.partition.cut import stages_of
+from phalanx.partition.stages import even
 from phalanx.schedule.catalogue import SCHEDULES, stages
 
-SHAPE = Model(n_layers=4, d_model=96, n_heads=8, n_kv_heads=4, seq_len=96, vocab_size=96, tied=False, positions="rope")
+SHAPE = ModelConfig(
+    n_layers=4, d_model=96, n_heads=8, n_kv_heads=4, seq_len=96, vocab_size=96, tied=False, positions="rope"
+)
 D = 4 * count(SHAPE)
 AROUND = 4 * sum(rows * width for rows, width in [(96, 96), (96, 96), (2, 96)])
 """Bytes of embedding, head and final norm."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
+from phalanx.config.data import Data
 from phalanx.data import prepare
-from phalanx.job.data import Data
 
 # No `if __name__ == "__main__"`: a preparation that imported its caller's main module again would show here.
 text, folder, tokenizer, workers, *stop = sys.argv[1:]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from phalanx.config.data import Data
 from phalanx.data import prepare as module
 from phalanx.data.corpus import Segment
 from phalanx.data.loader import TokenData
@@ -19,7 +20,6 @@ from phalanx.data.prepare import prepare
 from phalanx.data.shards import open_shards, read_index
 from phalanx.data.tokenizer import Tokenizer, train_bpe
 from phalanx.errors import DataError
-from phalanx.job.data import Data
 
 PROGRAM = Path(__file__).with_name("prepare_program.py")
 

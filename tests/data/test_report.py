@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.data import Data
 from phalanx.data.report import prepare_and_report
 from phalanx.errors import DataError
-from phalanx.job.data import Data
 
 
 @pytest.fixture

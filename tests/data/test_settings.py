@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.data import Data
 from phalanx.data.settings import overrides, prepared_path
 from phalanx.data.tokenizer import train_bpe
 from phalanx.errors import DataError, JobError
-from phalanx.job.data import Data
 
 
 def test_all_problems_at_once() -> None:

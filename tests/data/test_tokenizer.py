@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.corpus import Segment, scan
-from phalanx.data.tokenizer import (
-    ByteTokenizer,
-    CharTokenizer,
-    LibraryTokenizer,
-    NumberTokenizer,
-    Tokenizer,
-    train_bpe,
-)
+from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, LibraryTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import DataError
 
 WORDS = "the sea the sea, a boat upon the sea\nand the boat was at sea\n" * 20

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from model.kinds import KINDS, build, tokens
+from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.generate.sampling import generate, next_token
-from phalanx.job.model import Model
 
 kinds = pytest.mark.parametrize("model", [KINDS["gpt2"], KINDS["llama"]], ids=["gpt2", "llama"])
 
 
 @kinds
 @pytest.mark.parametrize("prompt", [1, 5, 12, 15])
-def test_greedy_text_equals_one_forward_pass_a_token(model: Model, prompt: int):
+def test_greedy_text_equals_one_forward_pass_a_token(model: ModelConfig, prompt: int):
     """Below, at and beyond the context length of 12, where the model sees the last 12 tokens."""
     transformer, inputs = build(model), tokens(model, 3, prompt)
     expected = inputs
@@ -24,7 +24,7 @@ def test_greedy_text_equals_one_forward_pass_a_token(model: Model, prompt: int):
 
 
 @kinds
-def test_the_seed_decides_the_text(model: Model):
+def test_the_seed_decides_the_text(model: ModelConfig):
     transformer, inputs = build(model), tokens(model, 2, 4)
     texts = [generate(transformer, inputs, max_new_tokens=20, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(texts[0], texts[1])

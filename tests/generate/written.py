@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from model.kinds import build
+from phalanx.check.show import as_dict
+from phalanx.config.job import Job
+from phalanx.config.model import ModelConfig
+from phalanx.config.train import Train
 from phalanx.data.tokenizer import NumberTokenizer
-from phalanx.job.job import Job
-from phalanx.job.model import Model
-from phalanx.job.show import as_dict
-from phalanx.job.train import Train
 from phalanx.model.transformer import Transformer
 from phalanx.train import checkpoint
 
 
-def write_run(path: Path, model: Model) -> Transformer:
+def write_run(path: Path, model: ModelConfig) -> Transformer:
     """A run of a model in float64, whose texts are numbers. Returns the model."""
     transformer = build(model)
     job = Job(model=model, train=Train(precision="fp64"))

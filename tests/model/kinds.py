@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.job.model import MLA, Model, MoE, RopeScaling
+from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
 from phalanx.model.init import initialise
 from phalanx.model.transformer import Transformer
 
-_LLAMA = Model(
+_LLAMA = ModelConfig(
     n_layers=2,
     d_model=24,
     n_heads=4,
@@ -23,26 +23,26 @@ _LLAMA = Model(
     head_dim=8,
 )
 
-KINDS: dict[str, Model] = {
-    "gpt2": Model(n_layers=2, d_model=24, n_heads=4, vocab_size=37, seq_len=12, activation="gelu_tanh"),
-    "gpt2 without bias": Model(n_layers=2, d_model=24, n_heads=4, vocab_size=37, seq_len=12, bias=False),
-    "gpt2 untied": Model(n_layers=1, d_model=24, n_heads=3, vocab_size=37, seq_len=12, tied=False, d_ff=40),
+KINDS: dict[str, ModelConfig] = {
+    "gpt2": ModelConfig(n_layers=2, d_model=24, n_heads=4, vocab_size=37, seq_len=12, activation="gelu_tanh"),
+    "gpt2 without bias": ModelConfig(n_layers=2, d_model=24, n_heads=4, vocab_size=37, seq_len=12, bias=False),
+    "gpt2 untied": ModelConfig(n_layers=1, d_model=24, n_heads=3, vocab_size=37, seq_len=12, tied=False, d_ff=40),
     "llama": _LLAMA,
-    "llama 3.1": Model(
+    "llama 3.1": ModelConfig(
         **{**vars(_LLAMA), "n_kv_heads": 1, "rope_scaling": RopeScaling(factor=4.0, original_seq_len=16)}
     ),
-    "linear scaling": Model(
+    "linear scaling": ModelConfig(
         **{**vars(_LLAMA), "n_kv_heads": 0, "rope_scaling": RopeScaling(kind="linear", factor=2.0)}
     ),
-    "qwen 2": Model(**{**vars(_LLAMA), "qkv_bias": True, "tied": True}),
+    "qwen 2": ModelConfig(**{**vars(_LLAMA), "qkv_bias": True, "tied": True}),
 }
 
-MOE_AND_MLA: dict[str, Model] = {
-    "mixtral": Model(**{**vars(_LLAMA), "moe": MoE(n_experts=4, top_k=2, d_ff=16, aux_loss=0.02)}),
-    "gpt2 with experts": Model(
+MOE_AND_MLA: dict[str, ModelConfig] = {
+    "mixtral": ModelConfig(**{**vars(_LLAMA), "moe": MoE(n_experts=4, top_k=2, d_ff=16, aux_loss=0.02)}),
+    "gpt2 with experts": ModelConfig(
         **{**vars(KINDS["gpt2"]), "moe": MoE(n_experts=5, d_ff=16, renormalise=False, n_shared=1, z_loss=0.01)}
     ),
-    "deepseek": Model(
+    "deepseek": ModelConfig(
         **{
             **vars(_LLAMA),
             "moe": MoE(
@@ -61,7 +61,7 @@ MOE_AND_MLA: dict[str, Model] = {
             "mla": MLA(q_rank=12, kv_rank=8, rope_head_dim=4, nope_head_dim=6, v_head_dim=7),
         }
     ),
-    "latent": Model(
+    "latent": ModelConfig(
         **{
             **vars(_LLAMA),
             "norm": "layernorm",
@@ -73,7 +73,7 @@ MOE_AND_MLA: dict[str, Model] = {
 """Kinds with mixture of experts, with latent attention, and with both."""
 
 
-def build(model: Model, dtype: torch.dtype = torch.float64, seed: int = 1) -> Transformer:
+def build(model: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 1) -> Transformer:
     """The model with weights large enough, and biases and norms far enough from 0 and 1, for a mistake to show."""
     transformer = Transformer(model)
     initialise(transformer, model, seed)
@@ -85,6 +85,6 @@ def build(model: Model, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tr
     return transformer
 
 
-def tokens(model: Model, batch: int, seq: int, seed: int = 0) -> torch.Tensor:
+def tokens(model: ModelConfig, batch: int, seq: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, model.vocab_size, (batch, seq), generator=generator)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from model.kinds import KINDS
-from phalanx.job.parameters import parameter_shapes
-from phalanx.job.presets import PRESETS
+from phalanx.blocks.parameters import parameter_shapes
+from phalanx.config.presets import PRESETS
 from phalanx.model.init import initial_value, initialise
 from phalanx.model.moe import Routing
 from phalanx.model.transformer import Block, Transformer

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from model.kinds import MOE_AND_MLA, build, tokens
+from phalanx.config.model import MLA, ModelConfig, RopeScaling
 from phalanx.generate.sampling import generate
-from phalanx.job.model import MLA, Model, RopeScaling
 from phalanx.model.cache import Cache
 from phalanx.model.latent import LatentAttention
 from phalanx.model.rotary import rotary_frequencies
@@ -24,14 +24,14 @@ _LATENT = {
 latent = pytest.mark.parametrize("model", _LATENT.values(), ids=_LATENT.keys())
 
 
-def attention(model: Model) -> LatentAttention:
+def attention(model: ModelConfig) -> LatentAttention:
     attn = build(model).blocks["0"].attn
     assert isinstance(attn, LatentAttention)
     return attn
 
 
 @latent
-def test_attention_equals_a_reference_written_in_loops(model: Model):
+def test_attention_equals_a_reference_written_in_loops(model: ModelConfig):
     attn = attention(model)
     x = torch.randn(2, 9, model.d_model, dtype=torch.float64)
     rotary = build(model).rotary(torch.arange(9), torch.float64)
@@ -39,7 +39,7 @@ def test_attention_equals_a_reference_written_in_loops(model: Model):
     np.testing.assert_allclose(attn(x, rotary, None, None).detach().numpy(), expected, rtol=1e-10, atol=1e-10)
 
 
-def reference(attn: LatentAttention, model: Model, x: np.ndarray) -> np.ndarray:
+def reference(attn: LatentAttention, model: ModelConfig, x: np.ndarray) -> np.ndarray:
     """DeepSeek-V2, equations 9 to 19 with the norms of its released code: one position and head at a time."""
     weights = {name: p.detach().numpy() for name, p in attn.named_parameters()}
     mla, heads, seq = model.mla, model.n_heads, len(x)
@@ -85,7 +85,7 @@ def reference(attn: LatentAttention, model: Model, x: np.ndarray) -> np.ndarray:
 
 
 @latent
-def test_a_layer_computes_with_the_heads_that_its_weights_have(model: Model):
+def test_a_layer_computes_with_the_heads_that_its_weights_have(model: ModelConfig):
     """Two halves of the heads, as tensor parallelism would hold them, add up to the whole attention."""
     model = replace(model, bias=False)
     x = torch.randn(2, 9, model.d_model, dtype=torch.float64)
@@ -101,7 +101,7 @@ def test_a_layer_computes_with_the_heads_that_its_weights_have(model: Model):
 
 
 @latent
-def test_what_is_cached_are_whole_keys_and_values(model: Model):
+def test_what_is_cached_are_whole_keys_and_values(model: ModelConfig):
     attn, x = attention(model), torch.randn(1, 6, model.d_model, dtype=torch.float64)
     rotary = build(model).rotary(torch.arange(6), torch.float64)
     cache = Cache(6)

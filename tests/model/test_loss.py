@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from phalanx.job.data import IGNORE
+from phalanx.config.data import IGNORE
 from phalanx.model.loss import cross_entropy_sum, valid_tokens
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, silu
 from torch.utils.checkpoint import checkpoint
 
 from model.kinds import MOE_AND_MLA, build, tokens
-from phalanx.job.model import Model, MoE
+from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as under_test
 from phalanx.model.init import initialise
 from phalanx.model.moe import Routing
@@ -20,7 +20,7 @@ _LLAMA = replace(MOE_AND_MLA["mixtral"], d_model=8)
 _SIGMOID = MoE(
     n_experts=8, top_k=3, d_ff=8, n_shared=2, router="sigmoid", route_scale=2.5, n_groups=4, top_groups=2, aux_loss=0.3
 )
-LAYERS: dict[str, Model] = {
+LAYERS: dict[str, ModelConfig] = {
     "softmax": replace(_LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=8, aux_loss=0.2, z_loss=0.1)),
     "not renormalised": replace(_LLAMA, moe=MoE(n_experts=4, top_k=1, d_ff=8, renormalise=False, route_scale=1.5)),
     "with a bias": replace(_LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=8, bias_balanced=True, z_loss=0.1)),
@@ -36,9 +36,11 @@ LAYERS: dict[str, Model] = {
 layers = pytest.mark.parametrize("model", LAYERS.values(), ids=LAYERS.keys())
 
 
-def layer(model: Model, routing: Routing | None = None, dtype: torch.dtype = torch.float64) -> under_test.MoE:
+def layer(
+    model: ModelConfig, routing: Routing | None = None, dtype: torch.dtype = torch.float64
+) -> under_test.MixtureOfExperts:
     """With weights large enough for a mistake to show."""
-    made = under_test.MoE(model, 1, routing or Routing())
+    made = under_test.MixtureOfExperts(model, 1, routing or Routing())
     initialise(made, model, 1)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -51,7 +53,7 @@ def inputs(batch: int = 3, seq: int = 10) -> Tensor:
     return torch.randn(batch, seq, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
 
-def gradients(made: under_test.MoE, x: Tensor, loss: Tensor) -> dict[str, Tensor]:
+def gradients(made: under_test.MixtureOfExperts, x: Tensor, loss: Tensor) -> dict[str, Tensor]:
     named = dict(made.named_parameters())
     found = torch.autograd.grad(loss, [x, *named.values()], allow_unused=True)
     return {
@@ -62,7 +64,7 @@ def gradients(made: under_test.MoE, x: Tensor, loss: Tensor) -> dict[str, Tensor
 
 @layers
 @pytest.mark.parametrize("factor", [0.0, 0.37])
-def test_outputs_and_gradients_equal_a_reference_written_in_loops(model: Model, factor: float):
+def test_outputs_and_gradients_equal_a_reference_written_in_loops(model: ModelConfig, factor: float):
     made, x = layer(model), inputs().requires_grad_()
     weights = torch.randn_like(x)
     expected, penalty, counts = reference(made, x)
@@ -85,7 +87,7 @@ def test_outputs_and_gradients_equal_a_reference_written_in_loops(model: Model, 
         assert torch.equal(bias.sign(), torch.tensor([(c > mean) - (c < mean) for c in counts]) * bool(factor))
 
 
-def reference(made: under_test.MoE, x: Tensor) -> tuple[Tensor, dict[str, Tensor], list[int]]:
+def reference(made: under_test.MixtureOfExperts, x: Tensor) -> tuple[Tensor, dict[str, Tensor], list[int]]:
     """What the layer makes of `x`, its penalties by name, and how many tokens chose each expert: token by token."""
     model, moe = made.model, made.model.moe
     per_group = moe.n_experts // moe.n_groups
@@ -122,7 +124,7 @@ def reference(made: under_test.MoE, x: Tensor) -> tuple[Tensor, dict[str, Tensor
     return torch.stack(out).view_as(x), penalties, counts
 
 
-def mlp(model: Model, part: torch.nn.Module, token: Tensor, expert: int | None) -> Tensor:
+def mlp(model: ModelConfig, part: torch.nn.Module, token: Tensor, expert: int | None) -> Tensor:
     def linear(name: str, x: Tensor) -> Tensor:
         each = getattr(part, name)
         weight, bias = (p if p is None or expert is None else p[expert] for p in (each.weight, each.bias))
@@ -135,7 +137,7 @@ def mlp(model: Model, part: torch.nn.Module, token: Tensor, expert: int | None) 
 
 
 @layers
-def test_lower_precision_stays_near(model: Model):
+def test_lower_precision_stays_near(model: ModelConfig):
     """Through torch's grouped product."""
     exact, x = layer(model)(inputs()), inputs().float()
     found = layer(model, dtype=torch.float32)(x)
@@ -144,7 +146,7 @@ def test_lower_precision_stays_near(model: Model):
 
 
 @layers
-def test_nothing_depends_on_how_the_batch_is_split(model: Model):
+def test_nothing_depends_on_how_the_batch_is_split(model: ModelConfig):
     whole, parts = layer(model), layer(model)
     for made in (whole, parts):
         made.routing.factor = 1 / 40
@@ -181,7 +183,7 @@ class _Half:
 
 
 @layers
-def test_nothing_depends_on_how_sequences_are_split(model: Model):
+def test_nothing_depends_on_how_sequences_are_split(model: ModelConfig):
     whole, x = layer(model, Routing(factor=1 / 40)), inputs()
     out = whole(x)
     out.square().sum().backward()
@@ -308,7 +310,7 @@ def test_what_is_over_capacity_keeps_its_other_experts():
 
 
 @layers
-def test_a_future_token_changes_no_past_output(model: Model):
+def test_a_future_token_changes_no_past_output(model: ModelConfig):
     made, x = layer(model), inputs()
     changed = x.clone()
     changed[:, 6:] += 1

@@ -8,8 +8,8 @@ import torch
 
 from model.kinds import KINDS
 from model.test_transformer import reference_frequency
-from phalanx.job.model import Model, RopeScaling
-from phalanx.job.presets import PRESETS
+from phalanx.config.model import ModelConfig, RopeScaling
+from phalanx.config.presets import PRESETS
 from phalanx.model.rotary import rotary_frequencies, rotary_table, rotate
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_llama_3_scaling_keeps_fast_pairs_and_stretches_slow_ones():
 
 
 def test_the_table_is_precise_even_for_bfloat16_activations():
-    model = Model(positions="rope")
+    model = ModelConfig(positions="rope")
     positions = torch.tensor([131_071])
     table = rotary_table(model, positions, torch.bfloat16)
     assert table.dtype == torch.float32

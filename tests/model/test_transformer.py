@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from model.kinds import KINDS, MOE_AND_MLA, build, tokens
+from phalanx.blocks.parameters import count, parameter_shapes
+from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
-from phalanx.job.model import MLA, Model, MoE
-from phalanx.job.parameters import count, parameter_shapes
-from phalanx.job.presets import PRESETS
 from phalanx.model.cache import Cache
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
@@ -25,7 +25,7 @@ all_kinds = pytest.mark.parametrize("model", _ALL.values(), ids=_ALL.keys())
 
 
 @kinds
-def test_logits_equal_those_of_a_reference_written_in_loops(model: Model):
+def test_logits_equal_those_of_a_reference_written_in_loops(model: ModelConfig):
     transformer = build(model)
     inputs = tokens(model, 2, 10)
     expected = np.stack([reference_logits(transformer, model, row.tolist()) for row in inputs])
@@ -33,7 +33,7 @@ def test_logits_equal_those_of_a_reference_written_in_loops(model: Model):
 
 
 @all_kinds
-def test_step_by_step_attention_equals_the_fused_kernel(model: Model):
+def test_step_by_step_attention_equals_the_fused_kernel(model: ModelConfig):
     # So small a probability rounds to dropping nothing, but takes the path that dropout takes.
     transformer, inputs = build(replace(model, dropout=1e-9)), tokens(model, 2, 10)
     with_noise = transformer(inputs, noise=Noise(1, 0, (0, 1)))
@@ -41,7 +41,7 @@ def test_step_by_step_attention_equals_the_fused_kernel(model: Model):
 
 
 @all_kinds
-def test_a_future_token_changes_no_past_logits(model: Model):
+def test_a_future_token_changes_no_past_logits(model: ModelConfig):
     transformer, inputs = build(model), tokens(model, 1, 10)
     changed = inputs.clone()
     changed[0, 6] = (changed[0, 6] + 1) % model.vocab_size
@@ -81,7 +81,7 @@ def test_a_layer_computes_with_the_heads_that_its_weights_have():
 
 
 @all_kinds
-def test_a_cache_gives_the_logits_of_the_whole_context(model: Model):
+def test_a_cache_gives_the_logits_of_the_whole_context(model: ModelConfig):
     transformer, inputs = build(model), tokens(model, 2, 12)
     cache, pieces = Cache(12), []
     for start, stop in ((0, 5), (5, 6), (6, 9), (9, 12)):
@@ -103,7 +103,7 @@ def test_positions_place_the_tokens():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @kinds
-def test_lower_precisions_stay_near_float64(model: Model, dtype: torch.dtype):
+def test_lower_precisions_stay_near_float64(model: ModelConfig, dtype: torch.dtype):
     inputs = tokens(model, 2, 10)
     exact = build(model)(inputs)
     logits = build(model).to(dtype)(inputs)
@@ -113,7 +113,7 @@ def test_lower_precisions_stay_near_float64(model: Model, dtype: torch.dtype):
 
 
 @all_kinds
-def test_recomputing_the_blocks_repeats_the_masks(model: Model):
+def test_recomputing_the_blocks_repeats_the_masks(model: ModelConfig):
     model = replace(model, dropout=0.3)
     noise, inputs = Noise(1, 5, (8, 9)), tokens(model, 2, 10)
     transformer, recomputed = build(model), build(model)
@@ -130,7 +130,7 @@ def test_recomputing_the_blocks_repeats_the_masks(model: Model):
 
 
 @kinds
-def test_every_parameter_gets_a_gradient(model: Model):
+def test_every_parameter_gets_a_gradient(model: ModelConfig):
     transformer = build(model)
     transformer(tokens(model, 2, 12)).square().sum().backward()
     for name, parameter in transformer.named_parameters():
@@ -140,7 +140,7 @@ def test_every_parameter_gets_a_gradient(model: Model):
 
 
 @all_kinds
-def test_parameters_are_those_of_the_shape_in_their_order(model: Model):
+def test_parameters_are_those_of_the_shape_in_their_order(model: ModelConfig):
     with torch.device("meta"):
         transformer = Transformer(model)
     found = {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
@@ -187,7 +187,7 @@ def test_presets_build_on_the_meta_device(name: str):
     ),
 )
 def test_shapes_equal_the_module_for_any_small_model(**fields):
-    model = Model(d_model=16, n_heads=4, vocab_size=11, seq_len=6, **fields)
+    model = ModelConfig(d_model=16, n_heads=4, vocab_size=11, seq_len=6, **fields)
     if model.mla.kv_rank:
         model = replace(model, positions="rope")
     transformer = Transformer(model)
@@ -219,7 +219,7 @@ def test_more_tokens_than_learned_positions_are_refused():
     build(KINDS["llama"])(tokens(KINDS["llama"], 1, 13))
 
 
-def reference_logits(transformer: Transformer, model: Model, sequence: list[int]) -> np.ndarray:
+def reference_logits(transformer: Transformer, model: ModelConfig, sequence: list[int]) -> np.ndarray:
     """Logits (seq, vocab) of one sequence, one position, head and pair of elements at a time, in numpy's float64."""
     weights = {name: p.detach().double().numpy() for name, p in transformer.named_parameters()}
     size, group = model.head_size, model.n_heads // model.kv_heads
@@ -277,7 +277,7 @@ def reference_logits(transformer: Transformer, model: Model, sequence: list[int]
     return norm("final_norm", x) @ head.T
 
 
-def reference_frequency(model: Model, pair: int) -> float:
+def reference_frequency(model: ModelConfig, pair: int) -> float:
     """Radians per position, as the Llama 3.1 release words its rule: by wavelength."""
     frequency = 1 / model.rope_theta ** (2 * pair / model.head_size)
     scaling = model.rope_scaling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from parallel.steps import micro_batches
-from phalanx.job.job import Job
+from phalanx.config.job import Job
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fragments import wholes
 from phalanx.parallel.pipedream import PipeDream, version

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from phalanx.config.data import IGNORE
+from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
-from phalanx.job import batch
-from phalanx.job.data import IGNORE
-from phalanx.job.job import Job
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fragments import wholes
+from phalanx.partition import batch
 from phalanx.train.step import Stepper
 
 

@@ -5,16 +5,16 @@ import shutil
 import pytest
 import torch
 
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.train import Train
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.train import Train
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import build
 from phalanx.parallel.micro import MicroTensors
 
-SHAPE = Model(n_layers=1, d_model=16, n_heads=2, seq_len=8)
+SHAPE = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)
 
 
 def loss_and_gradients(ranks, train):

@@ -11,17 +11,17 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from parallel.steps import steps, worst
-from phalanx.job.check import problems_of
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.optimizer import Optimizer
-from phalanx.job.train import Train
+from phalanx.check.job import problems_of
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.train import Train
 
 VOCAB = 13
 """Divides by nothing: the last tensor rank's rows are padded."""
-GPT = Model(n_layers=2, d_model=24, n_heads=4, seq_len=8, bias=True, qkv_bias=True)
-LLAMA = Model(
+GPT = ModelConfig(n_layers=2, d_model=24, n_heads=4, seq_len=8, bias=True, qkv_bias=True)
+LLAMA = ModelConfig(
     n_layers=2,
     d_model=24,
     n_heads=4,
@@ -70,7 +70,7 @@ LAYOUTS = [
 ]
 
 
-def job_of(model: Model, layout: Layout, global_batch: int = 12) -> Job:
+def job_of(model: ModelConfig, layout: Layout, global_batch: int = 12) -> Job:
     train = Train(global_batch=global_batch, precision="fp64")
     return Job(model=model, layout=layout, train=train, optimizer=Optimizer(clip=0.5))
 
@@ -125,7 +125,7 @@ def small_jobs(draw):
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
     head_dim = draw(st.sampled_from([2, 4, 6]))
-    model = Model(
+    model = ModelConfig(
         n_layers=draw(st.integers(1, 2)),
         d_model=draw(st.integers(5, 17)),
         n_heads=heads,

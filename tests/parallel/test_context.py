@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from phalanx.job.context import grid, group_places, places
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
 from phalanx.model.attention import CoreAttention
 from phalanx.model.init import initialise
 from phalanx.model.noise import Noise
@@ -22,13 +21,14 @@ from phalanx.parallel import ring
 from phalanx.parallel.context import SplitSequences, connect
 from phalanx.parallel.mesh import build
 from phalanx.parallel.recompute import recompute
-from phalanx.parallel.ring import Block, zigzag
+from phalanx.parallel.ring import RingBlock, zigzag
+from phalanx.partition.sequence import grid, group_places, places
 
 HEADS, SIZE, SEQ, BATCH = 8, 4, 48, 2
 
 
 @dataclass(frozen=True)
-class Case:
+class StepSpec:
     """What is computed: the last of `slices` parts of sequences."""
 
     kv_heads: int = 8
@@ -44,18 +44,18 @@ class Case:
 
 
 CASES = [
-    Case(),
-    Case(kv_heads=2, width=6),
-    Case(kv_heads=1, documents=True),
-    Case(kv_heads=4, dropout=0.3),
-    Case(documents=True, dropout=0.3, width=2),
-    Case(kv_heads=2, slices=3, width=6),
-    Case(slices=1, later=True, dropout=0.3),
-    Case(kv_heads=4, slices=2, later=True, dropout=0.3, documents=True),
-    Case(slices=2, documents=True),
-    Case(dtype=torch.float32, tolerance=2e-5),
-    Case(kv_heads=2, dtype=torch.bfloat16, tolerance=1e-2),
-    Case(kv_heads=2, documents=True, dropout=0.3, dtype=torch.bfloat16, tolerance=3e-2),
+    StepSpec(),
+    StepSpec(kv_heads=2, width=6),
+    StepSpec(kv_heads=1, documents=True),
+    StepSpec(kv_heads=4, dropout=0.3),
+    StepSpec(documents=True, dropout=0.3, width=2),
+    StepSpec(kv_heads=2, slices=3, width=6),
+    StepSpec(slices=1, later=True, dropout=0.3),
+    StepSpec(kv_heads=4, slices=2, later=True, dropout=0.3, documents=True),
+    StepSpec(slices=2, documents=True),
+    StepSpec(dtype=torch.float32, tolerance=2e-5),
+    StepSpec(kv_heads=2, dtype=torch.bfloat16, tolerance=1e-2),
+    StepSpec(kv_heads=2, documents=True, dropout=0.3, dtype=torch.bfloat16, tolerance=3e-2),
 ]
 LAYOUTS = [
     Layout(cp=2),
@@ -67,11 +67,11 @@ LAYOUTS = [
 ]
 
 
-def core_of(case: Case) -> CoreAttention:
-    return CoreAttention(Model(n_heads=HEADS, d_model=HEADS * SIZE, dropout=case.dropout), 3)
+def core_of(case: StepSpec) -> CoreAttention:
+    return CoreAttention(ModelConfig(n_heads=HEADS, d_model=HEADS * SIZE, dropout=case.dropout), 3)
 
 
-def inputs_of(case: Case) -> tuple[list[Tensor], Tensor, Tensor | None]:
+def inputs_of(case: StepSpec) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Queries of the last slice, keys, values and the output's gradient of one process; documents."""
     torch.manual_seed(2)
     slice_len, keys = SEQ, SEQ * case.slices
@@ -86,7 +86,7 @@ def inputs_of(case: Case) -> tuple[list[Tensor], Tensor, Tensor | None]:
     return inputs, gradient, documents
 
 
-def noise_of(case: Case, positions: Tensor | None) -> Noise | None:
+def noise_of(case: StepSpec, positions: Tensor | None) -> Noise | None:
     if case.dropout == 0:
         return None
     noise = Noise(seed=4, step=5, sample_ids=(6, 9))
@@ -139,7 +139,9 @@ def test_attention_and_its_gradients_are_those_of_one_process(ranks, layout):
         assert not wrong, "\n".join(wrong)
 
 
-MODEL = Model(n_layers=2, d_model=HEADS * SIZE, n_heads=HEADS, n_kv_heads=2, seq_len=SEQ, positions="rope", dropout=0.2)
+MODEL = ModelConfig(
+    n_layers=2, d_model=HEADS * SIZE, n_heads=HEADS, n_kv_heads=2, seq_len=SEQ, positions="rope", dropout=0.2
+)
 
 
 def transformer() -> Transformer:
@@ -186,7 +188,7 @@ def test_a_whole_model_computes_what_one_process_does(ranks, layout, recomputed)
 
 def with_tensor_parts(ranks: Any, layout: Layout) -> None:
     """The heads of one tensor rank: dropout meets the masks of these."""
-    case = Case(dropout=0.3)
+    case = StepSpec(dropout=0.3)
     mesh = build(layout, "cpu")
     inputs, gradient, _ = inputs_of(case)
     expected = attention(core_of(case), inputs, gradient, noise_of(case, None), None)
@@ -212,7 +214,7 @@ def sent_by_a_layer(ranks: Any, layout: Layout, kv_heads: int) -> tuple[dict[str
     tokens = SEQ // layout.cp
     shapes = [(HEADS, SIZE), (kv_heads, SIZE), (kv_heads, 6)]
     q, k, v = (torch.randn(BATCH, heads, tokens, size, requires_grad=True) for heads, size in shapes)
-    core = core_of(Case())
+    core = core_of(StepSpec())
     connect(nn.ModuleList([core]), layout, mesh)  # pyright: ignore[reportArgumentType]
     o = core(q, k, v, None)
     forward = {name: (e.calls, e.sent) for (_, name), e in mesh.ledger.entries.items()}
@@ -255,7 +257,7 @@ def pairs_of(ranks: Any, layout: Layout, slices: int) -> tuple[int, int]:
 
     ring.attend, ring.gradients = counted("forward", attend), counted("backward", gradients)
     try:
-        case = Case(slices=slices)
+        case = StepSpec(slices=slices)
         core, inputs = core_of(case), inputs_of(case)[0]
         connect(nn.ModuleList([core]), layout, build(layout, "cpu"))  # pyright: ignore[reportArgumentType]
         keys = here(layout, ranks.rank, slices)
@@ -302,7 +304,7 @@ def _positions(layout: Layout, place: int, whole: int, slices: int) -> list[int]
     return [start * whole + position for start in range(slices) for run in runs for position in run]
 
 
-def _pairs(block: Block, queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
+def _pairs(block: RingBlock, queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
     rows, columns = queries[block.queries], keys[block.keys]
     return [(q, k) for i, q in enumerate(rows) for j, k in enumerate(columns) if j <= i or not block.causal]
 

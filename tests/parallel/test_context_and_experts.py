@@ -6,14 +6,14 @@ import pytest
 
 from parallel.steps import steps
 from parallel.test_composition import GPT, LLAMA, VOCAB, compare
-from phalanx.job import layout_line
-from phalanx.job.check import problems_of
-from phalanx.job.data import Data
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import MLA, Model, MoE
-from phalanx.job.optimizer import Optimizer
-from phalanx.job.train import Train
+from phalanx.check.job import problems_of
+from phalanx.config import layout_line
+from phalanx.config.data import Data
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.train import Train
 
 BATCH = 8
 DENSE = dataclasses.replace(LLAMA, n_layers=2, seq_len=16)
@@ -79,7 +79,7 @@ CASES = [
 ]
 
 
-def job_of(model: Model, layout: Layout, documents: bool) -> Job:
+def job_of(model: ModelConfig, layout: Layout, documents: bool) -> Job:
     return Job(
         model=model,
         layout=layout,

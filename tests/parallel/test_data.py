@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.train import Train
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.train import Train
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
@@ -25,7 +25,7 @@ def gradients(ranks, layout: Layout, accumulation: int, dropout: float = 0.0, ti
     tokens[3, 5:] = -100  # ignored targets: the ranks have different numbers of valid tokens
     inputs, targets = tokens[:, :-1].clamp(min=0), tokens[:, 1:]
     valid = int((targets != -100).sum())
-    shape = Model(n_layers=2, d_model=16, n_heads=2, seq_len=SEQ, dropout=dropout, tied=tied)
+    shape = ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=SEQ, dropout=dropout, tied=tied)
     with torch.device("meta"):
         model = Transformer(shape, VOCAB).double()
     mesh = build(layout, "cpu")
@@ -74,7 +74,7 @@ def test_equals_one_process(ranks, reference, layout, accumulation, dropout, tie
 def buckets_of_stages(ranks, layout: Layout):
     """By bucket: the stages whose it is alone (as the replica knows them), and of each parameter in it those that
     compute with it."""
-    shape = Model(n_layers=4, d_model=16, n_heads=2, seq_len=SEQ)
+    shape = ModelConfig(n_layers=4, d_model=16, n_heads=2, seq_len=SEQ)
     with torch.device("meta"):
         model = Transformer(shape, VOCAB).double()
     mesh = build(layout, "cpu")

@@ -16,23 +16,23 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.comm.ledger import Ledger
-from phalanx.job.model import Model, MoE
-from phalanx.job.pieces import experts_of, is_expert
+from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as layers
 from phalanx.parallel.expert import connect, cut_experts
+from phalanx.partition.tensor_slices import experts_of, is_expert
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 
 BATCH, SEQ, WIDTH = 2, 5, 8
 """On each rank."""
 
-SWIGLU = Model(
+SWIGLU = ModelConfig(
     n_layers=1, d_model=WIDTH, activation="swiglu", norm="rmsnorm", bias=False, moe=MoE(n_experts=8, top_k=2, d_ff=6)
 )
 SHARED = replace(SWIGLU, activation="gelu", bias=True, moe=MoE(n_experts=8, top_k=3, d_ff=4, n_shared=2))
 BIASED = MoE(n_experts=8, top_k=2, d_ff=4, n_shared=1, router="sigmoid", bias_balanced=True)
 
-CASES: dict[str, tuple[Model, bool]] = {
+CASES: dict[str, tuple[ModelConfig, bool]] = {
     "dropless": (SWIGLU, False),
     "dropless, shared experts and biases": (SHARED, False),
     "sigmoid and a balancing bias": (replace(SWIGLU, moe=BIASED), False),
@@ -50,9 +50,9 @@ def axis_of(ranks: Any) -> Axis:
     return Axis("ep", ranks.world, ranks.rank, everyone, Ledger())
 
 
-def whole_layer(model: Model, one_sided: bool, dtype: torch.dtype = torch.float64) -> layers.MoE:
+def whole_layer(model: ModelConfig, one_sided: bool, dtype: torch.dtype = torch.float64) -> layers.MixtureOfExperts:
     """The layer as one process has it, the same on every rank."""
-    layer = layers.MoE(model, 0, layers.Routing(factor=0.25)).to(dtype)
+    layer = layers.MixtureOfExperts(model, 0, layers.Routing(factor=0.25)).to(dtype)
     generator = torch.Generator().manual_seed(3)
     for parameter in layer.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -62,11 +62,11 @@ def whole_layer(model: Model, one_sided: bool, dtype: torch.dtype = torch.float6
     return layer
 
 
-def part_of(whole: layers.MoE, ep: Axis) -> layers.MoE:
+def part_of(whole: layers.MixtureOfExperts, ep: Axis) -> layers.MixtureOfExperts:
     """The same layer with this rank's experts."""
     dtype = whole.router.weight.dtype
     with torch.device("meta"):
-        layer = layers.MoE(whole.model, 0, layers.Routing(factor=0.25)).to(dtype)
+        layer = layers.MixtureOfExperts(whole.model, 0, layers.Routing(factor=0.25)).to(dtype)
     cut_experts(layer, ep)
     layer.to_empty(device="cpu")
     for (name, parameter), (_, of) in zip(layer.named_parameters(), whole.named_parameters(), strict=True):
@@ -99,7 +99,7 @@ def run(layer: nn.Module | Callable[..., Tensor], x: Tensor, weights: Tensor) ->
     return y.detach(), x.grad
 
 
-def watch_sizes(layer: layers.MoE) -> list[list[int]]:
+def watch_sizes(layer: layers.MixtureOfExperts) -> list[list[int]]:
     """What goes to the experts here, a list for each call."""
     seen: list[list[int]] = []
 
@@ -288,7 +288,7 @@ def test_rows_travel_in_half_precision(ranks):
 
 def test_a_rank_holds_its_run_of_experts_of_the_width_that_tensor_parallelism_left():
     with torch.device("meta"):
-        layer = layers.MoE(SHARED, 0, layers.Routing()).bfloat16()
+        layer = layers.MixtureOfExperts(SHARED, 0, layers.Routing()).bfloat16()
         layer.experts.up.weight = nn.Parameter(torch.empty(8, 2, WIDTH, dtype=torch.bfloat16))
     before = {name: parameter.shape for name, parameter in layer.named_parameters()}
     cut_experts(layer, Axis("ep", 4, 1))

@@ -9,19 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.parameters import parameter_shapes
-from phalanx.job.pieces import Piece, piece
-from phalanx.job.train import Train
+from phalanx.blocks.parameters import parameter_shapes
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.train import Train
 from phalanx.model.init import initial_value
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
-from phalanx.parallel.fragments import Fragment, counted, cut, wholes
+from phalanx.parallel.fragments import ParameterShard, counted, cut, wholes
 from phalanx.parallel.mesh import build
+from phalanx.partition.tensor_slices import TensorSlice, piece
 
-SHAPE = Model(n_layers=1, d_model=8, n_heads=4, n_kv_heads=2, d_ff=20, seq_len=4, tied=False, activation="swiglu")
+SHAPE = ModelConfig(n_layers=1, d_model=8, n_heads=4, n_kv_heads=2, d_ff=20, seq_len=4, tied=False, activation="swiglu")
 VOCAB = 11
 ALONE = build(Layout(), "cpu")
 
@@ -49,7 +49,7 @@ def test_a_share_is_taken_out_of_the_whole(rows, columns, share):
     start, stop = sorted(min(place, size) for place in share)
     tensor = torch.arange(float(size)).view(rows, columns)
     value = torch.full((stop - start,), -1.0)
-    fragment = Fragment("w", (Piece((rows, columns)),), 0, start, value)
+    fragment = ParameterShard("w", (TensorSlice((rows, columns)),), 0, start, value)
     fragment.assign(tensor)
     assert value.tolist() == list(range(start, stop))
     moment = torch.zeros(stop - start)
@@ -60,7 +60,8 @@ def test_a_share_is_taken_out_of_the_whole(rows, columns, share):
 
 def test_matrices_decay_even_where_a_share_of_one_is_flat():
     shares = {
-        name: Fragment(name, (Piece(shape),), 0, 0, torch.ones(3)) for name, shape in {"w": (2, 3), "b": (3,)}.items()
+        name: ParameterShard(name, (TensorSlice(shape),), 0, 0, torch.ones(3))
+        for name, shape in {"w": (2, 3), "b": (3,)}.items()
     }
     assert shares["w"].decays
     assert not shares["b"].decays
@@ -68,7 +69,7 @@ def test_matrices_decay_even_where_a_share_of_one_is_flat():
 
 def test_one_process_reads_out_copies():
     value = torch.ones(2, 3, requires_grad=True)
-    fragment = Fragment("w", (Piece((2, 3)),), 0, 0, value)
+    fragment = ParameterShard("w", (TensorSlice((2, 3)),), 0, 0, value)
     assert dict(wholes([fragment], {"w": value}, ALONE, keep=False)) == {}
     found = dict(wholes([fragment], {"w": value}, ALONE, keep=True))
     assert torch.equal(found["w"], torch.ones(2, 3))
@@ -129,7 +130,7 @@ def test_the_ranks_of_a_layout_hold_everything_once(ranks, layout):
         assert count == found[name].numel(), name
 
 
-def pipeline_values(ranks, layout: Layout, shape: Model):
+def pipeline_values(ranks, layout: Layout, shape: ModelConfig):
     """The initial values put together on rank 0, and the names that this rank counts."""
     with torch.device("meta"):
         model = Transformer(shape, VOCAB).double()

@@ -8,10 +8,10 @@ import os
 import pytest
 import torch
 
-from phalanx.job import layout_line
-from phalanx.job.job import Job
-from phalanx.job.presets import PRESETS
-from phalanx.job.train import Train
+from phalanx.config import layout_line
+from phalanx.config.job import Job
+from phalanx.config.presets import PRESETS
+from phalanx.config.train import Train
 from phalanx.parallel import mesh
 from phalanx.train.step import Stepper
 

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.job.model import Model
+from phalanx.config.model import ModelConfig
 from phalanx.model.init import initialise
 from phalanx.model.layers import Linear
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.linear import Product, WeightGradients, collect, linear, onednn_is_faster, use_onednn
+from phalanx.parallel.linear import DeferredWeightGrads, Product, collect, linear, onednn_is_faster, use_onednn
 
 size = st.integers(1, 33)
 
@@ -35,7 +35,7 @@ def test_equals_torch(rows, inputs, outputs, with_bias, batched):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_gives_the_same_logits_and_gradients(tied):
-    shape = Model(n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, seq_len=16, tied=tied, activation="swiglu")
+    shape = ModelConfig(n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, seq_len=16, tied=tied, activation="swiglu")
     tokens = torch.arange(32).reshape(2, 16)
     results = []
     for onednn in (False, True):
@@ -60,13 +60,13 @@ def test_only_fp32_on_a_cpu():
 @pytest.mark.parametrize("tied", [False, True])
 def test_collected_weight_gradients_are_autograd_s(put_off, tied, onednn):
     """Of two micro-batches, the second of which adds to the first."""
-    shape = Model(n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, seq_len=16, tied=tied, bias=True)
+    shape = ModelConfig(n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, seq_len=16, tied=tied, bias=True)
     dtype, tolerance = (torch.float32, 1e-4) if onednn else (torch.float64, 1e-12)
     results, arrived = [], []
     for collected in (False, True):
         model = Transformer(shape, 40).to(dtype)
         initialise(model, shape, 1)
-        later, products = WeightGradients(), list[list[Product]]()
+        later, products = DeferredWeightGrads(), list[list[Product]]()
         if onednn:
             use_onednn(model)
         if collected:
@@ -96,7 +96,7 @@ def test_collected_weight_gradients_are_autograd_s(put_off, tied, onednn):
 
 def test_what_is_put_off_needs_what_was_read_and_the_gradient_of_what_was_written():
     x = torch.randn(3, 4, requires_grad=True)
-    layer, later = Linear(4, 5, bias=True), WeightGradients()
+    layer, later = Linear(4, 5, bias=True), DeferredWeightGrads()
     collect([layer], later)
     later.products = put = []
     layer(x).sum().backward()

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.config.layout import AXES, Layout
 from phalanx.errors import JobError
-from phalanx.job.context import grid
-from phalanx.job.layout import AXES, Layout
 from phalanx.parallel.mesh import build, lines, place
+from phalanx.partition.sequence import grid
 
 degree = st.integers(1, 4)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.job.model import Model
+from phalanx.config.model import ModelConfig
 from phalanx.model.init import initialise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.micro import MicroTensors
@@ -14,7 +14,7 @@ VOCAB, TOKENS = 997, 48
 
 def step(chunk: int, tied: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     """Loss, gradients, and the largest tensor over the vocabulary kept for the backward pass, in elements."""
-    shape = Model(n_layers=1, d_model=16, n_heads=2, seq_len=TOKENS // 2, tied=tied)
+    shape = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=TOKENS // 2, tied=tied)
     model = Transformer(shape, VOCAB).double()
     initialise(model, shape, 1)
     tokens = torch.arange(TOKENS).reshape(2, -1) * 7 % VOCAB

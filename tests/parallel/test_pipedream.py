@@ -7,21 +7,21 @@ import torch
 
 from parallel.stale import emulated, streamed
 from parallel.steps import worst
-from phalanx.cost.memory import state_bytes
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.optimizer import Optimizer
-from phalanx.job.train import Train
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.train import Train
+from phalanx.cost.memory.state import state_bytes
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipedream import _legs, version
-from phalanx.plan.cut import stages_of
+from phalanx.partition.cut import stages_of
 from phalanx.schedule.pipedream import pipedream
 from phalanx.train.memory import state_memory
 from phalanx.train.step import Stepper
 
 VOCAB = 13
-GPT = Model(n_layers=4, d_model=24, n_heads=4, seq_len=8, bias=True, qkv_bias=True)
+GPT = ModelConfig(n_layers=4, d_model=24, n_heads=4, seq_len=8, bias=True, qkv_bias=True)
 LLAMA = dataclasses.replace(
     GPT, norm="rmsnorm", positions="rope", activation="swiglu", bias=False, qkv_bias=False, tied=False, dropout=0.2
 )
@@ -29,7 +29,7 @@ RUNS = [1, 2, 4]
 """Steps between two moments in which the pipeline is empty: alone, fill and drain, and with a steady state."""
 
 
-def job(model: Model, layout: Layout, batch: int) -> Job:
+def job(model: ModelConfig, layout: Layout, batch: int) -> Job:
     optimizer = Optimizer(eps=1e-8, clip=0.5)
     return Job(model=model, layout=layout, optimizer=optimizer, train=Train(precision="fp64", global_batch=batch))
 

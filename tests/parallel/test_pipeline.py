@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from parallel.steps import steps
 from parallel.test_composition import MODELS, VOCAB, compare, job_of
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
 from phalanx.schedule import catalogue, check, file
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.schedule import Action, Kind, Schedule
@@ -26,15 +26,15 @@ DEEP = {kind: dataclasses.replace(model, n_layers=4) for kind, model in MODELS.i
 """A layer for each stage of two ranks that hold two each. The GPT has biases and a tied embedding; the Llama dropout,
 fewer key/value heads and a head of its own."""
 FLUSHING = [name for name, entry in SCHEDULES.items() if entry.steps == 1]
-Reference = Callable[[Model], tuple]
+Reference = Callable[[ModelConfig], tuple]
 
 
 @pytest.fixture(scope="module")
 def reference(ranks) -> Reference:
     """One process, by model."""
-    found: dict[Model, tuple] = {}
+    found: dict[ModelConfig, tuple] = {}
 
-    def of(model: Model) -> tuple:
+    def of(model: ModelConfig) -> tuple:
         if model not in found:
             found[model] = ranks(steps, 1, job_of(model, Layout()), VOCAB)[0]
         return found[model]

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches
-from phalanx.cost.memory import peak_in_flight
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.train import Train
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.train import Train
+from phalanx.cost.memory.state import peak_in_flight
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import Execution
 from phalanx.parallel.transfers import AHEAD
@@ -28,7 +28,7 @@ from phalanx.train.memory import _Made, _storages
 from phalanx.train.step import Stepper
 
 VOCAB = 16
-SHAPE = Model(n_layers=8, d_model=16, n_heads=2, seq_len=32, vocab_size=VOCAB, tied=False)
+SHAPE = ModelConfig(n_layers=8, d_model=16, n_heads=2, seq_len=32, vocab_size=VOCAB, tied=False)
 INPUT = 8 * 2 * SHAPE.seq_len * SHAPE.d_model
 """Bytes that travel of a micro-batch of 2 sequences, in float64."""
 

@@ -10,21 +10,22 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches
+from phalanx.check.job import problems_of, untrainable
 from phalanx.comm.axis import Axis
-from phalanx.cost.traffic_step import step_traffic
-from phalanx.cost.traffic_table import Traffic
-from phalanx.job import batch, layout_line
-from phalanx.job.check import problems_of, untrainable
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import MLA, Model, MoE
-from phalanx.job.pipeline import schedule_of
-from phalanx.job.train import Train
+from phalanx.config import layout_line
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.train import Train
+from phalanx.cost.traffic.step import step_traffic
+from phalanx.cost.traffic.table import Traffic
 from phalanx.model.experts import Sizes
 from phalanx.parallel import expert
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipedream import PipeDream
-from phalanx.plan.cut import stages_of
+from phalanx.partition import batch
+from phalanx.partition.cut import stages_of
+from phalanx.partition.pipeline import schedule_of
 from phalanx.train.step import Stepper
 from phalanx.train.stream import Stream
 
@@ -34,8 +35,8 @@ VOCAB = 29
 """A prime: nothing divides by the ranks, so that padding is at work everywhere."""
 SEQUENCES = 2
 """In a micro-batch."""
-GPT = Model(n_layers=3, d_model=24, n_heads=4, seq_len=16, tied=True)
-LLAMA = Model(
+GPT = ModelConfig(n_layers=3, d_model=24, n_heads=4, seq_len=16, tied=True)
+LLAMA = ModelConfig(
     n_layers=2, d_model=20, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=36, seq_len=16,
     norm="rmsnorm", positions="rope", activation="swiglu", bias=False, tied=False,
 )  # fmt: skip
@@ -99,7 +100,7 @@ def stream(job: Job, stepper: Stepper, steps: int) -> None:
         steps_on.step(batches, step, valid, 1e-2, False, (lambda more=following: more) if step + 1 < steps else None)
 
 
-def job_of(model: Model, layout: Layout, precision: Precision = "fp32", gradients: Gradients = "same") -> Job:
+def job_of(model: ModelConfig, layout: Layout, precision: Precision = "fp32", gradients: Gradients = "same") -> Job:
     micro = layout.accumulation or 1
     layout = dataclasses.replace(layout, accumulation=micro, micro_batch=layout.micro_batch or SEQUENCES)
     size = layout.micro_batch * micro * layout.data_ranks

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.recompute import modes, written
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
 from phalanx.model.init import initialise
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.recompute import recompute
+from phalanx.partition.recompute import modes, written
 
 VOCAB, SEQ, BATCH, WIDTH, LAYERS = 11, 32, 2, 16, 3
 NONE, SELECTIVE, FULL = Layout(), Layout(recompute="selective"), Layout(recompute="full")
@@ -20,7 +20,7 @@ MIXED = Layout(recompute_cut="1*full+1*selective+1*none")
 
 def step(layout: Layout, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     """Loss, gradients, and the bytes kept for the backward pass."""
-    shape = Model(n_layers=LAYERS, d_model=WIDTH, n_heads=4, seq_len=SEQ, dropout=dropout)
+    shape = ModelConfig(n_layers=LAYERS, d_model=WIDTH, n_heads=4, seq_len=SEQ, dropout=dropout)
     model = Transformer(shape, VOCAB).double()
     initialise(model, shape, 3)
     assert recompute(model, layout) == sum(mode != "none" for mode in modes(written(layout), LAYERS))
@@ -74,7 +74,7 @@ def test_each_layer_does_as_it_is_told():
 
 
 def test_a_stage_goes_by_the_layers_of_the_whole_model():
-    shape = Model(n_layers=LAYERS, d_model=WIDTH, n_heads=4, seq_len=SEQ)
+    shape = ModelConfig(n_layers=LAYERS, d_model=WIDTH, n_heads=4, seq_len=SEQ)
     model = Transformer(shape, VOCAB)
     del model.blocks["0"], model.blocks["1"]
     assert recompute(model, Layout(recompute_cut="2*none+1*full")) == 1

@@ -7,20 +7,20 @@ import pytest
 
 from parallel.steps import steps
 from parallel.test_composition import compare, job_of
-from phalanx.cost.case import Case
-from phalanx.cost.programs import PHALANX_CPU
-from phalanx.cost.stage_memory import needed_bytes
-from phalanx.job.check import problems_of
-from phalanx.job.cluster import Accelerator, Cluster, Link
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model, MoE
-from phalanx.job.stages import even
-from phalanx.plan.question import Question
-from phalanx.plan.refine import refinement
+from phalanx.check.job import problems_of
+from phalanx.config.cluster import Accelerator, Cluster, Link
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig, MoE
+from phalanx.cost.frameworks.known import PHALANX_CPU
+from phalanx.cost.memory.rank_memory import needed_bytes
+from phalanx.cost.spec import StepSpec
+from phalanx.partition.stages import even
+from phalanx.plan.search.refine import refinement
+from phalanx.plan.search.request import PlanRequest
 
 VOCAB = 499
 """So large beside 24 numbers of width that the head costs as much as several blocks."""
-GPT = Model(n_layers=7, d_model=24, n_heads=4, seq_len=8, bias=True)
+GPT = ModelConfig(n_layers=7, d_model=24, n_heads=4, seq_len=8, bias=True)
 EXPERTS = replace(
     GPT,
     n_layers=6,
@@ -52,9 +52,9 @@ def cluster(processes: int) -> Cluster:
     return Cluster(devices_per_node=processes, device="cpu", accelerator=device, intra=link, inter=link)
 
 
-def refined(model: Model, layout: Layout) -> Case:
+def refined(model: ModelConfig, layout: Layout) -> StepSpec:
     """The layout's refinement where all layers keeping everything is a little too much for a device."""
-    asked = Question(replace(model, vocab_size=VOCAB), cluster(layout.world), 12, "fp32", 8, PHALANX_CPU)
+    asked = PlanRequest(replace(model, vocab_size=VOCAB), cluster(layout.world), 12, "fp32", 8, PHALANX_CPU)
     least, most = (needed_bytes(asked.case(replace(layout, recompute=mode))) for mode in ("full", "none"))
     memory = (least + 0.5 * (most - least)) / 2**30
     small = replace(asked.cluster, accelerator=replace(asked.cluster.accelerator, memory_gib=memory))

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches
-from phalanx.job import batch
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model, MoE
-from phalanx.job.parameters import block_shapes, count
-from phalanx.job.train import Train
+from phalanx.blocks.parameters import block_shapes, count
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.train import Train
 from phalanx.parallel import mesh as meshes
+from phalanx.partition import batch
 from phalanx.schedule.catalogue import build
 from phalanx.train.step import Stepper
 
-SHAPE = Model(n_layers=3, d_model=24, n_heads=4, seq_len=12, vocab_size=24, tied=False)
+SHAPE = ModelConfig(n_layers=3, d_model=24, n_heads=4, seq_len=12, vocab_size=24, tied=False)
 """Every size divides by 2, 3 and 4: no padding blurs the formulas."""
 WIDTH = 8
 """Bytes of an element in float64."""
@@ -28,7 +28,7 @@ STATUS = 3 * 8
 """Loss, norm and stop, summed over all ranks once a step."""
 
 
-def traffic(ranks, layout: Layout, shape: Model) -> dict[str, dict[str, float]]:
+def traffic(ranks, layout: Layout, shape: ModelConfig) -> dict[str, dict[str, float]]:
     """Bytes sent in one step, which is not the first."""
     vocab = shape.vocab_size
     job = Job(model=shape, layout=layout, train=Train(global_batch=BATCH, precision="fp64"))
@@ -41,7 +41,7 @@ def traffic(ranks, layout: Layout, shape: Model) -> dict[str, dict[str, float]]:
     return mesh.ledger.traffic()
 
 
-def sent(ranks, layout: Layout, shape: Model = SHAPE) -> dict[str, dict[str, float]]:
+def sent(ranks, layout: Layout, shape: ModelConfig = SHAPE) -> dict[str, dict[str, float]]:
     """The same on every rank, without what is no part of the formulas."""
     first, *others = ranks(traffic, layout.world, layout, shape)
     assert all(other == first for other in others)

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.recompute import Mode
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
 from phalanx.model.init import initialise
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
@@ -19,21 +18,22 @@ from phalanx.parallel.objective import Objective
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage
+from phalanx.partition.recompute import Mode
 
 VOCAB = 13
-GPT = Model(n_layers=2, d_model=16, n_heads=4, seq_len=12)
+GPT = ModelConfig(n_layers=2, d_model=16, n_heads=4, seq_len=12)
 LLAMA = dataclasses.replace(GPT, n_kv_heads=2, positions="rope", norm="rmsnorm", bias=False, tied=False, dropout=0.3)
 ALL = Stage(0, ("0", "1"), first=True, last=True)
 
 
-def objective_of(shape: Model, recomputed: Mode = "none") -> Objective:
+def objective_of(shape: ModelConfig, recomputed: Mode = "none") -> Objective:
     model = Transformer(shape, VOCAB).double()
     initialise(model, shape, 1)
     recompute(model, Layout(recompute=recomputed))
     return Objective(model)
 
 
-def micro_of(shape: Model) -> MicroTensors:
+def micro_of(shape: ModelConfig) -> MicroTensors:
     tokens = torch.arange(2 * (shape.seq_len + 1)).mul(7).remainder(VOCAB).view(2, -1)
     return MicroTensors(tokens[:, :-1], tokens[:, 1:], Noise(3, 4, (5, 6)) if shape.dropout else None)
 

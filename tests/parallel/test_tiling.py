@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches, steps, worst
+from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis
-from phalanx.job.check import problems_of
-from phalanx.job.checkpoint import Checkpoint
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.train import Train
+from phalanx.config.checkpoint import Checkpoint
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.train import Train
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.tiling import Tile
-from phalanx.train.state import State
+from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
 
 VOCAB = 13
-GPT = Model(n_layers=2, d_model=8, n_heads=2, seq_len=6, d_ff=48, dropout=0.1)
-LLAMA = Model(
+GPT = ModelConfig(n_layers=2, d_model=8, n_heads=2, seq_len=6, d_ff=48, dropout=0.1)
+LLAMA = ModelConfig(
     n_layers=2,
     d_model=8,
     n_heads=2,
@@ -33,7 +33,7 @@ LLAMA = Model(
 )
 
 
-def job(layout: Layout, model: Model = GPT, **train) -> Job:
+def job(layout: Layout, model: ModelConfig = GPT, **train) -> Job:
     return Job(model=model, layout=layout, train=Train(precision="fp64", global_batch=12, **train))
 
 
@@ -147,7 +147,7 @@ def save_and_load(ranks, root, first: Layout, second: Layout):
             this = replace(job(layout), checkpoint=Checkpoint())
             mesh = meshes.build(layout, "cpu")
             stepper = Stepper(this, mesh, torch.device("cpu"), VOCAB)
-            state = State(stepper, "data", VOCAB, step=step)
+            state = TrainState(stepper, "data", VOCAB, step=step)
             if step:
                 state.load(folder / "step-000001")
             batches, valid = micro_batches(this, step, mesh.data_rank, VOCAB)

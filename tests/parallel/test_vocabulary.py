@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from phalanx.comm.axis import Axis
-from phalanx.job.data import IGNORE
-from phalanx.job.pieces import padded_vocabulary
+from phalanx.config.data import IGNORE
 from phalanx.parallel.vocabulary import cross_entropy_sum
+from phalanx.partition.tensor_slices import padded_vocabulary
 
 SHAPE = (3, 5)
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from phalanx.cost.programs import PHALANX
-from phalanx.job.cluster import Cluster, Link
-from phalanx.job.clusters import cluster_of
-from phalanx.job.presets import PRESETS
+from phalanx.config.cluster import Cluster, Link
+from phalanx.config.clusters import cluster_of
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.known import PHALANX
 from phalanx.plan.plan import Plan
-from phalanx.plan.question import Question
-from phalanx.plan.search import search
+from phalanx.plan.planner import search
+from phalanx.plan.search.request import PlanRequest
 
 
-def question(model: str, cluster: str | Cluster, sequences: int, **fixed: Any) -> Question:
+def request(model: str, cluster: str | Cluster, sequences: int, **fixed: Any) -> PlanRequest:
     machine = cluster_of(cluster) if isinstance(cluster, str) else cluster
-    return Question(PRESETS[model], machine, sequences, software=PHALANX, fixed=fixed)
+    return PlanRequest(PRESETS[model], machine, sequences, framework=PHALANX, fixed=fixed)
 
 
 def slow_network(nodes: int) -> Cluster:
@@ -27,4 +27,4 @@ def slow_network(nodes: int) -> Cluster:
 
 @cache
 def planned(model: str, cluster: str | Cluster, sequences: int, schedule: str = "1f1b", sample: int = 0) -> Plan:
-    return search(question(model, cluster, sequences, schedule=schedule), sample=sample)
+    return search(request(model, cluster, sequences, schedule=schedule), sample=sample)

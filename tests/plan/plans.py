@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from phalanx.cost.case import Case
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.job_spec import stages
 from phalanx.cost.predict import predict
-from phalanx.cost.programs import PHALANX
+from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.job import batch
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
-from phalanx.plan.case import stages
-from phalanx.plan.plan import Alternative, Candidate, Plan, Point
+from phalanx.partition import batch
+from phalanx.plan.plan import Alternative, Candidate, Plan, SpacePoint
 
 GIB = 2**30
 
@@ -24,9 +24,9 @@ def candidate(layout: Layout, sequences: int, model: str = "llama3-70b", cluster
     shape = replace(PRESETS[model], vocab_size=PRESETS[model].vocab_size or 256)
     solved = batch.solve(sequences, layout)
     complete = replace(layout, micro_batch=solved.micro_batch, accumulation=solved.accumulation)
-    case = Case(shape, cluster_of(cluster), complete, solved, "bf16", 2, PHALANX, stages(shape, layout))
-    prediction = predict(case)
-    return Candidate(case, prediction, 0.97 * prediction.step_time_s)
+    spec = StepSpec(shape, cluster_of(cluster), complete, solved, "bf16", 2, PHALANX, stages(shape, layout))
+    prediction = predict(spec)
+    return Candidate(spec, prediction, 0.97 * prediction.step_time_s)
 
 
 @cache
@@ -53,10 +53,10 @@ def plan() -> Plan:
     )
     rejected = {"does not fit": 811, "tp=16 leaves the node": 96, "global_batch 64 is not a multiple": 40}
     notes = ("tp=8 stays inside the node, where links are 9 times as fast.", "recompute=full: without it, no room.")
-    return Plan(best[0].case, tuple(best), None, alternatives, points(), rejected, 1208, 0.84, notes)
+    return Plan(best[0].spec, tuple(best), None, alternatives, points(), rejected, 1208, 0.84, notes)
 
 
-def points() -> tuple[Point, ...]:
+def points() -> tuple[SpacePoint, ...]:
     """Layouts of five families on a grid of what they shard."""
     found = []
     for tp in (1, 2, 4, 8):
@@ -70,7 +70,7 @@ def points() -> tuple[Point, ...]:
                     continue
                 kind = [name for name, degree in (("tensor", tp), ("pipeline", pp)) if degree > 1]
                 peak, fits = each.prediction.fullest.peak, each.prediction.fits
-                found.append(Point(" + ".join(kind) or "FSDP", each.seconds, peak, fits, each.layout.line()))
+                found.append(SpacePoint(" + ".join(kind) or "FSDP", each.seconds, peak, fits, each.layout.line()))
     return tuple(found)
 
 
@@ -79,5 +79,5 @@ def hopeless() -> Plan:
     """A model that no layout fits on one node."""
     least = candidate(Layout(dp_shard=8, recompute="full", micro_batch=1), 8, "llama3-405b", "dgx-a100:1")
     peak = least.prediction.fullest.peak
-    point = Point("FSDP", least.seconds, peak, False, least.layout.line())
-    return Plan(least.case, (), least, (), (point,), {"does not fit": 120}, 120, 0.2, ())
+    point = SpacePoint("FSDP", least.seconds, peak, False, least.layout.line())
+    return Plan(least.spec, (), least, (), (point,), {"does not fit": 120}, 120, 0.2, ())

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.cost.case import Case
+from phalanx.check.load import load_words
+from phalanx.config import overrides
+from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
-from phalanx.job import overrides
-from phalanx.job.load import load_words
-from phalanx.plan.advice import advice, shortfall
-from phalanx.plan.case import case_of
+from phalanx.cost.spec import StepSpec
+from phalanx.plan.report.advice import advice, shortfall
 
 
-def case(*words: str) -> Case:
+def spec(*words: str) -> StepSpec:
     job = load_words(overrides.parse(["train.precision=bf16", *words])).job
-    return case_of(job, job.model.vocab_size or 256)
+    return step_spec(job, job.model.vocab_size or 256)
 
 
 def test_single_changes_that_fit_come_first_and_the_fastest_of_them_first() -> None:
-    tight = case("model=llama3-8b", "cluster=dgx-a100:1", "dp_shard=8", "train.global_batch=16", "micro_batch=2")
+    tight = spec("model=llama3-8b", "cluster=dgx-a100:1", "dp_shard=8", "train.global_batch=16", "micro_batch=2")
     found = advice(tight)
     assert not predict(tight).fits
     assert found
@@ -28,14 +28,14 @@ def test_single_changes_that_fit_come_first_and_the_fastest_of_them_first() -> N
 
 
 def test_what_one_change_does_not_do_several_may() -> None:
-    tight = case("model=llama3-70b", "cluster=dgx-a100:4", "dp_shard=32", "train.global_batch=64", "micro_batch=2")
+    tight = spec("model=llama3-70b", "cluster=dgx-a100:4", "dp_shard=32", "train.global_batch=64", "micro_batch=2")
     (only,) = advice(tight)
     assert only.fits
     assert " layout." in only.change
 
 
 def test_the_message_says_how_much_where_and_what_would_help() -> None:
-    text = shortfall(case("model=llama3-70b", "cluster=dgx-a100:1", "pp=8", "train.global_batch=16", "micro_batch=1"))
+    text = shortfall(spec("model=llama3-70b", "cluster=dgx-a100:1", "pp=8", "train.global_batch=16", "micro_batch=1"))
     assert "does not fit" in text
     assert "a100-80gb" in text
     assert "too much on pipeline rank" in text
@@ -44,13 +44,13 @@ def test_the_message_says_how_much_where_and_what_would_help() -> None:
 
 
 def test_nothing_helps_a_model_that_is_far_too_large() -> None:
-    huge = case("model=megatron-1008b", "cluster=dgx-a100:1", "dp_shard=8", "train.global_batch=8")
+    huge = spec("model=megatron-1008b", "cluster=dgx-a100:1", "dp_shard=8", "train.global_batch=8")
     assert "fits with" not in shortfall(huge)
     assert not any(one.fits for one in advice(huge))
 
 
 def test_changes_keep_devices_and_batch() -> None:
-    tight = case("model=llama3-8b", "cluster=dgx-a100:1", "dp_replicate=8", "train.global_batch=64")
+    tight = spec("model=llama3-8b", "cluster=dgx-a100:1", "dp_replicate=8", "train.global_batch=64")
     for one in advice(tight):
         words = dict(word.split("=") for word in one.change.replace("layout.", "").split())
         kinds = {name: type(getattr(tight.layout, name))(value) for name, value in words.items()}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.cost.stage_memory import needed_bytes
-from phalanx.cost.step_time import step_parts
-from phalanx.plan.alternatives import alternatives, roomy, with_room
-from phalanx.plan.branch import Found, Search, simulated
+from phalanx.cost.memory.rank_memory import needed_bytes
+from phalanx.cost.time.step_time import step_parts
 from phalanx.plan.plan import Alternative
-from phalanx.plan.search import search
-from plan.answers import planned, question, slow_network
+from phalanx.plan.planner import search
+from phalanx.plan.report.alternatives import alternatives, roomy, with_room
+from phalanx.plan.search.branch import Found, Search, simulated
+from plan.answers import planned, request, slow_network
 
 
 def named(found: tuple[Alternative, ...], name: str) -> Alternative:
@@ -63,7 +63,7 @@ def test_those_that_fit_come_first_the_fastest_before_the_others() -> None:
 
 
 def test_what_is_not_legal_says_the_equation() -> None:
-    found = alternatives(Search(question("gpt2", "dgx-h100:4", 16)), Found(), None)
+    found = alternatives(Search(request("gpt2", "dgx-h100:4", 16)), Found(), None)
     ddp = named(found, "DDP")
     assert ddp.candidate is None
     assert "16" in ddp.why
@@ -71,7 +71,7 @@ def test_what_is_not_legal_says_the_equation() -> None:
 
 
 def test_what_is_fixed_is_said() -> None:
-    plan = search(question("gpt2", "dgx-h100:1", 64, tp=2))
+    plan = search(request("gpt2", "dgx-h100:1", 64, tp=2))
     ddp = named(plan.alternatives, "DDP")
     assert ddp.candidate is None
     assert "tp 2" in ddp.why
@@ -81,18 +81,18 @@ def test_what_is_fixed_is_said() -> None:
 
 
 def test_a_kind_that_has_the_best_in_it_is_left_out() -> None:
-    plan = search(question("gpt2", "dgx-h100:1", 512, dp_replicate=8))
+    plan = search(request("gpt2", "dgx-h100:1", 512, dp_replicate=8))
     assert not any(one.name.startswith("DDP") for one in plan.alternatives)
 
 
 def test_one_device_has_no_kinds_but_the_rule() -> None:
-    plan = search(question("gpt2", "gh200:1", 16))
+    plan = search(request("gpt2", "gh200:1", 16))
     assert [one.name for one in plan.alternatives] == ["rule of thumb"]
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["from what the search saw", "by another search"])
 def test_what_leaves_room_is_the_fastest_that_does(seen: bool) -> None:
-    one = Search(question("llama2-13b", "dgx-a100:1", 32, sp=True, accumulate="local", cp=1))
+    one = Search(request("llama2-13b", "dgx-a100:1", 32, sp=True, accumulate="local", cp=1))
     found = one.best()
     best = simulated(found)[0]
     assert not roomy(best)
@@ -100,7 +100,7 @@ def test_what_leaves_room_is_the_fastest_that_does(seen: bool) -> None:
     assert room is not None
     assert roomy(room)
     rows = one.space.rows(np.arange(len(one.space.options)))
-    cases = [one.question.case(one.space.layout(rows, number)) for number in range(len(rows))]
+    specs = [one.request.spec(one.space.layout(rows, number)) for number in range(len(rows))]
     more = best.prediction.memory_spread[1]
-    fastest = min(step_parts(case).total for case in cases if needed_bytes(case) * more <= one.limit)
+    fastest = min(step_parts(spec).total for spec in specs if needed_bytes(spec) * more <= one.limit)
     assert room.prediction.step_time_s == pytest.approx(fastest)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.check.load import load_words
+from phalanx.config import overrides
+from phalanx.config.layout import Layout
 from phalanx.errors import DoesNotFitError, JobError
-from phalanx.job import overrides
-from phalanx.job.layout import Layout
-from phalanx.job.load import load_words
 from phalanx.plan import auto
 from phalanx.plan.plan import Candidate, Plan
 
@@ -21,30 +21,30 @@ def job_of(*words):
 @pytest.fixture
 def asked(monkeypatch):
     """Every question that was asked; the answer is one layout that keeps what is fixed, which fits or not."""
-    questions = []
+    requests = []
 
-    def search(question, progress):
-        questions.append(question)
-        if question.fixed.get("tp") == 2:  # as if nothing with it were legal
-            return plan_of(question, (), None)
-        case = question.case(Layout(**{"dp_replicate": question.devices[-1], **question.fixed}))
-        prediction = auto_predict(case)
-        found = Candidate(case, prediction, prediction.step_time_s)
-        return plan_of(question, (found,) if prediction.fits else (), None if prediction.fits else found)
+    def search(request, progress):
+        requests.append(request)
+        if request.fixed.get("tp") == 2:  # as if nothing with it were legal
+            return plan_of(request, (), None)
+        spec = request.spec(Layout(**{"dp_replicate": request.devices[-1], **request.fixed}))
+        prediction = auto_predict(spec)
+        found = Candidate(spec, prediction, prediction.step_time_s)
+        return plan_of(request, (found,) if prediction.fits else (), None if prediction.fits else found)
 
     monkeypatch.setattr(auto, "search", search)
-    return questions
+    return requests
 
 
-def auto_predict(case):
+def auto_predict(spec):
     from phalanx.cost.predict import predict
 
-    return predict(case)
+    return predict(spec)
 
 
-def plan_of(question, best, nearest):
-    case = replace(question.case(Layout()), layout=Layout())
-    return Plan(case, best, nearest, (), (), {"tp 2 is odd": 3, "no": 40}, 43, 0.5, ())
+def plan_of(request, best, nearest):
+    spec = replace(request.spec(Layout()), layout=Layout())
+    return Plan(spec, best, nearest, (), (), {"tp 2 is odd": 3, "no": 40}, 43, 0.5, ())
 
 
 def test_what_is_fixed_and_the_devices_go_to_the_search(asked):

@@ -7,14 +7,14 @@ import random
 import numpy as np
 import pytest
 
+from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.cost.predict import predict
-from phalanx.cost.stage_memory import needed_bytes
 from phalanx.errors import JobError
-from phalanx.plan.bounds import IN_FLIGHT, Bounds
-from phalanx.plan.question import Question
-from phalanx.plan.space import space_of
+from phalanx.plan.search.bounds import IN_FLIGHT, Bounds
+from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.search.space import space_of
 from phalanx.schedule import catalogue
-from plan.questions import QUESTIONS, on_laptop, question
+from plan.requests import QUESTIONS, on_laptop, request
 
 PAIRS, LAYOUTS = 50, 50
 EXACT = 1 + 1e-9
@@ -28,7 +28,7 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(name: str) -> None:
         assert compared >= 10
 
 
-def compare(one: Question, random: random.Random) -> int:
+def compare(one: PlanRequest, random: random.Random) -> int:
     """Holds some layouts of a question against their bounds; how many."""
     space = space_of(one)
     numbers = sorted(random.sample(range(len(space.options)), min(PAIRS, len(space.options))))
@@ -42,8 +42,8 @@ def compare(one: Question, random: random.Random) -> int:
     for number in range(len(rows)):
         layout = space.layout(rows, number)
         try:
-            case = one.case(layout)
-            predicted, needed = predict(case).step_time_s, needed_bytes(case)
+            spec = one.spec(layout)
+            predicted, needed = predict(spec).step_time_s, needed_bytes(spec)
         except JobError:  # the schedule does not go with the batch or the layers
             continue
         compared += 1
@@ -58,14 +58,14 @@ def compare(one: Question, random: random.Random) -> int:
 
 def test_bounds_are_near_where_nothing_is_left_out() -> None:
     """Data parallel alone, zero 3: no bubble, and everything hidden but a block's collectives."""
-    one = question("llama3-8b", "dgx-h100:2", 64, tp=1, pp=1, cp=1, dp_replicate=1, zero=3, recompute="full")
+    one = request("llama3-8b", "dgx-h100:2", 64, tp=1, pp=1, cp=1, dp_replicate=1, zero=3, recompute="full")
     space = space_of(one)
     rows = space.rows(np.arange(len(space.options)))
     seconds, memory = Bounds(one, space).rows(rows)
     for number in range(len(rows)):
-        case = one.case(space.layout(rows, number))
-        assert seconds[number] > 0.95 * predict(case).step_time_s
-        assert memory[number] > 0.7 * needed_bytes(case)
+        spec = one.spec(space.layout(rows, number))
+        assert seconds[number] > 0.95 * predict(spec).step_time_s
+        assert memory[number] > 0.7 * needed_bytes(spec)
 
 
 def test_bounds_do_not_depend_on_what_else_is_asked() -> None:

@@ -7,21 +7,21 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.case import Case
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.known import MEGATRON_CORE
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Parts, Prediction
-from phalanx.cost.programs import MEGATRON_CORE
-from phalanx.job import batch
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
-from phalanx.plan.explain import differences, explain
+from phalanx.cost.spec import StepSpec
+from phalanx.partition import batch
+from phalanx.plan.report.explain import differences, explain
 
 
 def prediction(layout: Layout) -> Prediction:
     cluster = cluster_of("dgx-h100:4")
     solved = batch.solve(64, layout)
-    return predict(Case(PRESETS["llama3-8b"], cluster, layout, solved, "bf16", 2, MEGATRON_CORE))
+    return predict(StepSpec(PRESETS["llama3-8b"], cluster, layout, solved, "bf16", 2, MEGATRON_CORE))
 
 
 BASE = prediction(Layout(tp=2, dp_shard=16, zero=1, micro_batch=1))

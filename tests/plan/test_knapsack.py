@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.knapsack import Group, fill
+from phalanx.plan.search.knapsack import EqualBlocks, fill
 
 number = st.integers(0, 20).map(float)
 
@@ -16,10 +16,10 @@ number = st.integers(0, 20).map(float)
 def groups(draw):
     things = draw(st.integers(1, 3))
     figures = st.tuples(*[number] * things)
-    return [Group(draw(st.integers(1, 4)), draw(figures), draw(figures)) for _ in range(draw(st.integers(1, 3)))]
+    return [EqualBlocks(draw(st.integers(1, 4)), draw(figures), draw(figures)) for _ in range(draw(st.integers(1, 3)))]
 
 
-def ways(group: Group):
+def ways(group: EqualBlocks):
     return [n for n in product(range(group.blocks + 1), repeat=len(group.bytes)) if sum(n) == group.blocks]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from phalanx.plan.alternatives import with_room
-from phalanx.plan.families import AXES
-from phalanx.plan.search import search
-from plan.answers import planned, question, slow_network
+from phalanx.plan.planner import search
+from phalanx.plan.report.alternatives import with_room
+from phalanx.plan.report.families import AXES
+from plan.answers import planned, request, slow_network
 
 
 def test_the_fabric_is_named() -> None:
@@ -29,7 +29,7 @@ def test_every_axis_says_where_it_lies() -> None:
 
 
 def test_tensor_ranks_on_fast_links_say_what_the_network_would_take() -> None:
-    plan = search(question("llama3-70b", slow_network(8), 128, schedule="1f1b", tp=8))
+    plan = search(request("llama3-70b", slow_network(8), 128, schedule="1f1b", tp=8))
     (note,) = [note for note in plan.notes if note.startswith("tp 8 lies")]
     assert "on the fast links (450 GB/s)" in note
     here, there = (float(found.replace(",", "")) for found in re.findall(r"([\d.,]+) s\b", note))
@@ -50,7 +50,7 @@ def test_what_bounds_a_step_adds_up() -> None:
 
 
 def test_recomputation_says_what_it_saves() -> None:
-    plan = search(question("llama3-70b", "dgx-h100:8", 256, dp_shard=64))
+    plan = search(request("llama3-70b", "dgx-h100:8", 256, dp_shard=64))
     assert plan.best
     layout = plan.best[0].layout
     assert layout.recompute != "none" or layout.recompute_cut
@@ -58,18 +58,18 @@ def test_recomputation_says_what_it_saves() -> None:
 
 
 def test_where_nothing_fits_so_many_devices_would_be_enough() -> None:
-    plan = search(question("llama3-70b", "dgx-h100:1", 16))
+    plan = search(request("llama3-70b", "dgx-h100:1", 16))
     assert not plan.best
     (note,) = plan.notes
     found = re.match(r"It would fit on (\d+) of these devices, (\d+) times as many", note)
     assert found
     world, more = map(int, found.groups())
     assert world == 8 * more
-    assert search(question("llama3-70b", f"dgx-h100:{more}", 16)).best
+    assert search(request("llama3-70b", f"dgx-h100:{more}", 16)).best
 
 
 def test_no_number_of_devices_is_promised_to_fixed_degrees() -> None:
-    plan = search(question("llama3-70b", "dgx-h100:1", 16, dp_shard=8, dp_replicate=1, tp=1, cp=1, pp=1))
+    plan = search(request("llama3-70b", "dgx-h100:1", 16, dp_shard=8, dp_replicate=1, tp=1, cp=1, pp=1))
     assert not plan.best
     assert not plan.notes
 
@@ -79,7 +79,7 @@ def _notes(cluster: str) -> tuple[str, ...]:
 
 
 def test_a_full_device_is_told_with_what_leaves_room() -> None:
-    plan = search(question("llama3-70b", "dgx-h100:8", 256))
+    plan = search(request("llama3-70b", "dgx-h100:8", 256))
     first, room = plan.best[0].prediction, with_room(plan.alternatives)
     assert first.fullest.needed * first.memory_spread[1] > first.memory_limit
     assert room is not None
@@ -89,6 +89,6 @@ def test_a_full_device_is_told_with_what_leaves_room() -> None:
 
 
 def test_where_there_is_room_nothing_is_told_of_it() -> None:
-    plan = search(question("gpt2", "dgx-h100:1", 64))
+    plan = search(request("gpt2", "dgx-h100:1", 64))
     assert with_room(plan.alternatives) is None
     assert not any("room" in note for note in plan.notes)

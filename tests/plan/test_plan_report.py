@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.config.layout import Layout
+from phalanx.config.layout_line import parse
 from phalanx.cost.breakdown import document, duration
-from phalanx.job.layout import Layout
-from phalanx.job.layout_line import parse
-from phalanx.plan.report import WIDTH, as_json, text
+from phalanx.plan.report.report import WIDTH, as_json, text
 from plan.plans import hopeless, plan
 
 
@@ -28,7 +28,7 @@ def test_every_layout_has_a_row_with_its_figures() -> None:
 def test_lines_stay_in_the_width() -> None:
     long = replace(plan().best[0].layout, schedule="interleaved_1f1b", pp_chunks=4, loss_chunk=1024, tiles=4)
     long = replace(long, accumulate="sharded", offload="optimizer", reshard=False, prefetch=2, sp_regather=True)
-    first = replace(plan().best[0], case=replace(plan().best[0].case, layout=long))
+    first = replace(plan().best[0], spec=replace(plan().best[0].spec, layout=long))
     notes = ("a sentence that is long " * 12, *plan().notes)
     shown = text(replace(plan(), best=(first, *plan().best[1:]), notes=notes))
     for line in shown.splitlines():

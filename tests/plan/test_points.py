@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.job.layout import Layout
-from phalanx.plan.points import FAMILIES, family
+from phalanx.config.layout import Layout
+from phalanx.plan.report.points import FAMILIES, family
 from plan.answers import planned
 
 
@@ -22,7 +22,7 @@ def test_points_are_a_sample_of_few_families() -> None:
     assert len({point.family for point in plan.points}) <= FAMILIES
     assert {point.fits for point in plan.points} == {True, False}
     assert len({point.line for point in plan.points}) == len(plan.points)
-    limit = plan.question.cluster.accelerator.memory_gib * 2**30
+    limit = plan.request.cluster.accelerator.memory_gib * 2**30
     assert all(point.peak <= limit for point in plan.points if point.fits)
 
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.placed import contents
-from phalanx.cost.programs import PHALANX
-from phalanx.cost.rank_time import rank_time
-from phalanx.cost.stage_memory import step_memory
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
-from phalanx.plan.question import Question
-from phalanx.plan.rank_costs import Ranks
+from phalanx.cost.time.rank_time import rank_time
+from phalanx.plan.search.rank_costs import PipelineRanks
+from phalanx.plan.search.request import PlanRequest
 
 LAYOUTS = [
     Layout(pp=4, dp_shard=4, zero=1, micro_batch=1, recompute="full"),
@@ -24,28 +24,28 @@ LAYOUTS = [
 ]
 
 
-def question(model: str) -> Question:
+def request(model: str) -> PlanRequest:
     shape = replace(PRESETS[model], n_layers=32)
-    return Question(shape, cluster_of("dgx-h200:2"), 256, software=PHALANX)
+    return PlanRequest(shape, cluster_of("dgx-h200:2"), 256, framework=PHALANX)
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "deepseek-v3"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.line)
 def test_seconds_of_a_layout_are_the_cost_models(model, layout):
-    case = question(model).case(layout)
-    expected = [rank_time(case, content).total for content in contents(case)]
+    spec = request(model).spec(layout)
+    expected = [rank_time(spec, content).total for content in contents(spec)]
     # Added up block by block, without the sum of gradients over micro-batches.
-    assert Ranks(case).times(case) == pytest.approx(expected, rel=0.02)
+    assert PipelineRanks(spec).times(spec) == pytest.approx(expected, rel=0.02)
 
 
 def test_more_layers_take_more_bytes_and_other_recomputation_makes_room():
-    asked = question("llama3-8b")
+    asked = request("llama3-8b")
     asked = replace(asked, model=replace(asked.model, vocab_size=256))
     layout = replace(LAYOUTS[0], pp_cut="8+8+8+8")
-    needed = step_memory(asked.case(layout))[0].needed
+    needed = step_memory(asked.spec(layout))[0].needed
     device = replace(asked.cluster.accelerator, memory_gib=2 * needed / 2**30)
-    full = replace(asked, cluster=replace(asked.cluster, accelerator=device)).case(layout)
-    ranks = Ranks(full)
+    full = replace(asked, cluster=replace(asked.cluster, accelerator=device)).spec(layout)
+    ranks = PipelineRanks(full)
     assert ranks.calibrated(full)
     fillings = [ranks.filling(rank, ((8, 0),)) for rank in range(4)]
     recomputed = [filling.numbers[0][2] for filling in fillings if filling]
@@ -60,13 +60,13 @@ def test_more_layers_take_more_bytes_and_other_recomputation_makes_room():
 @pytest.mark.parametrize("layout", LAYOUTS[:5], ids=Layout.line)
 def test_bytes_are_near_the_exact_ones_one_layer_further(layout):
     """A rank that is as full as a device lets it be, with a layer more than where the line was put right."""
-    asked = question("llama3-8b")
-    case = asked.case(replace(layout, recompute="full", recompute_cut=""))
-    ranks = Ranks(case)
-    ranks.calibrated(case)
+    asked = request("llama3-8b")
+    spec = asked.spec(replace(layout, recompute="full", recompute_cut=""))
+    ranks = PipelineRanks(spec)
+    ranks.calibrated(spec)
     before = list(ranks.around)
-    sizes = [len(stage) for stage in case.stages]
+    sizes = [len(stage) for stage in spec.stages]
     sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
-    other = asked.case(replace(case.layout, pp_cut="+".join(map(str, sizes))))
+    other = asked.spec(replace(spec.layout, pp_cut="+".join(map(str, sizes))))
     ranks.calibrated(other)
     assert [a / 2**30 for a in ranks.around] == pytest.approx([b / 2**30 for b in before], abs=1.0)

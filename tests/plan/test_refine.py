@@ -5,96 +5,96 @@ from dataclasses import replace
 import pytest
 from benchmarks.cutting import CASES, compared
 
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.cost.predict import predict
-from phalanx.cost.programs import PHALANX
-from phalanx.cost.stage_memory import needed_bytes
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
-from phalanx.job.recompute import modes
-from phalanx.plan.branch import Search, simulated
+from phalanx.partition.recompute import modes
 from phalanx.plan.plan import Candidate
-from phalanx.plan.question import Question
-from phalanx.plan.refine import refined, refinement
-from phalanx.plan.search import search
+from phalanx.plan.planner import search
+from phalanx.plan.search.branch import Search, simulated
+from phalanx.plan.search.refine import refined, refinement
+from phalanx.plan.search.request import PlanRequest
 from phalanx.simulate.step import step_seconds
 
 LLAMA = PRESETS["llama3-8b"]
 
 
-def question(nodes: int = 1, sequences: int = 64, memory_gib: float = 0.0, model=LLAMA, **fixed) -> Question:
+def request(nodes: int = 1, sequences: int = 64, memory_gib: float = 0.0, model=LLAMA, **fixed) -> PlanRequest:
     cluster = cluster_of(f"dgx-h100:{nodes}")
     memory = memory_gib or cluster.accelerator.memory_gib
     cluster = replace(cluster, accelerator=replace(cluster.accelerator, memory_gib=memory))
-    return Question(model, cluster, sequences, software=PHALANX, fixed=fixed)
+    return PlanRequest(model, cluster, sequences, framework=PHALANX, fixed=fixed)
 
 
-def candidate(asked: Question, layout: Layout) -> Candidate:
-    case = asked.case(layout)
-    return Candidate(case, predict(case), step_seconds(case))
+def candidate(asked: PlanRequest, layout: Layout) -> Candidate:
+    spec = asked.spec(layout)
+    return Candidate(spec, predict(spec), step_seconds(spec))
 
 
-def limit(asked: Question) -> float:
+def limit(asked: PlanRequest) -> float:
     return asked.cluster.accelerator.memory_gib * 2**30
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, {case.layout.schedule}")
-def test_models_with_unlike_layers_gain_over_equal_stages(case):
+@pytest.mark.parametrize("spec", CASES, ids=lambda spec: f"{spec.name}, {spec.layout.schedule}")
+def test_models_with_unlike_layers_gain_over_equal_stages(spec):
     """A vocabulary of 250,880, dense layers first, 126 layers on 16 stages; two stages a rank."""
-    found = compared(case)
+    found = compared(spec)
     assert found.mixed <= found.seconds <= found.flops
     assert found.seconds < found.even
-    if case.layout.recompute == "full":
+    if spec.layout.recompute == "full":
         assert found.mixed < 0.95 * found.seconds
-    if case.layout.schedule == "v_half":
+    if spec.layout.schedule == "v_half":
         assert found.seconds < 0.98 * found.flops
 
 
 def test_layers_recompute_what_there_is_no_room_for_and_no_more():
-    asked = question(memory_gib=60)
+    asked = request(memory_gib=60)
     full = candidate(asked, Layout(pp=4, dp_shard=2, zero=1, recompute="full", micro_batch=2))
-    none = asked.case(replace(full.layout, recompute="none"))
-    assert needed_bytes(none) > limit(asked) > needed_bytes(full.case)
+    none = asked.spec(replace(full.layout, recompute="none"))
+    assert needed_bytes(none) > limit(asked) > needed_bytes(full.spec)
     found = refined(asked, full)
-    assert needed_bytes(full.case) < needed_bytes(found.case) <= limit(asked)
+    assert needed_bytes(full.spec) < needed_bytes(found.spec) <= limit(asked)
     assert step_seconds(none) < found.seconds < full.seconds
     every = modes(found.layout.recompute_cut, LLAMA.n_layers)
     assert {"none", "full"} <= set(every)
-    stages = found.case.stages
+    stages = found.spec.stages
     # The first rank has the most in flight.
     kept = [sum(every[layer] == "none" for layer in stage) for stage in stages]
     assert kept[0] < kept[1] < kept[-1]
 
 
 def test_without_a_pipeline_as_many_layers_keep_theirs_as_fit():
-    asked = question(memory_gib=60)
+    asked = request(memory_gib=60)
     full = candidate(asked, Layout(dp_shard=8, recompute="full", micro_batch=1))
     found = refined(asked, full)
     kept = modes(found.layout.recompute_cut, LLAMA.n_layers).count("none")
     assert 0 < kept < LLAMA.n_layers
     more = f"{LLAMA.n_layers - kept - 1}*full+{kept + 1}*none"
-    assert needed_bytes(found.case) <= limit(asked)
-    assert needed_bytes(asked.case(replace(found.layout, recompute_cut=more))) > limit(asked)
+    assert needed_bytes(found.spec) <= limit(asked)
+    assert needed_bytes(asked.spec(replace(found.layout, recompute_cut=more))) > limit(asked)
 
 
 def test_a_cut_that_does_not_fit_gives_layers_to_ranks_with_fewer_in_flight():
     layout = Layout(pp=8, zero=1, micro_batch=1)
-    needed = needed_bytes(question().case(layout)) / 2**30
-    asked = question(memory_gib=0.93 * needed, recompute="none")
+    needed = needed_bytes(request().spec(layout)) / 2**30
+    asked = request(memory_gib=0.93 * needed, recompute="none")
     uniform = candidate(asked, layout)
     assert not uniform.prediction.fits
     found = refined(asked, uniform)
-    assert needed_bytes(found.case) <= limit(asked)
-    sizes = [len(stage) for stage in found.case.stages]
+    assert needed_bytes(found.spec) <= limit(asked)
+    sizes = [len(stage) for stage in found.spec.stages]
     assert sizes[0] < sizes[-2]
     assert found.layout.recompute_cut == ""
 
 
 def test_what_is_fixed_stays():
     layout = Layout(pp=4, dp_shard=2, zero=1, recompute="full", micro_batch=2, pp_cut="8+8+8+8")
-    asked = question(memory_gib=60, pp_cut="8+8+8+8", recompute="full")
-    assert refinement(asked, asked.case(layout)) is None
-    asked = question(memory_gib=60, pp_cut="8+8+8+8")
+    asked = request(memory_gib=60, pp_cut="8+8+8+8", recompute="full")
+    assert refinement(asked, asked.spec(layout)) is None
+    asked = request(memory_gib=60, pp_cut="8+8+8+8")
     found = refined(asked, candidate(asked, layout))
     assert found.layout.pp_cut == "8+8+8+8"
     assert found.layout.recompute_cut
@@ -102,14 +102,14 @@ def test_what_is_fixed_stays():
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=8, micro_batch=1), Layout(pp=4, dp_shard=2, micro_batch=1)])
 def test_where_nothing_helps_it_is_the_same_one(layout):
-    asked = question(model=replace(LLAMA, vocab_size=256))
+    asked = request(model=replace(LLAMA, vocab_size=256))
     uniform = candidate(asked, layout)
     assert refined(asked, uniform) is uniform
 
 
 def test_a_search_tells_of_refined_layouts_where_they_are_faster():
     model = replace(LLAMA, vocab_size=250_880)
-    asked = question(model=model, pp=4, cp=2, schedule="1f1b", micro_batch=1)
+    asked = request(model=model, pp=4, cp=2, schedule="1f1b", micro_batch=1)
     asked = replace(asked, cluster=cluster_of("dgx-a100-40gb:1"))
     plan, one = search(asked), Search(asked)
     best, uniform = plan.best[0], simulated(one.best())[0]
@@ -120,9 +120,9 @@ def test_a_search_tells_of_refined_layouts_where_they_are_faster():
 
 def test_where_nothing_fits_as_it_is_the_nearest_are_refined():
     layout = Layout(pp=8, zero=1, micro_batch=1)
-    needed = needed_bytes(question().case(layout)) / 2**30
+    needed = needed_bytes(request().spec(layout)) / 2**30
     fixed = {"pp": 8, "micro_batch": 1, "recompute": "none", "schedule": "1f1b"}
-    asked = question(memory_gib=0.93 * needed, **fixed)
+    asked = request(memory_gib=0.93 * needed, **fixed)
     assert not Search(asked).best().predicted
     best = search(asked).best[0]
     assert best.layout.pp_cut

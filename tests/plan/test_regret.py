@@ -6,8 +6,8 @@ import pytest
 from benchmarks.regret_layouts import MODELS, SHARES, WORLDS, family, job_of, layouts
 from benchmarks.regret_record import Entry, Record, kendall
 
-from phalanx.job.check import problems_of
-from phalanx.job.layout import Layout
+from phalanx.check.job import problems_of
+from phalanx.config.layout import Layout
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,31 +10,31 @@ from functools import cache
 import numpy as np
 import pytest
 
+from phalanx.check.job import problems_of
+from phalanx.config.clusters import cluster_of
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.train import Train
+from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.cost.predict import predict
-from phalanx.cost.stage_memory import needed_bytes
 from phalanx.errors import JobError
-from phalanx.job.check import problems_of
-from phalanx.job.clusters import cluster_of
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.train import Train
-from phalanx.plan.branch import ALIKE, Search, complexity, ranked, simulated
 from phalanx.plan.plan import Candidate, Plan
-from phalanx.plan.question import Question
-from phalanx.plan.search import search
-from phalanx.plan.space import space_of
+from phalanx.plan.planner import search
+from phalanx.plan.search.branch import ALIKE, Search, complexity, ranked, simulated
+from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.search.space import space_of
 from phalanx.simulate.step import step_seconds
-from plan.questions import model, on_laptop, question
+from plan.requests import model, on_laptop, request
 
 SLOW = replace(cluster_of("dgx-a100:2"), inter=replace(cluster_of("dgx-a100:2").inter, gbs=0.5))
 SMALL = {
-    "little memory": question("llama3-8b", "dgx-a100-40gb:1", 16, sp=True, accumulate="local", cp=1),
-    "experts": question("mixtral-8x7b", "dgx-h200:2", 32, tp=1, cp=1, recompute="full", micro_batch=1),
+    "little memory": request("llama3-8b", "dgx-a100-40gb:1", 16, sp=True, accumulate="local", cp=1),
+    "experts": request("mixtral-8x7b", "dgx-h200:2", 32, tp=1, cp=1, recompute="full", micro_batch=1),
     "a slow network": replace(
-        question("gpt2-xl", "dgx-a100:2", 64, tp=1, cp=1, recompute="selective", dp_replicate=1), cluster=SLOW
+        request("gpt2-xl", "dgx-a100:2", 64, tp=1, cp=1, recompute="selective", dp_replicate=1), cluster=SLOW
     ),
     "long sequences": replace(
-        question("llama3-8b", "dgx-h100:1", 4, recompute="full"), model=model("llama3-8b", seq_len=65536)
+        request("llama3-8b", "dgx-h100:1", 4, recompute="full"), model=model("llama3-8b", seq_len=65536)
     ),
     "a laptop": on_laptop(8, (1, 2, 4), recompute="none", cp=1),
 }
@@ -56,12 +56,12 @@ def by_force(name: str) -> tuple[list[Candidate], int]:
         count += len(rows)
         limit = one.cluster.accelerator.memory_gib * 2**30
         for number in range(len(rows)):
-            case = one.case(space.layout(rows, number))
-            if needed_bytes(case, limit) <= limit:
-                fitting.append((step_seconds(case), case))
+            spec = one.spec(space.layout(rows, number))
+            if needed_bytes(spec, limit) <= limit:
+                fitting.append((step_seconds(spec), spec))
     least = min(seconds for seconds, _ in fitting)
     return ranked(
-        Candidate(case, predict(case), seconds) for seconds, case in fitting if seconds <= 1.02 * least
+        Candidate(spec, predict(spec), seconds) for seconds, spec in fitting if seconds <= 1.02 * least
     ), count
 
 
@@ -72,7 +72,7 @@ def test_the_best_is_the_best_of_all(name: str) -> None:
     assert plan.searched == count
     searches = [Search(one) for one in SMALL[name].each()]
     mine = ranked(candidate for one in searches for candidate in simulated(one.best()))[0]
-    assert mine.seconds == step_seconds(mine.case)
+    assert mine.seconds == step_seconds(mine.spec)
     # Uneven stages and recomputation by layer can only make it faster.
     assert plan.best[0].seconds <= mine.seconds * ALIKE
     assert mine.layout == best.layout or 1 / ALIKE <= mine.seconds / best.seconds <= ALIKE, (
@@ -118,7 +118,7 @@ def test_the_fastest_come_first_and_every_mesh_once() -> None:
 
 
 def test_a_layout_that_is_simulated_faster_than_predicted_is_found() -> None:
-    plan = search(question("llama2-13b", "a100-pcie:2", 32))
+    plan = search(request("llama2-13b", "a100-pcie:2", 32))
     assert plan.best
     assert plan.best[0].seconds < 0.97 * plan.best[0].prediction.step_time_s
 
@@ -126,8 +126,8 @@ def test_a_layout_that_is_simulated_faster_than_predicted_is_found() -> None:
 def test_of_equals_the_simpler_wins() -> None:
     plan = found("a laptop").best[0]
     simple = replace(plan, seconds=plan.seconds * (1 + (ALIKE - 1) / 2))
-    case = replace(plan.case, layout=replace(plan.layout, recompute="full", reshard=False, zero=3, dp_shard=4))
-    fancy = Candidate(case, plan.prediction, plan.seconds)
+    spec = replace(plan.spec, layout=replace(plan.layout, recompute="full", reshard=False, zero=3, dp_shard=4))
+    fancy = Candidate(spec, plan.prediction, plan.seconds)
     assert complexity(simple.layout) < complexity(fancy.layout)
     assert ranked([fancy, simple])[0] is simple
     slower = replace(simple, seconds=fancy.seconds * ALIKE * 1.001)
@@ -148,7 +148,7 @@ def test_simpler_is_fewer_axes_then_fewer_settings() -> None:
 
 
 def test_where_nothing_fits_the_one_that_needs_least_is_told() -> None:
-    one = question("llama3-405b", "dgx-a100:1", 8, sp=True)
+    one = request("llama3-405b", "dgx-a100:1", 8, sp=True)
     plan = search(one)
     assert plan.best == ()
     assert plan.nearest is not None
@@ -157,18 +157,18 @@ def test_where_nothing_fits_the_one_that_needs_least_is_told() -> None:
     draw = random.Random(0)
     rows = space.rows(np.array(draw.sample(range(len(space.options)), 20)))
     for number in range(0, len(rows), 10):
-        assert needed_bytes(one.case(space.layout(rows, number))) >= needed_bytes(plan.nearest.case)
+        assert needed_bytes(one.spec(space.layout(rows, number))) >= needed_bytes(plan.nearest.spec)
 
 
 @pytest.mark.parametrize(
     ("one", "words"),
     [
-        (question("llama3-8b", "dgx-h100:1", 16, tp=3), "no layout of 8 devices is legal .* global batch 16 and tp=3"),
-        (question("llama3-8b", "dgx-h100:1", 1, tp=1, pp=1, cp=1), "data ranks must divide the global batch"),
+        (request("llama3-8b", "dgx-h100:1", 16, tp=3), "no layout of 8 devices is legal .* global batch 16 and tp=3"),
+        (request("llama3-8b", "dgx-h100:1", 1, tp=1, pp=1, cp=1), "data ranks must divide the global batch"),
         (on_laptop(1, (3,), pp=1, tp=1, cp=1), "no layout of 3 devices"),
     ],
 )
-def test_where_nothing_is_legal_it_says_so(one: Question, words: str) -> None:
+def test_where_nothing_is_legal_it_says_so(one: PlanRequest, words: str) -> None:
     with pytest.raises(JobError, match=words):
         search(one)
 

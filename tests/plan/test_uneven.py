@@ -5,34 +5,34 @@ from itertools import combinations
 
 import pytest
 
-from phalanx.cost.case import Case
-from phalanx.cost.programs import PHALANX
-from phalanx.job import batch
-from phalanx.job.clusters import cluster_of
-from phalanx.job.layout import Layout
-from phalanx.job.presets import PRESETS
-from phalanx.job.stages import even, ranges
-from phalanx.plan.rank_costs import Ranks
-from phalanx.plan.uneven import stages_of_ranks
+from phalanx.config.clusters import cluster_of
+from phalanx.config.layout import Layout
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.spec import StepSpec
+from phalanx.partition import batch
+from phalanx.partition.stages import even, ranges
+from phalanx.plan.search.rank_costs import PipelineRanks
+from phalanx.plan.search.uneven import stages_of_ranks
 from phalanx.schedule import catalogue
 
 LLAMA = replace(PRESETS["llama3-8b"], n_layers=11)
 DEEPSEEK = replace(PRESETS["deepseek-v3"], n_layers=10, moe=replace(PRESETS["deepseek-v3"].moe, n_experts=16))
 
 
-def ranks_of(model, layout: Layout, memory_gib: float = 80) -> Ranks:
+def ranks_of(model, layout: Layout, memory_gib: float = 80) -> PipelineRanks:
     cluster = cluster_of("dgx-h100:1")
     cluster = replace(cluster, accelerator=replace(cluster.accelerator, memory_gib=memory_gib))
     solved = batch.solve(16 * layout.data_ranks, layout)
     stages = catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks)
     complete = replace(layout, micro_batch=solved.micro_batch, accumulation=solved.accumulation)
-    case = Case(model, cluster, complete, solved, "bf16", 2, PHALANX, even(model.n_layers, stages))
-    found = Ranks(case)
-    found.calibrated(case)
+    spec = StepSpec(model, cluster, complete, solved, "bf16", 2, PHALANX, even(model.n_layers, stages))
+    found = PipelineRanks(spec)
+    found.calibrated(spec)
     return found
 
 
-def slowest(ranks: Ranks, stages) -> float:
+def slowest(ranks: PipelineRanks, stages) -> float:
     counts = ranks.counts(stages)
     return max(ranks.seconds(rank, ranks.held(rank, counts)) for rank in range(len(ranks.flights)))
 

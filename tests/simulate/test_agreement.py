@@ -7,11 +7,11 @@ from statistics import median
 
 import numpy as np
 
+from phalanx.config.clusters import cluster_of
+from phalanx.config.presets import PRESETS
 from phalanx.cost.predict import predict
-from phalanx.job.clusters import cluster_of
-from phalanx.job.presets import PRESETS
-from phalanx.plan.branch import Search
-from phalanx.plan.question import Question
+from phalanx.plan.search.branch import Search
+from phalanx.plan.search.request import PlanRequest
 from phalanx.simulate.step import step_seconds
 
 LAYOUTS = 40
@@ -20,14 +20,14 @@ LARGEST = 1000
 
 
 def test_the_two_agree():
-    search = Search(Question(PRESETS["llama3-8b"], cluster_of("dgx-h100:2"), global_batch=32))
+    search = Search(PlanRequest(PRESETS["llama3-8b"], cluster_of("dgx-h100:2"), global_batch=32))
     pipelines = np.flatnonzero((search.pair_bytes <= search.limit) & (search.bounds.pp > 1))
     chosen = random.Random(7)
     apart = []
     while len(apart) < LAYOUTS:
         rows = search.space.rows(np.array([chosen.choice(pipelines)]))
-        case = search.question.case(search.space.layout(rows, chosen.randrange(len(rows))))
-        if case.batch.accumulation * case.layout.pp <= LARGEST:
-            apart.append(abs(step_seconds(case) / predict(case).step_time_s - 1))
+        spec = search.request.spec(search.space.layout(rows, chosen.randrange(len(rows))))
+        if spec.batch.accumulation * spec.layout.pp <= LARGEST:
+            apart.append(abs(step_seconds(spec) / predict(spec).step_time_s - 1))
     assert median(apart) < 0.02
     assert max(apart) < 0.2

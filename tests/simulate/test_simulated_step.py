@@ -10,62 +10,62 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.case import Case
-from phalanx.cost.communication import boundary_seconds
+from phalanx.config.model import ModelConfig
+from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks.framework import Framework
+from phalanx.cost.frameworks.known import MEGATRON_2021, MEGATRON_CORE, PHALANX
 from phalanx.cost.placed import contents
 from phalanx.cost.predict import predict
-from phalanx.cost.programs import MEGATRON_2021, MEGATRON_CORE, PHALANX
-from phalanx.cost.rank_time import held_by
-from phalanx.cost.software import Software
-from phalanx.cost.state_time import optimizer_seconds, state_seconds, twins_seconds
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.communication import boundary_seconds
+from phalanx.cost.time.rank_time import held_by
+from phalanx.cost.time.state_time import optimizer_seconds, state_seconds, twins_seconds
 from phalanx.errors import JobError
-from phalanx.job.model import Model
-from phalanx.job.presets import PRESETS
 from phalanx.schedule import catalogue, file
 from phalanx.simulate.disturbance import Disturbance, check
 from phalanx.simulate.stage_seconds import rank_seconds, stage_time
 from phalanx.simulate.step import figures, simulate, step_seconds
-from simulate.cases import case
+from simulate.specs import spec
 
 DATA = ("dp_shard=64", "dp_shard=8,dp_replicate=8", "dp_shard=64,reshard=false", "dp_shard=8,tp=8,sp=true")
 SHARED = ("dp_replicate=64", "dp_shard=64,zero=1", "dp_shard=64,zero=2", "dp_shard=8,dp_replicate=8,zero=2")
 PIPE = "tp=8,sp=true,pp=4,dp_shard=2,zero=1"
 
 
-def predicted(one: Case) -> float:
+def predicted(one: StepSpec) -> float:
     return predict(one).step_time_s
 
 
-def alike(layers: int, software: Software = MEGATRON_CORE, **axes: int) -> Case:
+def alike(layers: int, framework: Framework = MEGATRON_CORE, **axes: int) -> StepSpec:
     """A pipeline whose ranks do the same: next to no vocabulary, so that embedding and head are nothing."""
-    one = case(f"pp=4,tp={axes.pop('tp', 1)}", axes.pop("m", 8), software=software)
+    one = spec(f"pp=4,tp={axes.pop('tp', 1)}", axes.pop("m", 8), framework=framework)
     return replace(one, model=replace(one.model, n_layers=layers, vocab_size=2), stages=())
 
 
 @pytest.mark.parametrize("m", [1, 2, 16])
 @pytest.mark.parametrize("line", DATA)
 def test_without_a_pipeline_it_is_the_prediction_where_parameters_are_shared(line: str, m: int) -> None:
-    one = case(line, m, "llama3-8b")
+    one = spec(line, m, "llama3-8b")
     assert simulate(one).seconds == pytest.approx(predicted(one), rel=1e-9)
 
 
 @pytest.mark.parametrize("m", [1, 2, 16])
 @pytest.mark.parametrize("line", [*DATA, *SHARED])
 def test_without_a_pipeline_it_is_the_prediction_where_nothing_overlaps(line: str, m: int) -> None:
-    one = case(line, m, "llama3-8b", software=MEGATRON_2021)
+    one = spec(line, m, "llama3-8b", framework=MEGATRON_2021)
     assert simulate(one).seconds == pytest.approx(predicted(one), rel=1e-9)
 
 
 @pytest.mark.parametrize("m", [1, 2, 16])
 @pytest.mark.parametrize("line", SHARED)
-@pytest.mark.parametrize("software", [PHALANX, MEGATRON_CORE])
+@pytest.mark.parametrize("framework", [PHALANX, MEGATRON_CORE])
 def test_without_a_pipeline_it_is_the_prediction_but_for_a_block_s_collectives(
-    line: str, m: int, software: Software
+    line: str, m: int, framework: Framework
 ) -> None:
     """The prediction takes what is late of gathering and reducing together, and the edges of both, and of these the
     longer; the simulation what is longer of each. And it lets collectives slow down passes only while both are there,
     the prediction all of the time that they can be hidden."""
-    one = case(line, m, "llama3-8b", software=software)
+    one = spec(line, m, "llama3-8b", framework=framework)
     content = contents(one)[0]
     state = state_seconds(one, held_by(one, content), round(content.blocks / 4))
     block = (state.gather + state.reduce) / content.blocks
@@ -88,7 +88,7 @@ def test_1f1b_of_equal_ranks_has_its_closed_form(m: int) -> None:
     assert found.seconds - state == pytest.approx(passes + messages, rel=5e-3)
 
 
-@pytest.mark.parametrize("software", [PHALANX, MEGATRON_CORE])
+@pytest.mark.parametrize("framework", [PHALANX, MEGATRON_CORE])
 @pytest.mark.parametrize(
     "line",
     [
@@ -117,8 +117,8 @@ def test_1f1b_of_equal_ranks_has_its_closed_form(m: int) -> None:
         ),
     ],
 )
-def test_a_pipeline_takes_what_is_predicted(line: str, software: Software) -> None:
-    one = case(line, 32, software=software)
+def test_a_pipeline_takes_what_is_predicted(line: str, framework: Framework) -> None:
+    one = spec(line, 32, framework=framework)
     assert step_seconds(one) == pytest.approx(predicted(one), rel=0.02)
 
 
@@ -131,7 +131,7 @@ def test_a_pipeline_takes_what_is_predicted(line: str, software: Software) -> No
     ],
 )
 def test_a_pipeline_of_experts_takes_what_is_predicted(line: str, m: int) -> None:
-    one = case(line, m, "deepseek-v3", "h800:32")
+    one = spec(line, m, "deepseek-v3", "h800:32")
     assert step_seconds(one) == pytest.approx(predicted(one), rel=0.02)
 
 
@@ -147,35 +147,35 @@ def test_a_pipeline_of_experts_takes_what_is_predicted(line: str, m: int) -> Non
     ],
 )
 def test_a_program_that_overlaps_nothing_takes_what_is_predicted(line: str) -> None:
-    one = case(line, 32, software=MEGATRON_2021)
+    one = spec(line, 32, framework=MEGATRON_2021)
     assert step_seconds(one) == pytest.approx(predicted(one), rel=0.03)
-    assert step_seconds(one) > step_seconds(replace(one, software=replace(MEGATRON_2021, pp_overlaps=True)))
+    assert step_seconds(one) > step_seconds(replace(one, framework=replace(MEGATRON_2021, pp_overlaps=True)))
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> Case:
+def pipelines(draw: st.DrawFn) -> StepSpec:
     """Pipelines with even stages, and with such as nobody would cut."""
     name = draw(st.sampled_from(sorted(catalogue.SCHEDULES)))
     pp = draw(st.sampled_from([2, 3, 4, 8]))
-    software = draw(st.sampled_from([PHALANX, MEGATRON_CORE, MEGATRON_2021]))
+    framework = draw(st.sampled_from([PHALANX, MEGATRON_CORE, MEGATRON_2021]))
     stages, layers = catalogue.stages(name, pp), PRESETS["llama3-70b"].n_layers
     cut = ""
     if draw(st.booleans()):
         ends = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1)))
         cut = ",pp_cut=" + "+".join(str(b - a) for a, b in itertools.pairwise([0, *ends, layers]))
-    return case(f"tp=8,sp=true,pp={pp},schedule={name}{cut}", draw(st.integers(pp, 400)), software=software)
+    return spec(f"tp=8,sp=true,pp={pp},schedule={name}{cut}", draw(st.integers(pp, 400)), framework=framework)
 
 
 @settings(max_examples=80, derandomize=True)
 @given(pipelines())
-def test_a_long_step_is_a_short_one_and_more_of_the_same(one: Case) -> None:
+def test_a_long_step_is_a_short_one_and_more_of_the_same(one: StepSpec) -> None:
     # Mostly to 1e-12; where two ranks are nearly as slow, what the first micro-batches hide lasts longer than that.
     assert abs(step_seconds(one) / figures(simulate(one)).step_time_s - 1) <= 1e-3, one.layout.line()
 
 
 @settings(max_examples=30, derandomize=True)
 @given(pipelines())
-def test_every_moment_of_a_rank_is_accounted_for(one: Case) -> None:
+def test_every_moment_of_a_rank_is_accounted_for(one: StepSpec) -> None:
     one = replace(one, batch=replace(one.batch, accumulation=min(one.batch.accumulation, 12)))
     found = simulate(one)
     for rank in range(one.layout.pp):
@@ -205,7 +205,7 @@ def test_a_slow_rank_sets_the_pace(rank: int, factor: float) -> None:
 
 
 def test_a_slow_link_slows_the_messages_between_two_ranks() -> None:
-    one = case("tp=8,pp=4", 8, software=MEGATRON_CORE)
+    one = spec("tp=8,pp=4", 8, framework=MEGATRON_CORE)
     well, slow = simulate(one), simulate(one, Disturbance(links=(((1, 2), 50.0),)))
     hop = boundary_seconds(one)
     for timeline, factor in ((well, 1.0), (slow, 50.0)):
@@ -219,18 +219,18 @@ def test_a_slow_link_slows_the_messages_between_two_ranks() -> None:
 
 
 def test_slow_collectives_slow_what_they_are_part_of() -> None:
-    whole = case("dp_shard=8,dp_replicate=8", 2, "llama3-8b", software=MEGATRON_2021)
+    whole = spec("dp_shard=8,dp_replicate=8", 2, "llama3-8b", framework=MEGATRON_2021)
     well, slow = step_seconds(whole), step_seconds(whole, Disturbance(axes=(("dp", 4.0),)))
     exposed = predict(whole).parts.exposed["dp_shard"]
     assert slow - well == pytest.approx(3 * exposed, rel=0.02)
     assert step_seconds(whole, Disturbance(axes=(("tp", 4.0), ("cp", 4.0), ("ep", 4.0)))) == pytest.approx(well)
-    tensor = case("tp=8,sp=true", 2, "llama3-8b", software=MEGATRON_CORE)
+    tensor = spec("tp=8,sp=true", 2, "llama3-8b", framework=MEGATRON_CORE)
     more = step_seconds(tensor, Disturbance(axes=(("tp", 2.0),))) - step_seconds(tensor)
     assert more == pytest.approx(predict(tensor).parts.exposed["tp"], rel=0.05)
 
 
 def test_no_disturbance_is_none() -> None:
-    one = case(PIPE, 8)
+    one = spec(PIPE, 8)
     same = Disturbance(slow=((1, 1.0),), links=(((0, 1), 1.0),), axes=(("dp", 1.0), ("tp", 1.0)))
     assert simulate(one, same).seconds == pytest.approx(simulate(one).seconds, rel=1e-12)
 
@@ -246,11 +246,11 @@ def test_no_disturbance_is_none() -> None:
 def test_what_has_no_step_is_refused(line: str, message: str) -> None:
     for refuses in (simulate, step_seconds):
         with pytest.raises(JobError, match=message):
-            refuses(case(line, 1, "llama3-8b"))
+            refuses(spec(line, 1, "llama3-8b"))
 
 
 def test_everything_that_a_case_does_not_have_is_told_at_once() -> None:
-    one = case("tp=8,pp=4", 8)
+    one = spec("tp=8,pp=4", 8)
     check(Disturbance(slow=((3, 1.5),), links=(((2, 3), 4.0),), axes=(("dp", 2.0),)), one)
     wrong = Disturbance(
         slow=((4, 1.5), (0, 0.0)), links=(((1, 1), 2.0), ((2, 7), 2.0)), axes=(("pp", 3.0), ("dp", -1.0))
@@ -268,19 +268,19 @@ def test_everything_that_a_case_does_not_have_is_told_at_once() -> None:
     ):
         assert words in str(error.value)
     with pytest.raises(JobError, match="the pipeline has rank 0 alone"):
-        check(Disturbance(slow=((1, 2.0),)), case("dp_shard=8", 1, "llama3-8b"))
+        check(Disturbance(slow=((1, 2.0),)), spec("dp_shard=8", 1, "llama3-8b"))
 
 
 def test_a_schedule_of_ones_own_is_simulated_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(file.text(catalogue.build("zb_h1", 4, 8)))
-    named, own = case("tp=8,pp=4,schedule=zb_h1", 8), case(f"tp=8,pp=4,schedule={path}", 8)
+    named, own = spec("tp=8,pp=4,schedule=zb_h1", 8), spec(f"tp=8,pp=4,schedule={path}", 8)
     assert simulate(own).seconds == pytest.approx(simulate(named).seconds)
     assert step_seconds(own) == pytest.approx(simulate(own).seconds)
 
 
 def test_slices_of_a_sequence_fill_the_pipeline_sooner() -> None:
-    one, cut = case(PIPE, 4), case(f"{PIPE},schedule=terapipe", 4)
+    one, cut = spec(PIPE, 4), spec(f"{PIPE},schedule=terapipe", 4)
     sends = [span for span in simulate(cut).network[0] if span.kind == "send"]
     assert len(sends) == 4 * 4
     assert all(span.seconds == pytest.approx(boundary_seconds(one) / 4) for span in sends)
@@ -288,7 +288,7 @@ def test_slices_of_a_sequence_fill_the_pipeline_sooner() -> None:
 
 
 def test_both_directions_of_dualpipe_are_there() -> None:
-    found = simulate(case("tp=8,pp=4,schedule=dualpipe", 8))
+    found = simulate(spec("tp=8,pp=4,schedule=dualpipe", 8))
     for rank in range(4):
         stages = {span.stage for span in found.device[rank] if span.kind == "F"}
         assert stages == {rank, 3 - rank}
@@ -296,19 +296,19 @@ def test_both_directions_of_dualpipe_are_there() -> None:
 
 @pytest.mark.parametrize("pp", [4, 5])
 def test_both_copies_of_a_stage_add_up_their_gradients_before_the_optimizer(pp: int) -> None:
-    one = case(f"tp=8,pp={pp},schedule=dualpipe", 10)
+    one = spec(f"tp=8,pp={pp},schedule=dualpipe", 10)
     found = simulate(one)
     for rank in range(pp):
         last = [span for span in found.network[rank] if span.kind == "reduce" and span.stage < 0]
         whole = held_by(one, contents(one)[rank])
         assert [span.seconds for span in last] == ([] if 2 * rank == pp - 1 else [twins_seconds(one, whole)])
         assert all(span.end <= found.device[rank][-1].start + 1e-12 for span in last)
-    assert not any(span.stage < 0 for span in simulate(case("tp=8,pp=4", 8)).network[0] if span.kind == "reduce")
+    assert not any(span.stage < 0 for span in simulate(spec("tp=8,pp=4", 8)).network[0] if span.kind == "reduce")
 
 
 def test_without_a_flush_figures_are_a_step_s() -> None:
     """Two steps, one fill: a step has half of the bubble of one that flushes."""
-    flushed, endless = case("tp=8,pp=4", 16), case("tp=8,pp=4,schedule=pipedream", 16)
+    flushed, endless = spec("tp=8,pp=4", 16), spec("tp=8,pp=4,schedule=pipedream", 16)
     whole = simulate(endless)
     assert whole.schedule.steps == 2
     assert figures(whole).step_time_s == pytest.approx(step_seconds(endless)) == pytest.approx(whole.seconds / 2)
@@ -318,6 +318,6 @@ def test_without_a_flush_figures_are_a_step_s() -> None:
 
 
 def test_a_step_of_one_small_model_on_one_device() -> None:
-    one = case("dp_replicate=1", 1, "gpt2", "dgx-h100:1")
-    assert isinstance(one.model, Model)
+    one = spec("dp_replicate=1", 1, "gpt2", "dgx-h100:1")
+    assert isinstance(one.model, ModelConfig)
     assert simulate(one).seconds == pytest.approx(predicted(one), rel=1e-9)

@@ -2,16 +2,16 @@
 
 import pytest
 
-from phalanx.job.checkpoint import Checkpoint
-from phalanx.job.cluster import Cluster
-from phalanx.job.data import Data
-from phalanx.job.job import Job
-from phalanx.job.model import Model
-from phalanx.job.optimizer import Optimizer
-from phalanx.job.run import Run
-from phalanx.job.train import Train
+from phalanx.config.checkpoint import Checkpoint
+from phalanx.config.cluster import Cluster
+from phalanx.config.data import Data
+from phalanx.config.job import Job
+from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.run import RunOptions
+from phalanx.config.train import Train
 
-SHAPE = Model(n_layers=2, d_model=16, n_heads=2, seq_len=16)
+SHAPE = ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=16)
 
 
 @pytest.fixture
@@ -24,5 +24,5 @@ def job(tmp_path):
         optimizer=Optimizer(lr=1e-2, warmup_steps=2),
         train=Train(steps=6, global_batch=12, precision="fp64", eval_samples=10),
         checkpoint=Checkpoint(keep=0),
-        run=Run(name="run", dir=str(tmp_path / "runs"), sample_tokens=0),
+        run=RunOptions(name="run", dir=str(tmp_path / "runs"), sample_tokens=0),
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.errors import StoppedError
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
 from phalanx.train import checkpoint, loop
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.config.layout import Layout
+from phalanx.config.model import MoE
 from phalanx.errors import CheckpointError, DataError, StoppedError
-from phalanx.job.layout import Layout
-from phalanx.job.model import MoE
 from phalanx.launch.ranks import SINGLE
 from phalanx.model.moe import Routing
 from phalanx.parallel import mesh as meshes

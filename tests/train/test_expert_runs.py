@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 
+from phalanx.config.data import Data
+from phalanx.config.layout import Layout
+from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.errors import StoppedError
-from phalanx.job.data import Data
-from phalanx.job.layout import Layout
-from phalanx.job.model import MLA, Model, MoE
 from train.runs import change, losses, moves_between, rows, train, weights
 
-DEEPSEEK = Model(
+DEEPSEEK = ModelConfig(
     n_layers=2,
     d_model=16,
     n_heads=2,

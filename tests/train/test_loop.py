@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.config.layout import Layout
 from phalanx.errors import CheckpointError, JobError, NotFiniteError, StoppedError
-from phalanx.job.layout import Layout
 from phalanx.launch.ranks import SINGLE
 from phalanx.train import loop
 from phalanx.train.stop import StopRequest

@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches
-from phalanx.cost.memory import StateBytes, activation_bytes, state_bytes
+from phalanx.blocks.parameters import count
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.train import Train
+from phalanx.cost.memory.state import StateBytes, activation_bytes, state_bytes
 from phalanx.errors import RunError
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model, MoE
-from phalanx.job.parameters import count
-from phalanx.job.train import Train
 from phalanx.parallel import mesh as meshes
 from phalanx.train.memory import Memory, activation_memory, state_memory
 from phalanx.train.step import Stepper
 
 VOCAB = 64
-GPT = Model(n_layers=2, d_model=64, n_heads=4, seq_len=16)
+GPT = ModelConfig(n_layers=2, d_model=64, n_heads=4, seq_len=16)
 PARAMETERS = count(GPT, VOCAB)
 EXPERTS = replace(GPT, moe=MoE(n_experts=4, top_k=2, d_ff=32, n_shared=1, n_dense_layers=1), vocab_size=VOCAB)
-ONE = Model(n_layers=1, d_model=128, n_heads=8, seq_len=64, dropout=0.1)
+ONE = ModelConfig(n_layers=1, d_model=128, n_heads=8, seq_len=64, dropout=0.1)
 
 
 def held(ranks, job: Job) -> tuple[StateBytes, StateBytes]:
@@ -112,7 +112,7 @@ def test_state_of_experts_is_what_the_formula_says(ranks, layout):
     assert found == state_bytes(EXPERTS, layout, "fp64", vocab=VOCAB)
 
 
-def kept(ranks, layout: Layout, model: Model = ONE) -> int:
+def kept(ranks, layout: Layout, model: ModelConfig = ONE) -> int:
     """What the one block keeps of a micro-batch of 2 sequences in bf16."""
     job = Job(model=model, layout=layout, train=Train(precision="bf16", global_batch=2 * layout.data_ranks))
     mesh = meshes.build(layout, "cpu")
@@ -166,13 +166,15 @@ def test_a_block_keeps_what_the_paper_says(ranks, layout, row):
     assert found == pytest.approx([expected] * layout.tp, rel=0.03)
 
 
-WIDE = Model(n_layers=1, d_model=1024, n_heads=2, d_ff=64, seq_len=2, vocab_size=9000)  # its embedding takes 35 MiB
-LONG = Model(n_layers=1, d_model=16, n_heads=8, seq_len=512, dropout=0.1)  # its scores take 64 MiB
+WIDE = ModelConfig(
+    n_layers=1, d_model=1024, n_heads=2, d_ff=64, seq_len=2, vocab_size=9000
+)  # its embedding takes 35 MiB
+LONG = ModelConfig(n_layers=1, d_model=16, n_heads=8, seq_len=512, dropout=0.1)  # its scores take 64 MiB
 SPARE = 30 * 2**20
 """Of address space: one tensor of more than the 32 MiB that the C library may have at hand is then refused."""
 
 
-def limited(ranks, model: Model, phase: str, layout: Layout) -> str:
+def limited(ranks, model: ModelConfig, phase: str, layout: Layout) -> str:
     """What a rank says whose address space is limited when `phase` begins."""
     vocab = model.vocab_size or VOCAB
     job = Job(model=model, layout=layout, train=Train(global_batch=8))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.job.optimizer import Optimizer
-from phalanx.job.pieces import Piece
-from phalanx.parallel.fragments import Fragment
+from phalanx.config.optimizer import Optimizer
+from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.precision import LossScale
+from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import AdamW
 
 CONFIG = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
@@ -23,7 +23,7 @@ def model(dtype=torch.float64) -> nn.Sequential:
 def adamw(module: nn.Module, config: Optimizer = CONFIG) -> AdamW:
     """Over fragments that are whole parameters."""
     named = module.named_parameters()
-    return AdamW([Fragment(name, (Piece(tuple(p.shape)),), 0, 0, p) for name, p in named], config)
+    return AdamW([ParameterShard(name, (TensorSlice(tuple(p.shape)),), 0, 0, p) for name, p in named], config)
 
 
 def backward(module: nn.Module, step: int, factor: float = 1.0) -> None:
@@ -118,9 +118,11 @@ def test_the_first_bad_gradient_is_named():
 def test_empty_fragments_and_copies_count_nothing_and_break_nothing():
     """A rank whose shares of every parameter are empty still takes part; a copy on a second tensor rank moves alike,
     but its gradient is counted by the first."""
-    vector = Piece((3,), copies=2, first=False)
-    copied = Fragment("norm.weight", (vector, vector), 1, 0, torch.ones(3, dtype=torch.float64, requires_grad=True))
-    empty = Fragment("w", (Piece((2, 2)),), 0, 4, torch.empty(0, dtype=torch.float64, requires_grad=True))
+    vector = TensorSlice((3,), copies=2, first=False)
+    copied = ParameterShard(
+        "norm.weight", (vector, vector), 1, 0, torch.ones(3, dtype=torch.float64, requires_grad=True)
+    )
+    empty = ParameterShard("w", (TensorSlice((2, 2)),), 0, 4, torch.empty(0, dtype=torch.float64, requires_grad=True))
     optimizer = AdamW([copied, empty], CONFIG)
     copied.gradient, empty.gradient = torch.full((3,), 2.0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
     assert optimizer.square_norm() == 0

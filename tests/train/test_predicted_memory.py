@@ -13,24 +13,24 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel.steps import micro_batches
-from phalanx.cost.activations import activation_bytes
-from phalanx.cost.case import Case
-from phalanx.cost.memory import WIDTHS
-from phalanx.cost.stage_memory import rank_memory
-from phalanx.job import batch
-from phalanx.job.cluster import Cluster
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import MLA, Model, MoE
-from phalanx.job.train import Train
+from phalanx.config.cluster import Cluster
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.train import Train
+from phalanx.cost.memory.activations import activation_bytes
+from phalanx.cost.memory.rank_memory import rank_memory
+from phalanx.cost.memory.state import WIDTHS
+from phalanx.cost.spec import StepSpec
 from phalanx.parallel import mesh as meshes
-from phalanx.plan.cut import stages_of
+from phalanx.partition import batch
+from phalanx.partition.cut import stages_of
 from phalanx.train import memory
 from phalanx.train.memory import _Made, _tensors, activation_memory, state_memory
 from phalanx.train.step import Stepper
 
 VOCAB = 64
-LLAMA = Model(
+LLAMA = ModelConfig(
     n_layers=1,
     d_model=128,
     n_heads=8,
@@ -73,7 +73,7 @@ class Pinned(_Made):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def kept(ranks, layout: Layout, model: Model, precision) -> int:
+def kept(ranks, layout: Layout, model: ModelConfig, precision) -> int:
     """What the one block keeps of a micro-batch of 2 sequences."""
     job = Job(model=model, layout=layout, train=Train(precision=precision, global_batch=2 * layout.data_ranks))
     mesh = meshes.build(layout, "cpu")
@@ -170,10 +170,10 @@ def compare(ranks, job: Job) -> set[str]:
     model, layout = job.model, job.layout
     equation = batch.solve(job.train.global_batch, layout)
     stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else ()
-    case = Case(model, Cluster(), layout, equation, "bf16", WIDTHS[job.train.precision], stages=stages)
+    spec = StepSpec(model, Cluster(), layout, equation, "bf16", WIDTHS[job.train.precision], stages=stages)
     moments = set()
     for rank, size in enumerate(ranks(stepped, layout.world, job)):
-        expected = rank_memory(case, rank // (layout.world // layout.pp))
+        expected = rank_memory(spec, rank // (layout.world // layout.pp))
         print(layout.line(), rank, f"{size:,} {expected.allocated:,} {expected.allocated / size - 1:.1%}", expected)
         assert expected.allocated == pytest.approx(size, rel=0.04)
         moments.add(expected.moment)

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.train import Train
 from phalanx.parallel.fragments import wholes
 from phalanx.parallel.mesh import build
 from phalanx.train.step import Stepper
 
 VOCAB = 13
 JOB = Job(
-    model=Model(n_layers=2, d_model=16, n_heads=2, seq_len=16),
+    model=ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=16),
     train=Train(steps=6, global_batch=12, precision="fp64"),
 )
 SHARDED = [

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
+from phalanx.config.layout import Layout
 from phalanx.errors import NotFiniteError, StoppedError
-from phalanx.job.layout import Layout
 from train.runs import change, losses, train, weights
 
 LAYOUT = Layout(pp=2, accumulation=3, schedule="pipedream")

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from phalanx.job.layout import Layout
-from phalanx.job.layout_line import parse
+from phalanx.config.layout import Layout
+from phalanx.config.layout_line import parse
 from phalanx.verify import covering
 
 

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.layout_line import parse
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.layout_line import parse
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.verify import matrix
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from phalanx.blocks.parameters import parameter_shapes
+from phalanx.config.data import Data
+from phalanx.config.job import Job
+from phalanx.config.layout_line import parse
+from phalanx.config.model import ModelConfig
 from phalanx.errors import RunError
-from phalanx.job.data import Data
-from phalanx.job.job import Job
-from phalanx.job.layout_line import parse
-from phalanx.job.model import Model
-from phalanx.job.parameters import parameter_shapes
 from phalanx.model import moe
 from phalanx.model.noise import Noise
 from phalanx.parallel.data import Replica
@@ -23,24 +23,24 @@ from phalanx.train.step import Stepper
 from phalanx.verify import measure
 from phalanx.verify import run as verify
 from phalanx.verify.measure import TOLERANCE, Differences, compare, difference, micro_batches, record
-from phalanx.verify.plan import Plan, make
+from phalanx.verify.plan import Selection, make
 from phalanx.verify.run import First, first_difference
 
-JOB = Job(model=Model(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
+JOB = Job(model=ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
 
 
 MASKED = replace(JOB, data=Data(document_mask=True))
 
 
-def plan_of(*lines: str, job: Job = JOB) -> Plan:
+def plan_of(*lines: str, job: Job = JOB) -> Selection:
     return make(job, lines=lines)
 
 
-def recorded(ranks, plan: Plan, path) -> None:
+def recorded(ranks, plan: Selection, path) -> None:
     ranks(record, 1, plan.alone(plan.layouts[0]), plan.proof.vocab_size, 2, path)
 
 
-def compared(ranks, plan: Plan, path, fn=compare) -> First | None:
+def compared(ranks, plan: Selection, path, fn=compare) -> First | None:
     (layout,) = plan.layouts
     found = ranks(fn, layout.processes, plan.case(layout), plan.proof.vocab_size, 2, path)[0]
     return first_difference(found, TOLERANCE)

@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.check.job import problems_of
+from phalanx.config.data import Data
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.layout_line import parse
+from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.presets import PRESETS
+from phalanx.config.train import Train
 from phalanx.errors import JobError
-from phalanx.job.check import problems_of
-from phalanx.job.data import Data
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.layout_line import parse
-from phalanx.job.model import Model, MoE
-from phalanx.job.presets import PRESETS
-from phalanx.job.train import Train
 from phalanx.schedule import catalogue, file
 from phalanx.verify import covering, matrix
 from phalanx.verify.plan import make
 
-JOB = Job(model=Model(n_layers=2, d_model=32, n_heads=4, seq_len=16))
+JOB = Job(model=ModelConfig(n_layers=2, d_model=32, n_heads=4, seq_len=16))
 
 
 def lines(plan):

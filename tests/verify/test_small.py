@@ -6,19 +6,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from phalanx.job.check import problems_of
-from phalanx.job.check_model import model_problems
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model, MoE
-from phalanx.job.optimizer import Optimizer
-from phalanx.job.parameters import count
-from phalanx.job.presets import PRESETS
+from phalanx.blocks.parameters import count
+from phalanx.check.job import problems_of
+from phalanx.check.model import model_problems
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.presets import PRESETS
 from phalanx.verify.small import CHEAP_PARAMETERS, like, proof_of
 
 
 def test_a_cheap_model_stays_as_it_is():
-    job = Job(model=Model(n_layers=4, d_model=64, n_heads=4, vocab_size=50, seq_len=100, dropout=0.1))
+    job = Job(model=ModelConfig(n_layers=4, d_model=64, n_heads=4, vocab_size=50, seq_len=100, dropout=0.1))
     proof = proof_of(job, False, 8)
     assert proof.job.model == job.model
     assert proof.vocab_size == 50

@@ -8,18 +8,18 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from phalanx.check.job import problems_of
+from phalanx.check.load import LoadedJob
+from phalanx.config import local_cluster
+from phalanx.config.cluster import Cluster
+from phalanx.config.clusters import LOCAL, cluster_of
+from phalanx.config.fields import get, leaves
+from phalanx.config.fields import replace as with_value
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.errors import JobError, RunError
-from phalanx.job import local_cluster
-from phalanx.job.check import problems_of
-from phalanx.job.cluster import Cluster
-from phalanx.job.clusters import LOCAL, cluster_of
-from phalanx.job.fields import get, leaves
-from phalanx.job.fields import replace as with_value
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.load import LoadedJob
 from phalanx.launch.ranks import Ranks, detect
 from phalanx.train import checkpoint
 from phalanx.train.run_directory import RunDirectory, job_of
@@ -71,7 +71,7 @@ def worlds_of(job: Job) -> tuple[int, ...]:
 def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, speaks: bool = True) -> LoadedJob:
     # Here, because numpy is a third of the time that --help takes.
     from phalanx.plan.auto import choose
-    from phalanx.plan.notes import NO_ROOM
+    from phalanx.plan.report.notes import NO_ROOM
 
     with stderr_progress() as progress:
         plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if speaks else None)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cli.job_words import Option
+from phalanx.config.local_cluster import default_path
 from phalanx.errors import JobError
-from phalanx.job.local_cluster import default_path
 from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.ranks import SINGLE, Ranks, detect
 from phalanx.nearest import nearest
@@ -21,7 +21,7 @@ from phalanx.nearest import nearest
 if TYPE_CHECKING:
     import torch
 
-    from phalanx.bench.report import Report
+    from phalanx.calibrate.report import CalibrationReport
 
 PAGE = """\
 phalanx bench: measure this machine and fit the cost model's cluster to it, so that cluster=local predicts on it
@@ -151,7 +151,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], set[str]]:
 
 def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> None:
     """What would come out wrong only after everything was measured."""
-    from phalanx.bench.cluster_file import fields_of
+    from phalanx.calibrate.cluster_file import fields_of
 
     if path is not None:
         fields_of(path)
@@ -206,9 +206,9 @@ def _launch(argv: list[str], processes: int, threads: int) -> int:
 
 def _measure(
     command: str, ranks: Ranks, device: torch.device, options: dict[str, Any], switches: set[str], path: Path | None
-) -> Report:
+) -> CalibrationReport:
     """On every rank; all get the same report."""
-    from phalanx.bench import cluster_file, run
+    from phalanx.calibrate import cluster_file, run
     from phalanx.train.device import threads_for
 
     threads, quick = threads_for(options["threads"], ranks.local_world or 1), "quick" in switches
@@ -236,9 +236,9 @@ def _measuring(command: str, options: dict[str, Any], switches: set[str]) -> lis
     return [*words, *(["--quick"] if "quick" in switches else [])]
 
 
-def _show(report: Report, path: Path | None, command: Sequence[str], svg: str, switches: set[str]) -> None:
+def _show(report: CalibrationReport, path: Path | None, command: Sequence[str], svg: str, switches: set[str]) -> None:
     """Write the files and print what was found."""
-    from phalanx.bench import cluster_file, machine
+    from phalanx.calibrate import cluster_file, machine
     from phalanx.schedule.file import save
 
     if path is not None:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from phalanx.check.load import LoadedJob, load_words
+from phalanx.check.show import as_dict, as_yaml
+from phalanx.config import overrides, values
+from phalanx.config.job import Job
+from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
-from phalanx.job import overrides, values
-from phalanx.job.job import Job
-from phalanx.job.load import LoadedJob, load_words
-from phalanx.job.presets import PRESETS
-from phalanx.job.show import as_dict, as_yaml
 
 COMMON_SWITCHES = {
     "json": "Print one JSON document on standard output and nothing else.",
@@ -104,13 +104,13 @@ class JobVerb:
         """With the layout that the planner chooses, where the job leaves it to it."""
         if not loaded.job.layout.auto or self.auto in ("open", "always"):
             return loaded
-        from phalanx.cli import auto_layout  # here, because few jobs need it
+        from phalanx.cli import auto_layout
 
         if self.auto == "train":
             return auto_layout.planned_to_train(loaded, fresh=fresh)
         return auto_layout.planned(loaded, measures=self.auto == "measure")
 
-    def _words(self, argv: Sequence[str]) -> tuple[overrides.Words, dict[str, Any]]:
+    def _words(self, argv: Sequence[str]) -> tuple[overrides.CommandLine, dict[str, Any]]:
         """The words of the command line without the verb's options, and the values of those. An option wins over a
         field of the job with the same short name."""
         found = {name: option.default for name, option in self.options.items()}

@@ -7,18 +7,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from phalanx.check.load import LoadedJob
 from phalanx.cli.auto_layout import fixed_of, on_known_devices, worlds_of
 from phalanx.cli.files import check_folders, write
+from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb, Option
-from phalanx.cli.software import OPTIONS, asked
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.errors import DoesNotFitError
-from phalanx.job.load import LoadedJob
-from phalanx.plan import report
 from phalanx.plan.plan import Candidate, Plan
-from phalanx.plan.question import Question, question_of
-from phalanx.plan.search import search
+from phalanx.plan.planner import search
+from phalanx.plan.report import report
+from phalanx.plan.search.request import PlanRequest, plan_request
 
 POINTS = 300
 """Layouts of the map of the space."""
@@ -48,11 +48,11 @@ def run(argv: Sequence[str]) -> int:
     pictures = {"html": _page, "svg": _map}
     check_folders(options, *pictures)
     loaded = on_known_devices(words.loaded, measures=True)
-    question = asked(_question(loaded), options)
+    request = asked(_question(loaded), options)
     if told := _told(loaded):
         print(told, file=sys.stderr)
     with stderr_progress() as progress:
-        plan = search(question, progress, sample=POINTS if any(options[name] for name in pictures) else 0)
+        plan = search(request, progress, sample=POINTS if any(options[name] for name in pictures) else 0)
     plan = replace(plan, best=plan.best[: options["top"]])
     for name, drawn in pictures.items():
         if options[name]:
@@ -66,10 +66,10 @@ def run(argv: Sequence[str]) -> int:
     return 0 if plan.best else DoesNotFitError.exit_code
 
 
-def _question(loaded: LoadedJob) -> Question:
+def _question(loaded: LoadedJob) -> PlanRequest:
     job = loaded.job
     fixed = {name: getattr(job.layout, name) for name in fixed_of(loaded)}
-    return replace(question_of(job, vocabulary_size(job), fixed), worlds=worlds_of(job))
+    return replace(plan_request(job, vocabulary_size(job), fixed), worlds=worlds_of(job))
 
 
 def _told(loaded: LoadedJob) -> str:
@@ -85,25 +85,25 @@ def _told(loaded: LoadedJob) -> str:
 
 def _map(plan: Plan) -> str:
     # Here and below, because few ask for it.
-    from phalanx.plan.space_picture import space_picture
+    from phalanx.pictures.space import space_picture
 
     return space_picture(plan)
 
 
 def _page(plan: Plan) -> str:
-    from phalanx.plan import page
+    from phalanx.pictures import plan_page
 
-    return page.html(plan, _timeline(plan.best[0]) if plan.best else None)
+    return plan_page.html(plan, _timeline(plan.best[0]) if plan.best else None)
 
 
 def _timeline(best: Candidate) -> str:
     """The picture of the best layout's step; of a long one its beginning and its end."""
-    from phalanx.simulate import picture
+    from phalanx.pictures import timeline as timeline_picture
     from phalanx.simulate.step import simulate
 
-    timeline = simulate(best.case)
+    timeline = simulate(best.spec)
     passes = max(map(len, timeline.schedule.programs))
     if passes <= LEGIBLE:
-        return picture.svg(timeline)
+        return timeline_picture.svg(timeline)
     part = timeline.seconds * LEGIBLE / 2 / passes
-    return picture.svg(timeline, 0, part) + picture.svg(timeline, timeline.seconds - part)
+    return timeline_picture.svg(timeline, 0, part) + timeline_picture.svg(timeline, timeline.seconds - part)

@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.cli.files import check_folders, write
+from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb, Option
-from phalanx.cli.software import OPTIONS, asked
-from phalanx.cost import prediction_picture
-from phalanx.cost.breakdown import document, memory_lines, question, time_lines
-from phalanx.cost.case import Case
+from phalanx.config.job import Job
+from phalanx.cost.breakdown import document, memory_lines, subject, time_lines
+from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
-from phalanx.cost.traffic_step import step_traffic
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.traffic.step import step_traffic
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.errors import DoesNotFitError
-from phalanx.job.job import Job
-from phalanx.plan.advice import advice, shortfall
-from phalanx.plan.case import case_of
-from phalanx.published import table
+from phalanx.pictures import prediction as prediction_picture
+from phalanx.plan.report.advice import advice, shortfall
 from phalanx.units import gib
+from phalanx.validation import table
 
 VERB = JobVerb(
     "predict",
@@ -47,48 +47,48 @@ def run(argv: Sequence[str]) -> int:
         as_document = "json" in words.switches
         return table.run(words.options["table"], words.options["out"], as_json=as_document, progress=stderr_progress)
     check_folders(words.options, "svg")
-    case = asked(case_of(words.job, vocabulary_size(words.job)), words.options)
-    prediction = predict(case)
-    traffic = _traffic(words.job, case)
+    spec = asked(step_spec(words.job, vocabulary_size(words.job)), words.options)
+    prediction = predict(spec)
+    traffic = _traffic(words.job, spec)
     if words.options["svg"]:
-        write(words.options["svg"], prediction_picture.svg(case, prediction))
+        write(words.options["svg"], prediction_picture.svg(spec, prediction))
     if "json" in words.switches:
-        print(json.dumps(as_json(case, prediction, traffic), indent=1))
+        print(json.dumps(as_json(spec, prediction, traffic), indent=1))
     else:
-        print(report(case, prediction, traffic))
+        print(report(spec, prediction, traffic))
         if words.options["svg"]:
             print(f"\nwritten: {words.options['svg']}")
     if prediction.fits:
         return 0
     if "json" not in words.switches:
-        print(f"\n{shortfall(case)}", file=sys.stderr)
+        print(f"\n{shortfall(spec)}", file=sys.stderr)
     return DoesNotFitError.exit_code
 
 
-def _traffic(job: Job, case: Case) -> dict[str, dict[str, float]]:
+def _traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:
     """What the first rank sends in a step: the rank whose figure `phalanx train` prints. Nothing for sync=asp, where it
     depends on who is ready."""
-    if case.layout.sync == "asp":
+    if spec.layout.sync == "asp":
         return {}
-    train, stages = job.train, case.stages or None
+    train, stages = job.train, spec.stages or None
     return step_traffic(
-        case.model, case.layout, case.batch, precision=train.precision, gradients=train.gradients, stages=stages
+        spec.model, spec.layout, spec.batch, precision=train.precision, gradients=train.gradients, stages=stages
     )
 
 
-def as_json(case: Case, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:
+def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The document of `--json` (docs/predict.md)."""
-    hints = [] if prediction.fits else [vars(one) for one in advice(case)]
+    hints = [] if prediction.fits else [vars(one) for one in advice(spec)]
     return {**document(prediction), "traffic_bytes": traffic, "advice": hints}
 
 
-def report(case: Case, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> str:
+def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> str:
     """The figures for a person."""
     low, high = prediction.spread
     step = prediction.step_time_s
     lines = [
-        f"{question(case, case.layout.world)}: {case.layout.line()}",
-        case.batch.equation(),
+        f"{subject(spec, spec.layout.world)}: {spec.layout.line()}",
+        spec.batch.equation(),
         "",
         f"step time: {step:.4g} s ({low * step:.4g} to {high * step:.4g})  "
         f"tps: {prediction.tokens_per_s_per_device:,.0f} a device  tflops: {prediction.tflops_per_device:.1f}  "

@@ -9,9 +9,11 @@ from typing import Any
 
 from phalanx.cli.job_words import Option
 from phalanx.errors import JobError
-from phalanx.job.pipeline import is_file
 from phalanx.nearest import nearest
-from phalanx.schedule import catalogue, draw, file, terminal, timing, trace
+from phalanx.partition.pipeline import is_file
+from phalanx.pictures import schedule as schedule_picture
+from phalanx.pictures import schedule_text
+from phalanx.schedule import catalogue, file, timing, trace
 from phalanx.schedule.blocking import blocked
 from phalanx.schedule.check import in_flight
 from phalanx.schedule.schedule import Schedule
@@ -53,7 +55,7 @@ ALIASES = {"ranks": "stages", "pp": "stages", "micro_batches": "microbatches"}
 
 
 @dataclass(frozen=True)
-class Words:
+class ScheduleArguments:
     """The command line, understood."""
 
     command: str
@@ -85,7 +87,7 @@ def _help(name: str) -> str:
     return f"  {f'--{name} {value}':<18}  {option.about}{default}"
 
 
-def _parse(argv: Sequence[str]) -> Words:
+def _parse(argv: Sequence[str]) -> ScheduleArguments:
     """Raises JobError with every problem of the words."""
     command, *left = argv
     if command not in COMMANDS:
@@ -129,7 +131,7 @@ def _parse(argv: Sequence[str]) -> Words:
         problems.append(f"phalanx schedule {command} takes {takes}, found {found}")
     if problems:
         raise JobError(problems)
-    return Words(command, subjects[0] if subjects else "", options, as_json)
+    return ScheduleArguments(command, subjects[0] if subjects else "", options, as_json)
 
 
 def _list(as_json: bool) -> None:
@@ -155,7 +157,7 @@ def _entry(name: str) -> dict[str, object]:
     }
 
 
-def _check(words: Words) -> None:
+def _check(words: ScheduleArguments) -> None:
     schedule = file.read(words.subject)
     if words.as_json:
         print(json.dumps({"ok": True, **_figures(timing.time(schedule))}))
@@ -163,11 +165,11 @@ def _check(words: Words) -> None:
         print(f"{words.subject}: a schedule that runs\n{_report(timing.time(schedule))}")
 
 
-def _show(words: Words) -> None:
+def _show(words: ScheduleArguments) -> None:
     schedule = _schedule(words.subject, {name: words.options[name] for name in SIZES if name in words.options})
     timed = timing.time(schedule)
     written = {name: words.options[name] for name in FILES if name in words.options}
-    contents = {"svg": draw.svg, "trace": trace.text, "csv": lambda timed: file.text(timed.schedule)}
+    contents = {"svg": schedule_picture.svg, "trace": trace.text, "csv": lambda timed: file.text(timed.schedule)}
     for name, path in written.items():
         file.save(contents[name](timed), path)
     if words.as_json:
@@ -176,7 +178,7 @@ def _show(words: Words) -> None:
         return
     print(_report(timed))
     print()
-    terminal.show(timed)
+    schedule_text.show(timed)
     for path in written.values():
         print(f"\nwritten: {path}")
 
@@ -217,8 +219,8 @@ def _report(timed: timing.Timing) -> str:
     waits = blocked(schedule)
     return "\n".join(
         [
-            f"{schedule.name}: {draw.size(schedule)}",
-            draw.summary(timed),
+            f"{schedule.name}: {schedule_picture.size(schedule)}",
+            schedule_picture.summary(timed),
             f"idle time by rank: {', '.join(f'{timed.idle(rank):g}' for rank in range(schedule.ranks))}",
             f"activations kept by rank, at most: {', '.join(map(str, in_flight(schedule)))}",
             "sends: " + ("must wait in the background, or ranks wait for each other" if waits else "may block"),

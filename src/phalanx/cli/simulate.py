@@ -12,18 +12,18 @@ from math import isfinite
 from typing import Any
 
 from phalanx.cli.files import check_folders, write
+from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb, Option
-from phalanx.cli.software import OPTIONS, asked
-from phalanx.cost.breakdown import duration, question
-from phalanx.cost.case import Case
+from phalanx.cost.breakdown import duration, subject
+from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
+from phalanx.cost.spec import StepSpec
 from phalanx.data.progress import Progress, silent, stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.errors import JobError
-from phalanx.garbage import uncollected
-from phalanx.plan.advice import shortfall
-from phalanx.plan.case import case_of
+from phalanx.gc import gc_paused
+from phalanx.plan.report.advice import shortfall
 from phalanx.simulate import goodput
 from phalanx.simulate.disturbance import AXES, Disturbance, check
 from phalanx.simulate.goodput import LLAMA_3, Goodput, best
@@ -75,12 +75,12 @@ def run(argv: Sequence[str]) -> int:
         return 0
     options, as_document = words.options, "json" in words.switches
     check_folders(options, "svg", "trace")
-    case = asked(case_of(words.job, vocabulary_size(words.job)), options)
+    spec = asked(step_spec(words.job, vocabulary_size(words.job)), options)
     disturbance = _disturbance(options["straggler"], options["slow_link"])
-    check(disturbance, case)
+    check(disturbance, spec)
     with stderr_progress() as progress:
-        result = _simulated(case, disturbance, progress if _passes(case) > LONG else silent)
-    lost = _goodput(options, case, result.figures.step_time_s)
+        result = _simulated(spec, disturbance, progress if _passes(spec) > LONG else silent)
+    lost = _goodput(options, spec, result.figures.step_time_s)
     _write(result.timeline, options["svg"], options["trace"])
     if as_document:
         print(json.dumps(as_json(result, lost), indent=1))
@@ -89,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
         if files := " and ".join(options[name] for name in ("svg", "trace") if options[name]):
             print(f"\nwritten: {files}")
     if not result.prediction.fits:
-        print(f"\nphalanx: simulated all the same, but it {shortfall(case)}", file=sys.stderr)
+        print(f"\nphalanx: simulated all the same, but it {shortfall(spec)}", file=sys.stderr)
     return 0
 
 
@@ -97,7 +97,7 @@ def run(argv: Sequence[str]) -> int:
 class Simulated:
     """A step, and what it is compared with."""
 
-    case: Case
+    spec: StepSpec
     prediction: Prediction
     disturbance: Disturbance
     timeline: Timeline
@@ -106,25 +106,25 @@ class Simulated:
     """Of a step on a machine without what disturbs it."""
 
 
-@uncollected()
-def _simulated(case: Case, disturbance: Disturbance, progress: Progress) -> Simulated:
+@gc_paused()
+def _simulated(spec: StepSpec, disturbance: Disturbance, progress: Progress) -> Simulated:
     disturbed = disturbance != Disturbance()
     number = 3 if disturbed else 2
     progress("simulating the step", 0, number)
-    timeline = simulate(case, disturbance)
+    timeline = simulate(spec, disturbance)
     progress("simulating the step", 1, number)
     found = figures(timeline)
     progress("simulating the step", 2, number)
     undisturbed = found.step_time_s
     if disturbed:
-        undisturbed = simulate(case).seconds / timeline.schedule.steps
+        undisturbed = simulate(spec).seconds / timeline.schedule.steps
         progress("simulating the step", number, number)
-    return Simulated(case, predict(case), disturbance, timeline, found, undisturbed)
+    return Simulated(spec, predict(spec), disturbance, timeline, found, undisturbed)
 
 
-def _passes(case: Case) -> int:
+def _passes(spec: StepSpec) -> int:
     """Of all ranks, about."""
-    return 2 * case.batch.accumulation * case.layout.pp * max(1, case.layout.pp_chunks)
+    return 2 * spec.batch.accumulation * spec.layout.pp * max(1, spec.layout.pp_chunks)
 
 
 def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance:
@@ -151,13 +151,13 @@ def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance
     return Disturbance(tuple(slow), tuple(pairs), tuple(axes))
 
 
-def _goodput(options: Mapping[str, Any], case: Case, step_s: float) -> Goodput | None:
+def _goodput(options: Mapping[str, Any], spec: StepSpec, step_s: float) -> Goodput | None:
     """What failures cost, where an option asks for it."""
     rate, save, restart = (options[name] for name in ("failures_per_device_day", "checkpoint_s", "restart_s"))
     if rate is None and save is None and restart is None:
         return None
     return best(
-        case.layout.world,
+        spec.layout.world,
         LLAMA_3 if rate is None else rate,
         CHECKPOINT_S if save is None else save,
         RESTART_S if restart is None else restart,
@@ -167,11 +167,11 @@ def _goodput(options: Mapping[str, Any], case: Case, step_s: float) -> Goodput |
 
 def _write(timeline: Timeline, svg: str, trace: str) -> None:
     # Here, because few ask for them.
-    from phalanx.simulate import picture
+    from phalanx.pictures import timeline as timeline_picture
     from phalanx.simulate import trace as events
 
     if svg:
-        write(svg, picture.svg(timeline))
+        write(svg, timeline_picture.svg(timeline))
     if trace:
         write(trace, events.text(timeline))
 
@@ -197,11 +197,11 @@ def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
 
 def report(result: Simulated, lost: Goodput | None) -> str:
     """The figures for a person."""
-    case, found = result.case, result.figures
+    spec, found = result.spec, result.figures
     predicted = result.prediction.step_time_s
     lines = [
-        f"{question(case, case.layout.world)}: {case.layout.line()}",
-        case.batch.equation(),
+        f"{subject(spec, spec.layout.world)}: {spec.layout.line()}",
+        spec.batch.equation(),
         "",
         f"step time: {duration(found.step_time_s)} simulated, {duration(predicted)} by the cost model  "
         f"bubble: {found.bubble:.1%}",

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.check.job import untrainable
+from phalanx.check.load import LoadedJob
 from phalanx.cli.job_words import JobVerb
+from phalanx.config.job import Job
 from phalanx.errors import JobError, StoppedError
-from phalanx.job.check import untrainable
-from phalanx.job.job import Job
-from phalanx.job.load import LoadedJob
 from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.ranks import SINGLE, Ranks, detect
 from phalanx.train.run_directory import RunDirectory
@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     as_json = "json" in words.switches
     if LOG_DIR in os.environ:  # the launcher below started this process, with everything in place
         return _be_a_rank(job, detect(os.environ) or SINGLE, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)
-    from phalanx.data.prepare import prepare  # here, because numpy is a third of the time that --help takes
+    from phalanx.data.prepare import prepare
     from phalanx.data.progress import stderr_progress
 
     directory = RunDirectory.of(job)

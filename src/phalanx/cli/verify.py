@@ -13,8 +13,8 @@ from phalanx.errors import JobError
 from phalanx.verify.plan import make
 
 if TYPE_CHECKING:
-    from phalanx.job.layout import Layout
-    from phalanx.verify.run import Case
+    from phalanx.config.layout import Layout
+    from phalanx.verify.run import LayoutCase
 
 VERB = JobVerb(
     "verify",
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[Case], None]]]:
+def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[LayoutCase], None]]]:
     """What is called before and after each case: a live bar on a terminal, plain lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -84,7 +84,7 @@ def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=total)
 
-        def on_case(case: Case) -> None:
+        def on_case(case: LayoutCase) -> None:
             bar.advance(task)
             if not case.ok:
                 console.print(progress(case), markup=False)

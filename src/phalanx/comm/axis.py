@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.ledger import Ledger
-from phalanx.cost.traffic import Collective
+from phalanx.cost.traffic.collectives import Collective
 
 SMALL = 64 * 1024
 """Bytes up to which gloo's latency is all that counts: an all-reduce then gathers everything and adds locally."""

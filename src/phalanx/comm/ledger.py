@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from phalanx.cost.traffic import Collective, sent_bytes
+from phalanx.cost.traffic.collectives import Collective, sent_bytes
 from phalanx.units import counted, gib
 
 
 @dataclass
-class Entry:
+class LedgerEntry:
     """One collective on one axis."""
 
     calls: int = 0
@@ -29,7 +29,7 @@ class Ledger:
     """What one rank has sent so far."""
 
     def __init__(self) -> None:
-        self.entries: defaultdict[tuple[str, Collective], Entry] = defaultdict(Entry)
+        self.entries: defaultdict[tuple[str, Collective], LedgerEntry] = defaultdict(LedgerEntry)
         self.counts = True
         self.lock = threading.Lock()  # a parameter server answers each replica in a thread
 

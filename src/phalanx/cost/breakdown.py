@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.cost.case import Case
 from phalanx.cost.prediction import Prediction
+from phalanx.cost.spec import StepSpec
 from phalanx.units import gib
 
 _BAR = 40  # letters of all bars of a breakdown together
 
 
-def question(case: Case, devices: int) -> str:
+def subject(spec: StepSpec, devices: int) -> str:
     """What is predicted: "llama3-70b on 64 × h100-80gb (dgx-h100:8)"."""
-    machine = f"{devices:,} × {case.cluster.accelerator.name}"
-    return f"{case.model.preset or 'model'} on {machine} ({case.cluster.preset or 'own cluster'})"
+    machine = f"{devices:,} × {spec.cluster.accelerator.name}"
+    return f"{spec.model.preset or 'model'} on {machine} ({spec.cluster.preset or 'own cluster'})"
 
 
 def time_lines(prediction: Prediction) -> list[str]:

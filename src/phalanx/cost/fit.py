@@ -13,24 +13,24 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import Literal
 
-from phalanx.cost import link, operators
-from phalanx.cost.kernel import attention_seconds, product_seconds, stream_seconds
-from phalanx.cost.layer import work_seconds
+from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
+from phalanx.config.cpu_node import with_processes
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.cost.frameworks.framework import Framework
+from phalanx.cost.frameworks.known import PHALANX_CPU
 from phalanx.cost.least_squares import least_squares
-from phalanx.cost.programs import PHALANX_CPU
-from phalanx.cost.software import Software
-from phalanx.cost.traffic import Collective, sent_bytes
-from phalanx.job.cluster import Accelerator, Cluster, Link, Sharing
-from phalanx.job.cpu_node import with_processes
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
+from phalanx.cost.time import link, operators
+from phalanx.cost.time.kernel import attention_seconds, product_seconds, stream_seconds
+from phalanx.cost.time.layer import work_seconds
+from phalanx.cost.traffic.collectives import Collective, sent_bytes
 from phalanx.units import gib
 
 UNCACHED = 100e6
 """Bytes moved from which on a stream tells the memory's bandwidth and not that of a cache."""
 TINY = 8192
 """Bytes moved up to which a kernel tells the time to start one."""
-GENERATION = Software().flash
+GENERATION = Framework().flash
 """Of the fused attention that is measured, torch's own: that of training here."""
 TINY_PRODUCT = "tiny product"
 """The kernel that tells what a product's call takes."""
@@ -46,7 +46,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductTiming:
     """(m × k) by (k × n), and how long it took."""
 
     family: str
@@ -62,7 +62,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionTiming:
     """Causal attention of a sequence with itself."""
 
     length: int
@@ -79,7 +79,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamTiming:
     """A kernel that does hardly more than read and write `moved` bytes."""
 
     kernel: str
@@ -93,7 +93,7 @@ class Transfer:
 
     collective: Collective
     payload: int
-    group: link.Group
+    group: link.RankGroup
     seconds: float
 
     @property
@@ -103,7 +103,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Row:
+class FitRow:
     """One measurement beside the fit."""
 
     kind: str
@@ -123,9 +123,9 @@ class Row:
 def fit_device(
     base: Accelerator,
     precision: Precision,
-    products: Sequence[Product],
-    attentions: Sequence[Attention],
-    streams: Sequence[Stream],
+    products: Sequence[ProductTiming],
+    attentions: Sequence[AttentionTiming],
+    streams: Sequence[StreamTiming],
     known: float = 0.0,
 ) -> Accelerator:
     """`base` with the bandwidth, launch time, peak in `precision` and rate of attention under which the model comes
@@ -164,7 +164,7 @@ def fit_device(
     return replace(device, older=older)
 
 
-def _with_memory(base: Accelerator, streams: Sequence[Stream]) -> Accelerator:
+def _with_memory(base: Accelerator, streams: Sequence[StreamTiming]) -> Accelerator:
     """With the bandwidth and launch time that large streams and tiny kernels tell."""
     telling = [stream for stream in streams if _tells(stream) and not (base.product_us and _calls(stream))]
 
@@ -178,14 +178,14 @@ def _with_memory(base: Accelerator, streams: Sequence[Stream]) -> Accelerator:
     return machine(*found)
 
 
-def product_call_us(streams: Sequence[Stream]) -> float:
+def product_call_us(streams: Sequence[StreamTiming]) -> float:
     """What the call of a product takes more than that of another kernel, in microseconds, where none is done ahead."""
     tiny = [stream for stream in streams if stream.moved <= TINY]
     others = statistics.median(stream.seconds for stream in tiny if not _calls(stream))
     return max([0.0, *((stream.seconds - others) * 1e6 for stream in tiny if _calls(stream))])
 
 
-def fit_host(device: Accelerator, precision: Precision, model: Model, seconds: float) -> Accelerator:
+def fit_host(device: Accelerator, precision: Precision, model: ModelConfig, seconds: float) -> Accelerator:
     """The device with the time to start an operation under which a block of `model`, both passes of one sequence, takes
     so many seconds."""
     quick, slow = (_block_alone(replace(device, host_us=host), precision, model, 1) for host in (1.0, 2.0))
@@ -196,7 +196,7 @@ def fit_sharing(
     device: Accelerator,
     precision: Precision,
     gains: Sharing,
-    model: Model,
+    model: ModelConfig,
     sequences: int,
     together: float,
     single: float,
@@ -221,7 +221,7 @@ def fit_sharing(
     return scaled(high)
 
 
-def _block_alone(device: Accelerator, precision: Precision, model: Model, sequences: int) -> float:
+def _block_alone(device: Accelerator, precision: Precision, model: ModelConfig, sequences: int) -> float:
     """Seconds of a block, both passes of so many sequences, again and again."""
     parts = work_seconds(alone(device), operators.block(model, 0, Layout(), sequences), PHALANX_CPU, precision)
     return parts.forward + parts.backward
@@ -235,19 +235,19 @@ def alone(device: Accelerator) -> Accelerator:
 def device_rows(
     device: Accelerator,
     precision: Precision,
-    products: Iterable[Product],
-    attentions: Iterable[Attention],
-    streams: Iterable[Stream],
-) -> list[Row]:
+    products: Iterable[ProductTiming],
+    attentions: Iterable[AttentionTiming],
+    streams: Iterable[StreamTiming],
+) -> list[FitRow]:
     """Every measurement on a device beside the fit."""
-    rows = [Row("product", f"{p.m}×{p.n}×{p.k}", p.seconds, _product_alone(device, precision, p)) for p in products]
+    rows = [FitRow("product", f"{p.m}×{p.n}×{p.k}", p.seconds, _product_alone(device, precision, p)) for p in products]
     for a in attentions:
         name = f"{a.length}, {a.heads} heads of {a.head}, {'backward' if a.backward else 'forward'}"
-        rows.append(Row("attention", name, a.seconds, _attention_alone(device, precision, a)))
+        rows.append(FitRow("attention", name, a.seconds, _attention_alone(device, precision, a)))
     for s in streams:
         shape = f"{s.kernel}, {gib(s.moved)}"
         call = device.product_us * 1e-6 if _calls(s) else 0.0
-        rows.append(Row("stream", shape, s.seconds, stream_seconds(device, s.moved) + call, _tells(s)))
+        rows.append(FitRow("stream", shape, s.seconds, stream_seconds(device, s.moved) + call, _tells(s)))
     return rows
 
 
@@ -279,32 +279,32 @@ def predicted(machine: Cluster, transfer: Transfer) -> Transfer:
     return replace(transfer, seconds=link.seconds(machine, transfer.collective, transfer.payload, transfer.group))
 
 
-def link_rows(machine: Cluster, transfers: Iterable[Transfer]) -> list[Row]:
+def link_rows(machine: Cluster, transfers: Iterable[Transfer]) -> list[FitRow]:
     """Every collective beside the fit."""
     return [
-        Row(t.collective, f"{t.group.ranks} ranks, {gib(t.payload)}", t.seconds, predicted(machine, t).seconds)
+        FitRow(t.collective, f"{t.group.ranks} ranks, {gib(t.payload)}", t.seconds, predicted(machine, t).seconds)
         for t in transfers
     ]
 
 
-def median_error(rows: Iterable[Row]) -> float:
+def median_error(rows: Iterable[FitRow]) -> float:
     """Of the rows that the fit used, the median of the sizes of their relative errors; 0 where there is none."""
     errors = [abs(row.error) for row in rows if row.used]
     return statistics.median(errors) if errors else 0.0
 
 
-def _calls(stream: Stream) -> bool:
+def _calls(stream: StreamTiming) -> bool:
     return stream.kernel == TINY_PRODUCT
 
 
-def _tells(stream: Stream) -> bool:
+def _tells(stream: StreamTiming) -> bool:
     return stream.moved >= UNCACHED or stream.moved <= TINY
 
 
-def _product_alone(device: Accelerator, precision: Precision, product: Product) -> float:
+def _product_alone(device: Accelerator, precision: Precision, product: ProductTiming) -> float:
     return product_seconds(alone(device), precision, product.m, product.n, product.k)
 
 
-def _attention_alone(device: Accelerator, precision: Precision, one: Attention) -> float:
+def _attention_alone(device: Accelerator, precision: Precision, one: AttentionTiming) -> float:
     shape = (one.length, one.length, one.heads, one.heads, one.head, one.head)
     return attention_seconds(alone(device), precision, *shape, backward=one.backward, generation=GENERATION)

@@ -1,66 +1,21 @@
-"""Floating-point operations of the matrix multiplications of a model, exactly.
+"""Hardware FLOPs of a step: model FLOPs and what a layout computes again.
 
-A multiplication of (m × k) by (k × n) counts 2 m k n. Everything else (norms, softmax, activations, embedding look-up,
-optimizer) counts nothing, as in the papers and as `torch.utils.flop_counter` counts; a test holds the two equal.
-
-Attention scores and their product with the values are counted in one of two ways:
-- `full`: every query with every key, seq_len × seq_len, as if there were no causal mask. Model FLOPs utilisation as
-  PaLM defines it (Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T a token) and as torchtitan and Megatron-LM
-  report it counts so; every `mfu` that Phalanx prints does.
-- `causal`: half of that, the work that a kernel cannot avoid.
-
-Model FLOPs (`train_flops_*`) leave recomputation out; hardware FLOPs (`hardware_flops_per_step`) count what a layout
-computes again: MFU and HFU of Korthikanti et al. 2022, section 6.3.
+Model FLOPs over time give MFU, hardware FLOPs HFU (Korthikanti et al. 2022, section 6.3).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
 
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.parameters import active_size, block_shapes, vocabulary
-from phalanx.job.recompute import modes, written
-
-Attention = Literal["full", "causal"]
-
-BACKWARD_PER_FORWARD = 2
-"""Each multiplication has two in the backward pass, one for the gradient of each factor."""
-
-
-@lru_cache(4096)
-def forward_flops_per_token(
-    model: Model, vocab_size: int | None = None, seq_len: int | None = None, attention: Attention = "full"
-) -> int:
-    """FLOPs a token of the forward pass over sequences of `seq_len` tokens (default: the model's)."""
-    blocks = sum(block_flops_per_token(model, layer, seq_len, attention) for layer in range(model.n_layers))
-    return blocks + head_flops_per_token(model, vocab_size)
-
-
-def train_flops_per_token(
-    model: Model, vocab_size: int | None = None, seq_len: int | None = None, attention: Attention = "full"
-) -> int:
-    """FLOPs a token of forward and backward pass: three times the forward pass."""
-    return (1 + BACKWARD_PER_FORWARD) * forward_flops_per_token(model, vocab_size, seq_len, attention)
-
-
-@lru_cache(1024)
-def train_flops_per_step(
-    model: Model,
-    sequences: int,
-    vocab_size: int | None = None,
-    seq_len: int | None = None,
-    attention: Attention = "full",
-) -> int:
-    """FLOPs of one optimizer step over a global batch of `sequences`, on all devices together."""
-    tokens = sequences * (seq_len or model.seq_len)
-    return tokens * train_flops_per_token(model, vocab_size, seq_len, attention)
+from phalanx.blocks.flops import Attention, attention_flops_per_token, block_flops_per_token, train_flops_per_token
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.partition.recompute import modes, written
 
 
 @lru_cache(4096)
 def hardware_flops_per_step(
-    model: Model,
+    model: ModelConfig,
     layout: Layout,
     sequences: int,
     vocab_size: int | None = None,
@@ -75,7 +30,7 @@ def hardware_flops_per_step(
 
 
 @lru_cache(4096)
-def _repeated_flops_per_token(model: Model, recomputes: str, seq_len: int | None, attention: Attention) -> int:
+def _repeated_flops_per_token(model: ModelConfig, recomputes: str, seq_len: int | None, attention: Attention) -> int:
     found = 0
     for layer, mode in enumerate(modes(recomputes, model.n_layers)):
         if mode == "full":
@@ -83,33 +38,3 @@ def _repeated_flops_per_token(model: Model, recomputes: str, seq_len: int | None
         elif mode == "selective":
             found += attention_flops_per_token(model, seq_len, attention)
     return found
-
-
-def block_flops_per_token(model: Model, layer: int, seq_len: int | None = None, attention: Attention = "full") -> int:
-    """Forward FLOPs a token of one block: its matrices (of the routed experts those that a token visits) and its
-    attention."""
-    return matrix_flops_per_token(model, layer) + attention_flops_per_token(model, seq_len, attention)
-
-
-@lru_cache(1024)
-def matrix_flops_per_token(model: Model, layer: int) -> int:
-    """Forward FLOPs a token of the weight matrices of one block."""
-    weights = sum(
-        active_size(name, shape, model)
-        for name, shape in block_shapes(model, layer).items()
-        if name.endswith(".weight") and len(shape) > 1
-    )
-    return 2 * weights
-
-
-@lru_cache(1024)
-def attention_flops_per_token(model: Model, seq_len: int | None = None, attention: Attention = "full") -> int:
-    """Forward FLOPs a token of one layer's scores (queries by keys) and of their product with the values."""
-    keys = seq_len or model.seq_len
-    flops = 2 * keys * model.n_heads * (model.head_size + model.v_head_size)
-    return flops if attention == "full" else flops // 2
-
-
-def head_flops_per_token(model: Model, vocab_size: int | None = None) -> int:
-    """Forward FLOPs a token of the head, tied or not."""
-    return 2 * model.d_model * vocabulary(model, vocab_size)

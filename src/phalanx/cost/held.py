@@ -7,10 +7,10 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from phalanx.job.model import Model
-from phalanx.job.parameters import Shapes, block_shapes
-from phalanx.job.pieces import is_expert, padded_vocabulary, piece
-from phalanx.job.recompute import Mode, modes
+from phalanx.blocks.parameters import Shapes, block_shapes
+from phalanx.config.model import ModelConfig
+from phalanx.partition.recompute import Mode, modes
+from phalanx.partition.tensor_slices import is_expert, padded_vocabulary, piece
 
 
 class BlockParameters(NamedTuple):
@@ -27,7 +27,7 @@ class BlockParameters(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def block_parameters(model: Model, tp: int, ep: int, experts: bool) -> BlockParameters:
+def block_parameters(model: ModelConfig, tp: int, ep: int, experts: bool) -> BlockParameters:
     """Of a block with or without experts, on one of tp × ep ranks."""
     dense = routed = matrices = largest = 0
     for name, whole in _shapes(model, experts).items():
@@ -52,25 +52,25 @@ class BlockKind(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def block_kinds(model: Model, recomputes: str) -> tuple[BlockKind, ...]:
+def block_kinds(model: ModelConfig, recomputes: str) -> tuple[BlockKind, ...]:
     """Of every layer; `recomputes` is what the layout says of them (job.recompute.written)."""
     every = modes(recomputes, model.n_layers)
     return tuple(BlockKind(model.is_moe_layer(layer), mode) for layer, mode in enumerate(every))
 
 
 @lru_cache(maxsize=4096)
-def kinds_of(model: Model, recomputes: str, layers: range) -> tuple[tuple[BlockKind, int], ...]:
+def kinds_of(model: ModelConfig, recomputes: str, layers: range) -> tuple[tuple[BlockKind, int], ...]:
     """Of some layers, the kinds and how many of each come one after the other."""
     kinds = block_kinds(model, recomputes)
     return tuple((kind, len(list(run))) for kind, run in groupby(kinds[layer] for layer in layers))
 
 
-def table(model: Model, tp: int) -> int:
+def table(model: ModelConfig, tp: int) -> int:
     """Numbers of a tensor rank's part of the embedding, or of the head."""
     return padded_vocabulary(model.vocab_size, tp) // tp * model.d_model
 
 
-def outside(model: Model, tp: int, first: bool, last: bool) -> int:
+def outside(model: ModelConfig, tp: int, first: bool, last: bool) -> int:
     """Numbers that lie around the blocks, on a rank that has the first stage, the last, or both."""
     norm = model.d_model * (2 if model.bias and model.norm == "layernorm" else 1)
     positions = model.seq_len * model.d_model if model.positions == "learned" else 0
@@ -78,6 +78,6 @@ def outside(model: Model, tp: int, first: bool, last: bool) -> int:
     return tables * table(model, tp) + first * positions + last * norm
 
 
-def _shapes(model: Model, experts: bool) -> Shapes:
+def _shapes(model: ModelConfig, experts: bool) -> Shapes:
     dense = 0 if model.moe.n_dense_layers else model.n_layers - 1
     return block_shapes(model, model.n_layers - 1 if experts else dense)

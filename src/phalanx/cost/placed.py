@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.cost.case import Case
+from phalanx.config.model import ModelConfig
 from phalanx.cost.held import BlockKind, block_kinds
-from phalanx.cost.in_flight import Flight, flights
-from phalanx.job.model import Model
-from phalanx.job.recompute import written
-from phalanx.job.stages import even, written_stages
+from phalanx.cost.memory.in_flight import Flight, flights
+from phalanx.cost.spec import StepSpec
+from phalanx.partition.recompute import written
+from phalanx.partition.stages import even, written_stages
 
 
 @dataclass(frozen=True)
@@ -40,36 +40,38 @@ class Content:
         return self.blocks - self.moe
 
 
-def contents(case: Case) -> tuple[Content, ...]:
+def contents(spec: StepSpec) -> tuple[Content, ...]:
     """What each pipeline rank has."""
-    stages, ranks = placed(case)
-    recomputes = written(case.layout)
-    return tuple(_content(case.model, recomputes, stages, rank.held, rank.share) for rank in ranks)
+    stages, ranks = placed(spec)
+    recomputes = written(spec.layout)
+    return tuple(_content(spec.model, recomputes, stages, rank.held, rank.share) for rank in ranks)
 
 
-def content_of(case: Case, stages: Sequence[range], held: Sequence[int], share: float = 1.0) -> Content:
+def content_of(spec: StepSpec, stages: Sequence[range], held: Sequence[int], share: float = 1.0) -> Content:
     """What is in some of the `stages` by their numbers."""
-    return _content(case.model, written(case.layout), tuple(stages), tuple(held), share)
+    return _content(spec.model, written(spec.layout), tuple(stages), tuple(held), share)
 
 
 @lru_cache(10_000)
-def _content(model: Model, recomputes: str, stages: tuple[range, ...], held: tuple[int, ...], share: float) -> Content:
+def _content(
+    model: ModelConfig, recomputes: str, stages: tuple[range, ...], held: tuple[int, ...], share: float
+) -> Content:
     every = block_kinds(model, recomputes)
     kinds = Counter(every[layer] for stage in held for layer in stages[stage])
     return Content(tuple(sorted(kinds.items())), 0 in held, len(stages) - 1 in held, share)
 
 
-def placed(case: Case) -> tuple[tuple[range, ...], tuple[Flight, ...]]:
+def placed(spec: StepSpec) -> tuple[tuple[range, ...], tuple[Flight, ...]]:
     """The layers of every stage, and what every rank holds of the stages. Raises JobError where pp_cut or the schedule
     do not fit."""
-    ranks = flights(case.layout, case.batch.accumulation)
-    return stages_of_case(case, ranks[0].stages), ranks
+    ranks = flights(spec.layout, spec.batch.accumulation)
+    return stages_of_case(spec, ranks[0].stages), ranks
 
 
-def stages_of_case(case: Case, stages: int) -> tuple[range, ...]:
-    """The layers of each of so many stages: `case.stages`, else those of `layout.pp_cut`, else as even as can be.
+def stages_of_case(spec: StepSpec, stages: int) -> tuple[range, ...]:
+    """The layers of each of so many stages: `spec.stages`, else those of `layout.pp_cut`, else as even as can be.
     Raises JobError where pp_cut does not fit."""
-    return case.stages or _cut(case.layout.pp_cut if case.layout.pp > 1 else "", stages, case.model.n_layers)
+    return spec.stages or _cut(spec.layout.pp_cut if spec.layout.pp > 1 else "", stages, spec.model.n_layers)
 
 
 @lru_cache(1024)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from phalanx.cost.case import Case
-from phalanx.cost.flops import hardware_flops_per_step, train_flops_per_step
-from phalanx.cost.kernel import peak_flops
+from phalanx.blocks.flops import train_flops_per_step
+from phalanx.cost.flops import hardware_flops_per_step
+from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.prediction import Prediction
-from phalanx.cost.stage_memory import step_memory
-from phalanx.cost.step_time import step_parts
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.kernel import peak_flops
+from phalanx.cost.time.step_time import step_parts
 
 
-def predict(case: Case) -> Prediction:
+def predict(spec: StepSpec) -> Prediction:
     """Time, memory and FLOPs of one step. Raises JobError where the layout's schedule or cut do not go with it."""
-    device, sequences = case.cluster.accelerator, case.batch.global_batch
+    device, sequences = spec.cluster.accelerator, spec.batch.global_batch
     return Prediction(
-        parts=step_parts(case),
-        devices=case.layout.world,
-        tokens=sequences * case.model.seq_len,
-        model_flops=train_flops_per_step(case.model, sequences),
-        hardware_flops=hardware_flops_per_step(case.model, case.layout, sequences),
-        peak_flops=case.cluster.peak_tflops * 1e12 or peak_flops(device, case.products),
-        memory=step_memory(case),
+        parts=step_parts(spec),
+        devices=spec.layout.world,
+        tokens=sequences * spec.model.seq_len,
+        model_flops=train_flops_per_step(spec.model, sequences),
+        hardware_flops=hardware_flops_per_step(spec.model, spec.layout, sequences),
+        peak_flops=spec.cluster.peak_tflops * 1e12 or peak_flops(device, spec.products),
+        memory=step_memory(spec),
         memory_limit=device.memory_gib * 2**30,
-        spread=case.software.spread,
-        memory_spread=case.software.memory_spread,
+        spread=spec.framework.spread,
+        memory_spread=spec.framework.memory_spread,
     )

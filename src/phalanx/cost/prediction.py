@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phalanx.cost.stage_memory import RankMemory
+from phalanx.cost.memory.rank_memory import RankMemory
 
 
 @dataclass(frozen=True)

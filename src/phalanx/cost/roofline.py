@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
-from phalanx.cost import operators
-from phalanx.cost.case import Case
-from phalanx.cost.communication import block_traffic
-from phalanx.cost.kernel import BEST_INNER, FILLING, READ, peak_flops, rate
-from phalanx.cost.layer import work_seconds
-from phalanx.cost.operators import Product, Scores, Stream, Work
-from phalanx.job.cluster import Accelerator
+from phalanx.config.cluster import Accelerator
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time import operators
+from phalanx.cost.time.communication import block_traffic
+from phalanx.cost.time.kernel import BEST_INNER, FILLING, READ, peak_flops, rate
+from phalanx.cost.time.layer import work_seconds
+from phalanx.cost.time.operators import MemoryBound, Product, Scores, Work
 
 Bound = Literal["compute", "memory", "launch"]
 
@@ -41,7 +41,7 @@ class Roof:
 
 
 @dataclass(frozen=True)
-class Point:
+class OperatorPoint:
     """The forward pass of one operator for a micro-batch on one rank."""
 
     name: str
@@ -76,55 +76,55 @@ def data_sheet(device: Accelerator, products: str) -> Roof:
     return Roof(peak_flops(device, products), device.bandwidth_gbs * 1e9)
 
 
-def reached(device: Accelerator, products: str, pace: float = 1.0) -> Roof:
-    """The roof that a program reaches which takes `pace` times as long as its kernels alone: a product whose inner
+def reached(device: Accelerator, products: str, slowdown: float = 1.0) -> Roof:
+    """The roof that a program reaches which takes `slowdown` times as long as its kernels alone: a product whose inner
     dimension has no end, and streaming kernels."""
     peak = rate(device, products) * (1 + FILLING / BEST_INNER)
-    return Roof(peak / pace, device.bandwidth_gbs * 1e9 * READ / pace)
+    return Roof(peak / slowdown, device.bandwidth_gbs * 1e9 * READ / slowdown)
 
 
-def block_pace(case: Case) -> float:
+def block_slowdown(spec: StepSpec) -> float:
     """Time of the last block's kernels beside that of the same kernels alone."""
-    software = case.software
-    return software.pace * (software.moe_pace if case.model.is_moe_layer(case.model.n_layers - 1) else 1.0)
+    framework = spec.framework
+    return framework.slowdown * (framework.moe_slowdown if spec.model.is_moe_layer(spec.model.n_layers - 1) else 1.0)
 
 
-def points(case: Case) -> tuple[Point, ...]:
+def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
     """The operators of the last block, one with experts where the model has them: matrix products, attention,
     memory-bound operations."""
-    layer = case.model.n_layers - 1
-    work = operators.block(case.model, layer, case.layout, case.batch.micro_batch)
-    waits = _collectives(case, work)
-    found = [*_products(case, work), *_attention(case, work.scores), *_streams(case, work)]
+    layer = spec.model.n_layers - 1
+    work = operators.block(spec.model, layer, spec.layout, spec.batch.micro_batch)
+    waits = _collectives(spec, work)
+    found = [*_products(spec, work), *_attention(spec, work.scores), *_streams(spec, work)]
     return tuple(replace(point, communication=waits[point.name]) for point in found)
 
 
-def _products(case: Case, work: Work) -> Iterator[Point]:
+def _products(spec: StepSpec, work: Work) -> Iterator[OperatorPoint]:
     for p in work.products:
-        narrow = "bf16" if p.sixteen and case.products in ("fp8", "fp4") else case.products
-        yield _point(case, Work((p,), None, ()), p, 2.0 * p.m * p.n * p.k * p.number, narrow)
+        narrow = "bf16" if p.sixteen and spec.products in ("fp8", "fp4") else spec.products
+        yield _point(spec, Work((p,), None, ()), p, 2.0 * p.m * p.n * p.k * p.number, narrow)
 
 
-def _attention(case: Case, scores: Scores | None) -> Iterator[Point]:
+def _attention(spec: StepSpec, scores: Scores | None) -> Iterator[OperatorPoint]:
     """One fused kernel over the half of the pairs that the mask leaves, or products of all with a softmax between."""
     if scores is None:
         return
     s, widths = scores, scores.head + scores.value_head
-    pairs = s.queries * (max(1, s.keys // 2) if case.software.attention == "flash" else s.keys)
-    kind = "fp32" if case.products == "fp32" else "bf16"
-    yield _point(case, Work((), s, ()), s, 2.0 * s.sequences * s.heads * pairs * widths, kind)
+    pairs = s.queries * (max(1, s.keys // 2) if spec.framework.attention == "flash" else s.keys)
+    kind = "fp32" if spec.products == "fp32" else "bf16"
+    yield _point(spec, Work((), s, ()), s, 2.0 * s.sequences * s.heads * pairs * widths, kind)
 
 
-def _streams(case: Case, work: Work) -> Iterator[Point]:
+def _streams(spec: StepSpec, work: Work) -> Iterator[OperatorPoint]:
     for stream in work.streams:
-        yield _point(case, Work((), None, (stream,)), stream, stream.forward, case.products)
+        yield _point(spec, Work((), None, (stream,)), stream, stream.forward, spec.products)
 
 
-def _point(case: Case, work: Work, op: Product | Scores | Stream, flops: float, kind: str) -> Point:
-    device, alone = case.cluster.accelerator, replace(case.software, pace=1.0, moe_pace=1.0)
+def _point(spec: StepSpec, work: Work, op: Product | Scores | MemoryBound, flops: float, kind: str) -> OperatorPoint:
+    device, alone = spec.cluster.accelerator, replace(spec.framework, slowdown=1.0, moe_slowdown=1.0)
 
     def seconds(on: Accelerator) -> float:
-        return work_seconds(on, work, alone, case.products).forward
+        return work_seconds(on, work, alone, spec.products).forward
 
     free = {"ceiling": inf, "fp8_ceiling": inf}
     bandwidth = device.bandwidth_gbs * 1e9 * READ
@@ -134,25 +134,25 @@ def _point(case: Case, work: Work, op: Product | Scores | Stream, flops: float, 
         "memory": moved / bandwidth,
         "launch": seconds(replace(device, bandwidth_gbs=inf, **free)),
     }
-    return Point(
+    return OperatorPoint(
         name="attention" if isinstance(op, Scores) else op.name,
         flops=flops,
         bytes=moved,
-        seconds=block_pace(case) * seconds(device),
+        seconds=block_slowdown(spec) * seconds(device),
         bound=max(limits, key=lambda name: limits[name]),
         products=kind,
     )
 
 
-def _collectives(case: Case, work: Work) -> dict[str, float]:
+def _collectives(spec: StepSpec, work: Work) -> dict[str, float]:
     """By operator, seconds of its collectives forward: tensor parallelism gathers sequences before the first product of
     each half of a block and scatters after the last (or only sums there), rows travel to their experts and back, keys
     around the ring of attention, or heads of Ulysses."""
     moe = any(p.name.startswith("experts") for p in work.products)
-    traffic, feed = block_traffic(case, moe), "experts" if moe else "mlp"
+    traffic, feed = block_traffic(spec, moe), "experts" if moe else "mlp"
     first, last = (work.products[0].name, f"{feed}.up"), ("wo", f"{feed}.down")
     found: defaultdict[str, float] = defaultdict(float)
-    around = (*first, *last) if case.layout.sp else last
+    around = (*first, *last) if spec.layout.sp else last
     for name in around:
         found[name] += traffic.tp_forward / len(around)
     for name in (first[1], last[1]):

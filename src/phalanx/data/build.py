@@ -15,7 +15,7 @@ from phalanx.data.shards import SPLITS, Index, Shard, damage, shard_file, write_
 
 
 @dataclass(frozen=True)
-class Work:
+class BuildTask:
     """A shard to be made. `start` begins to make its tokens, (tokens,); `size` is its share of the progress."""
 
     split: str
@@ -31,13 +31,13 @@ class ShardMaker:
         same = old and (old.corpus.sha256, old.tokenizer) == (index.corpus.sha256, index.tokenizer)
         self._folder, self._index, self._progress = folder, index, progress
         self._old = old if same else None
-        self._begun: deque[tuple[Work, Shard | Future[np.ndarray]]] = deque()
+        self._begun: deque[tuple[BuildTask, Shard | Future[np.ndarray]]] = deque()
         self._done = 0
         if not same:
             for stale in folder.glob("*.bin"):
                 stale.unlink()
 
-    def run(self, work: Iterable[Work], total: int, *, ahead: int) -> None:
+    def run(self, work: Iterable[BuildTask], total: int, *, ahead: int) -> None:
         """Make the shards in order, at most `ahead` begun beyond the one that is written; `total` is all their size."""
         begun = dict.fromkeys(SPLITS, 0)
         write_index(self._folder, self._index)

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.config.data import Data
 from phalanx.data.shakespeare import find_shakespeare
 from phalanx.errors import DataError
-from phalanx.job.data import Data
 
 SEGMENT_CHARACTERS = 1 << 20
 """The longest text that is tokenized at once; a longer document is cut after a line (this shapes the token stream)."""

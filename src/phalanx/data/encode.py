@@ -45,8 +45,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, folder: Path, processes: int):
         self._tokenizer = tokenizer
-        self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
-        self._processes = [_Process(folder) for _ in range(processes)]
+        self._idle: queue.SimpleQueue[_EncoderProcess] = queue.SimpleQueue()
+        self._processes = [_EncoderProcess(folder) for _ in range(processes)]
         for process in self._processes:
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(max(1, processes))
@@ -75,7 +75,7 @@ class Encoder:
             self._idle.put(process)
 
 
-class _Process:
+class _EncoderProcess:
     """One child that encodes. Request: a line of JSON, [[text, separated], …]. Reply: a line with the number of
     tokens, then the tokens as little-endian uint32. It ends when its standard input does, so it cannot outlive us."""
 

@@ -14,12 +14,12 @@ from types import TracebackType
 
 import numpy as np
 
+from phalanx.config.data import IGNORE
 from phalanx.data.order import sample_ids
 from phalanx.data.readahead import ReadAhead
 from phalanx.data.shards import SPLITS, check_tokenizer, map_shard, open_shards, repair_command
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
-from phalanx.job.data import IGNORE
 
 
 @dataclass(frozen=True)

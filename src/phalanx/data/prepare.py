@@ -14,26 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.config.data import Data
 from phalanx.data import corpus
-from phalanx.data.build import ShardMaker, Work
+from phalanx.data.build import BuildTask, ShardMaker
 from phalanx.data.corpus import Segment
 from phalanx.data.encode import Encoder
 from phalanx.data.files import TEMPORARY, locked
 from phalanx.data.progress import Progress, silent
 from phalanx.data.settings import overrides, prepared_path, tokenizer_path
-from phalanx.data.shards import (
-    INDEX,
-    SPLITS,
-    CorpusRecord,
-    Index,
-    damage,
-    dtype_for,
-    read_index,
-    repair_command,
-)
+from phalanx.data.shards import INDEX, SPLITS, CorpusRecord, Index, damage, dtype_for, read_index, repair_command
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import DataError
-from phalanx.job.data import Data
 
 SHARD_CHARACTERS = 1 << 21
 """A shard takes segments until it holds at least this many characters …"""
@@ -114,7 +105,9 @@ def _build_random(folder: Path, data: Data, old: Index | None, progress: Progres
     cut = int(data.random_tokens * (1 - data.val_fraction))
     with ThreadPoolExecutor(1) as thread:
         work = (
-            Work(split, size, partial(thread.submit, partial(_random_tokens, split, number, size, data.random_vocab)))
+            BuildTask(
+                split, size, partial(thread.submit, partial(_random_tokens, split, number, size, data.random_vocab))
+            )
             for split, tokens in zip(SPLITS, (cut, data.random_tokens - cut), strict=True)
             for number, size in enumerate(_chunks(tokens, RANDOM_SHARD_TOKENS))
         )
@@ -141,7 +134,8 @@ def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress)
     workers = min(data.workers or len(os.sched_getaffinity(0)), -(-scan.characters // size))
     with Encoder(tokenizer, folder, workers if tokenizer.slow and workers > 1 else 0) as encoder:
         work = (
-            Work(split, sum(map(len, group)), partial(encoder.submit, group)) for split, group in _group(parts(), size)
+            BuildTask(split, sum(map(len, group)), partial(encoder.submit, group))
+            for split, group in _group(parts(), size)
         )
         ShardMaker(folder, index, old, progress).run(work, scan.characters, ahead=2 * workers)
 

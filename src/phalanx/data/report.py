@@ -7,11 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+from phalanx.config.data import Data
 from phalanx.data.prepare import prepare
 from phalanx.data.progress import stderr_progress
 from phalanx.data.shards import SPLITS, Index, map_shard, open_shards
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.job.data import Data
 
 SAMPLE_CHARACTERS = 60
 

@@ -9,11 +9,11 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+from phalanx.check.job import data_problems
+from phalanx.config.data import Data
 from phalanx.data.shards import VERSION
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
-from phalanx.job.check import data_problems
-from phalanx.job.data import Data
 
 TOKENIZERS = ("char", "byte", "bpe")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from phalanx.config.job import Job
 from phalanx.errors import DataError, JobError
-from phalanx.job.job import Job
 
 
 def vocabulary_size(job: Job) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.blocks.parameters import parameter_shapes
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import CheckpointError, JobError
 from phalanx.generate.sampling import generate
-from phalanx.job.parameters import parameter_shapes
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.precision import DTYPES
 from phalanx.train import checkpoint

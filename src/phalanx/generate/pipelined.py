@@ -21,20 +21,20 @@ from torch import Tensor
 
 from phalanx.comm.agree import on_rank_zero
 from phalanx.comm.axis import Axis
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.run import RunOptions
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
 from phalanx.generate.load import LoadedRun, empty_model, fill, find
 from phalanx.generate.sampling import Choose, Sampling, extend
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.run import Run
 from phalanx.launch.local import launch_local
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.model.cache import Cache
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.stages import Stage, Stages
-from phalanx.plan.cut import stages_of
+from phalanx.partition.cut import stages_of
 from phalanx.schedule import catalogue
 from phalanx.train import checkpoint
 from phalanx.train import device as devices
@@ -98,7 +98,7 @@ def joined(ranks: Ranks, run: Path, step: int, device: str, pp: int) -> Iterator
     JobError too where the ranks are not as many, or do not suit the model."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait until a message has come
     target = devices.choose(device, ranks.local_rank)
-    with process_group(ranks, device=target, timeout_s=Run().timeout_s):
+    with process_group(ranks, device=target, timeout_s=RunOptions().timeout_s):
         yield load_part(run, step, target, pp)
 
 
@@ -115,7 +115,7 @@ def load_part(run: Path, step: int, device: torch.device, pp: int) -> PipelinedR
     return PipelinedRun(model, Tokenizer.load(run), device, manifest.step, stage, axis, vocab)
 
 
-def _stages(model: Model, vocab: int, pp: int, rank: int) -> Stages:
+def _stages(model: ModelConfig, vocab: int, pp: int, rank: int) -> Stages:
     """One stage a rank, cut by cost. Raises JobError where there is not a layer for each."""
     layers = model.n_layers
     if not 1 <= pp <= layers:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.job.model import Model
 from phalanx.model.cache import Cache
 from phalanx.model.seeding import derive_seed
 from phalanx.model.transformer import Transformer
@@ -63,7 +63,7 @@ def generate(
 def extend(
     follow: Follow,
     prompt_tokens: Tensor,
-    model: Model,
+    model: ModelConfig,
     vocab: int,
     options: Sampling,
     on_token: Callable[[Tensor], None] | None = None,

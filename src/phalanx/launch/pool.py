@@ -56,7 +56,7 @@ class Pool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__, *preload])
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx_pool_")  # mode 0700
-        self._ranks: dict[int, _Process] = {}
+        self._ranks: dict[int, _PoolProcess] = {}
         self._calls = itertools.count()
         atexit.register(self.close)
 
@@ -110,10 +110,10 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _process(self, rank: int) -> _Process:
+    def _process(self, rank: int) -> _PoolProcess:
         process = self._ranks.get(rank)
         if process is None or not process.process.is_alive():
-            process = self._ranks[rank] = _Process(self._context, Path(self._directory.name))
+            process = self._ranks[rank] = _PoolProcess(self._context, Path(self._directory.name))
         return process
 
 
@@ -138,7 +138,7 @@ class _Died:
 _Answer = _Result | _Raised | _Died
 
 
-class _Process:
+class _PoolProcess:
     """One rank process as the caller sees it."""
 
     def __init__(self, context: ForkServerContext, directory: Path):
@@ -163,7 +163,7 @@ class _Process:
         self.connection.close()
 
 
-def _collect(processes: Sequence[_Process], deadline: float) -> dict[int, _Answer]:
+def _collect(processes: Sequence[_PoolProcess], deadline: float) -> dict[int, _Answer]:
     """What the ranks answer before the deadline, in the order in which they do."""
     answers: dict[int, _Answer] = {}
     pending = dict(enumerate(processes))
@@ -181,7 +181,7 @@ def _collect(processes: Sequence[_Process], deadline: float) -> dict[int, _Answe
 
 
 def _error(
-    fn: Callable[..., Any], processes: Sequence[_Process], answers: dict[int, _Answer], timeout: float
+    fn: Callable[..., Any], processes: Sequence[_PoolProcess], answers: dict[int, _Answer], timeout: float
 ) -> BaseException:
     """What to raise for a call that failed."""
     world = len(processes)

@@ -41,7 +41,7 @@ SINGLE = Ranks(rank=0, world=1, local_rank=0, local_world=1, node_rank=0, source
 
 
 @dataclass(frozen=True)
-class _Row:
+class _LauncherVariables:
     """The variables of one launcher; of several names the first that is set counts."""
 
     source: str
@@ -56,7 +56,7 @@ class _Row:
 
 # `phalanx train` starts its ranks with torchrun's variables. RANK alone proves nothing: a Kubernetes
 # PyTorchJob sets RANK and WORLD_SIZE to the index and the number of pods, hence LOCAL_RANK and MASTER_*.
-_TORCHRUN = _Row(
+_TORCHRUN = _LauncherVariables(
     source="torchrun",
     rank=("RANK",),
     world=("WORLD_SIZE",),
@@ -65,7 +65,7 @@ _TORCHRUN = _Row(
     node_rank=("GROUP_RANK",),
     needs=("MASTER_ADDR", "MASTER_PORT"),
 )
-_SLURM = _Row(
+_SLURM = _LauncherVariables(
     source="slurm",
     rank=("SLURM_PROCID",),
     world=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -74,7 +74,7 @@ _SLURM = _Row(
     needs=("SLURM_STEP_ID",),  # a batch shell has SLURM_PROCID=0 too, but it is no task of a step
 )
 _SCHEDULERS = (
-    _Row(
+    _LauncherVariables(
         source="pals",
         rank=("PALS_RANKID",),
         world=("PMI_SIZE",),
@@ -82,7 +82,7 @@ _SCHEDULERS = (
         local_world=("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
         node_rank=("PALS_NODEID",),
     ),
-    _Row(
+    _LauncherVariables(
         source="openmpi",
         rank=("OMPI_COMM_WORLD_RANK",),
         world=("OMPI_COMM_WORLD_SIZE",),
@@ -90,7 +90,7 @@ _SCHEDULERS = (
         local_world=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         # OMPI_COMM_WORLD_NODE_RANK is the rank on the node over all jobs, not the index of the node
     ),
-    _Row(
+    _LauncherVariables(
         source="mpich",
         rank=("PMI_RANK",),
         world=("PMI_SIZE",),
@@ -124,7 +124,7 @@ def detect(env: Mapping[str, str]) -> Ranks | None:
     return None
 
 
-def _read(row: _Row, env: Mapping[str, str]) -> Ranks | None:
+def _read(row: _LauncherVariables, env: Mapping[str, str]) -> Ranks | None:
     rank, world, local_rank = (_number(env, names) for names in (row.rank, row.world, row.local_rank))
     if rank is None or world is None or local_rank is None or any(name not in env for name in row.needs):
         return None
@@ -168,7 +168,7 @@ def _place(ranks: Ranks) -> tuple[int, int, int]:
     return ranks.rank, ranks.world, ranks.local_rank
 
 
-def _shown(row: _Row, env: Mapping[str, str]) -> str:
+def _shown(row: _LauncherVariables, env: Mapping[str, str]) -> str:
     """The row's variables with their values; only these, for an environment holds secrets too."""
     names = [*row.rank, *row.world, *row.local_rank, *row.local_world, *row.node_rank, *row.needs]
     return " ".join(f"{name}={env[name]}" for name in names if name in env)

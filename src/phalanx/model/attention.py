@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.job.model import Model
+from phalanx.config.model import ModelConfig
 from phalanx.model.layers import Linear
 from phalanx.model.noise import Noise
 from phalanx.model.rotary import rotate
@@ -28,7 +28,7 @@ class KeysAndValues(Protocol):
 class Attention(nn.Module):
     """Causal self-attention with as many key/value heads as query heads, or fewer (Ainslie et al. 2023)."""
 
-    def __init__(self, model: Model, layer: int):
+    def __init__(self, model: ModelConfig, layer: int):
         super().__init__()
         self.layer = layer
         self.head_size = model.head_size
@@ -66,7 +66,7 @@ class CoreAttention(nn.Module):
     """softmax(q kᵀ / √head_size) v. A module of its own, without parameters, because layouts treat it apart: it is what
     selective recomputation repeats and what context parallelism replaces."""
 
-    def __init__(self, model: Model, layer: int):
+    def __init__(self, model: ModelConfig, layer: int):
         super().__init__()
         self.n_heads = model.n_heads
         self.dropout = model.dropout

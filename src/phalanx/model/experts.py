@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.job.model import Model
+from phalanx.config.model import ModelConfig
 from phalanx.model.layers import Activation
 
 Sizes = Tensor | Sequence[int]
@@ -26,7 +26,7 @@ class Experts(nn.Module):
 
     How many experts there are is read off the weights, so that a rank that holds a part of them runs the same code."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: ModelConfig):
         super().__init__()
         n, width = model.moe.n_experts, model.expert_ff_size
         self.activate = Activation(model)

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.job.model import Model
+from phalanx.config.model import ModelConfig
 from phalanx.model.seeding import derive_seed
 
 _RESIDUAL_OUTPUTS = ("wo.weight", "down.weight")
 
 
-def initial_value(name: str, shape: Sequence[int], model: Model, seed: int) -> Tensor:
+def initial_value(name: str, shape: Sequence[int], model: ModelConfig, seed: int) -> Tensor:
     """The value that the parameter `name` of the whole `shape` starts with, in float32 on the CPU.
 
     Norms start at one and biases at zero; the rest is normal with standard deviation init_std, divided by
@@ -34,7 +34,7 @@ def initial_value(name: str, shape: Sequence[int], model: Model, seed: int) -> T
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, model: Model, seed: int) -> None:
+def initialise(module: nn.Module, model: ModelConfig, seed: int) -> None:
     """Gives every parameter of a `Transformer`, or of a part of one that keeps its names, its initial value in place.
 
     A module built on the meta device is first given memory with `module.to_empty(device=...)`."""

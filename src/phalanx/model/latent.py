@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.job.model import Model
+from phalanx.config.model import ModelConfig
 from phalanx.model.attention import CoreAttention, KeysAndValues
 from phalanx.model.layers import Linear, make_norm
 from phalanx.model.noise import Noise
@@ -23,7 +23,7 @@ class LatentAttention(nn.Module):
     Keys and values are expanded before they are cached or attended to: what the compression saves here is parameters,
     not memory."""
 
-    def __init__(self, model: Model, layer: int):
+    def __init__(self, model: ModelConfig, layer: int):
         super().__init__()
         mla, bias = model.mla, model.bias or model.qkv_bias
         self.layer = layer

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.job.model import Model
+from phalanx.config.model import ModelConfig
 
 Multiply = Callable[..., Tensor]
 """x weightᵀ + bias as F.linear computes it: (x, weight, bias=None)."""
@@ -26,7 +26,7 @@ class Linear(nn.Linear):
 class Activation:
     """What lies between the matrices of an MLP: GELU, exact or in its tanh form, or a SiLU gate (SwiGLU)."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: ModelConfig):
         self.gelu = "tanh" if model.activation == "gelu_tanh" else "none"
 
     def __call__(self, wide: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -38,7 +38,7 @@ class MLP(nn.Module):
     """Two matrices around a GELU, or three with a SiLU gate (SwiGLU, Shazeer 2020), of a hidden `width`: by default the
     model's."""
 
-    def __init__(self, model: Model, width: int | None = None):
+    def __init__(self, model: ModelConfig, width: int | None = None):
         super().__init__()
         width = width or model.ff_size
         self.activate = Activation(model)
@@ -56,7 +56,7 @@ class MLP(nn.Module):
         return (self.up(x),) if self.gate is None else (self.up(x), self.gate(x))
 
 
-def make_norm(model: Model, width: int | None = None) -> nn.Module:
+def make_norm(model: ModelConfig, width: int | None = None) -> nn.Module:
     """The model's normalisation over `width` elements, by default d_model."""
     width = width or model.d_model
     if model.norm == "rmsnorm":

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.job.data import IGNORE
+from phalanx.config.data import IGNORE
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.job.model import Model
+from phalanx.config.model import ModelConfig
 from phalanx.model.experts import Experts, Sizes
 from phalanx.model.layers import MLP, Linear
 
@@ -111,11 +111,11 @@ class Router(Linear):
         return self.multiply(input, self.weight)
 
 
-class MoE(nn.Module):
+class MixtureOfExperts(nn.Module):
     """The mixture-of-experts layer of block `layer`: router, routed experts and, where there are any, the shared
     experts, as one MLP of their common width (DeepSeek-V3, section 2.1.2)."""
 
-    def __init__(self, model: Model, layer: int, routing: Routing):
+    def __init__(self, model: ModelConfig, layer: int, routing: Routing):
         super().__init__()
         self.model, self.layer, self.routing = model, layer, routing
         moe = model.moe

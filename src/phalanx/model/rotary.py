@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from phalanx.job.model import Model
+from phalanx.config.model import ModelConfig
 
 
-def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
+def rotary_frequencies(model: ModelConfig, device: torch.device) -> Tensor:
     """Radians per position of each pair that is turned, (rotary_size / 2,), in float64."""
     size = model.rotary_size
     exponents = torch.arange(0, size, 2, dtype=torch.float64, device=device) / size
@@ -32,7 +32,7 @@ def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
     return torch.lerp(stretched, frequencies, kept.clamp(0, 1))
 
 
-def rotary_table(model: Model, positions: Tensor, dtype: torch.dtype) -> Tensor:
+def rotary_table(model: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Cosines and sines of `positions` (seq,): (2, seq, 1, rotary_size / 2), in at least float32.
 
     It is made anew in each forward pass: that costs next to nothing, and a table kept in a buffer would be lost on the

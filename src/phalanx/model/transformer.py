@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.blocks.parameters import vocabulary
+from phalanx.check.model import model_problems
+from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.job.check_model import model_problems
-from phalanx.job.model import Model
-from phalanx.job.parameters import vocabulary
 from phalanx.model.attention import Attention, KeysAndValues
 from phalanx.model.cache import Cache
 from phalanx.model.latent import LatentAttention
 from phalanx.model.layers import MLP, Multiply, make_norm
-from phalanx.model.moe import MoE, Routing
+from phalanx.model.moe import MixtureOfExperts, Routing
 from phalanx.model.noise import Noise, dropout
 from phalanx.model.rotary import rotary_table
 
@@ -35,10 +35,10 @@ class Transformer(nn.Module):
     """The whole model: embeddings, blocks, final norm and head.
 
     `vocab_size` is the tokenizer's, used where the model's shape leaves it open. The parameters are exactly those of
-    `phalanx.job.parameters.parameter_shapes`; `phalanx.model.init.initialise` gives them their values.
+    `phalanx.blocks.parameters.parameter_shapes`; `phalanx.model.init.initialise` gives them their values.
     Raises JobError for a shape that makes no sense."""
 
-    def __init__(self, model: Model, vocab_size: int | None = None):
+    def __init__(self, model: ModelConfig, vocab_size: int | None = None):
         super().__init__()
         if problems := [f"{path}: {message}" for path, message in model_problems(model)]:
             raise JobError(problems)
@@ -130,7 +130,7 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then MLP or experts, each on a normalised copy of the residual stream and added to it."""
 
-    def __init__(self, model: Model, layer: int, routing: Routing):
+    def __init__(self, model: ModelConfig, layer: int, routing: Routing):
         super().__init__()
         self.dropout = model.dropout
         self.site = f"blocks.{layer}"
@@ -139,7 +139,7 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(model)
         self.has_experts = model.is_moe_layer(layer)
         if self.has_experts:
-            self.moe = MoE(model, layer, routing)
+            self.moe = MixtureOfExperts(model, layer, routing)
         else:
             self.mlp = MLP(model)
 
@@ -163,7 +163,7 @@ class Head(nn.Module):
 
     multiply: Multiply = staticmethod(F.linear)
 
-    def __init__(self, model: Model, vocab: int):
+    def __init__(self, model: ModelConfig, vocab: int):
         super().__init__()
         self.weight = None if model.tied else nn.Parameter(torch.empty(vocab, model.d_model))
 

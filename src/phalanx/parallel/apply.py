@@ -10,21 +10,17 @@ import torch
 from torch import nn
 
 from phalanx.comm.axis import Axis
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.job import batch
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.pieces import BALANCING, WITHIN, padded_vocabulary
-from phalanx.job.pipeline import schedule_of
-from phalanx.job.recompute import recompute_of, written
 from phalanx.model.init import initial_value
 from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import context, expert, tensor, vocabulary
-from phalanx.parallel.data import Partial, Pieces, Replica, ThreadReplicas
+from phalanx.parallel.data import PartialGradients, Pieces, Replica, ThreadReplicas
 from phalanx.parallel.fragments import by_whole
 from phalanx.parallel.fsdp import ShardedReplica
-from phalanx.parallel.linear import WeightGradients, collect, onednn_is_faster, use_onednn
+from phalanx.parallel.linear import DeferredWeightGrads, collect, onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import ChunkedObjective, Loss, Objective
 from phalanx.parallel.pipedream import PipeDream
@@ -33,7 +29,11 @@ from phalanx.parallel.recompute import recompute
 from phalanx.parallel.stages import Stages
 from phalanx.parallel.tiling import tile
 from phalanx.parallel.zero import BucketReplica
-from phalanx.plan.cut import layer_costs, shown, stages_of
+from phalanx.partition import batch
+from phalanx.partition.cut import layer_costs, shown, stages_of
+from phalanx.partition.pipeline import schedule_of
+from phalanx.partition.recompute import recompute_of, written
+from phalanx.partition.tensor_slices import BALANCING, WITHIN, padded_vocabulary
 from phalanx.units import counted
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     layout, dtype, vocab = job.layout, model.embed.weight.dtype, model.embed.num_embeddings
     stages = _stages(model, job, mesh, vocab) if layout.pp > 1 else None
     # Where no backward pass is cut in halves, autograd's own way is some 2 % faster.
-    later = WeightGradients() if stages and stages.schedule.splits else None
+    later = DeferredWeightGrads() if stages and stages.schedule.splits else None
     lanes = mesh.lanes("pp")  # of all ranks, so before the groups that only some of them make
     pieces, partials, taken = _cut(model, mesh, layout, vocab, later)
     _deal_out(model, mesh, layout)
@@ -81,7 +81,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     if stages is not None:
         parts = layout.tp if layout.sp else 1
         kind = Pipeline if stages.schedule.steps == 1 else PipeDream
-        replica.runner = kind(replica, stages, lanes, later or WeightGradients(), parts)
+        replica.runner = kind(replica, stages, lanes, later or DeferredWeightGrads(), parts)
     _initialise(replica, job, mesh)
     return replica
 
@@ -99,19 +99,19 @@ def _stages(model: Transformer, job: Job, mesh: Mesh, vocab: int) -> Stages:
     return stages
 
 
-def _shared(mesh: Mesh, stages: Stages, pieces: Pieces) -> list[Partial]:
+def _shared(mesh: Mesh, stages: Stages, pieces: Pieces) -> list[PartialGradients]:
     """Parameters that several ranks of a pipeline hold: the embedding where it is the head's as well, and with a second
     direction all of them. The ranks add up what each has found."""
     names: dict[tuple[int, ...], set[str]] = {}
     for name in pieces:
         if len(ranks := tuple(sorted(stages.holders(name)))) > 1:
             names.setdefault(ranks, set()).add(name)
-    return [Partial(mesh.among("pp", ranks), frozenset(shared)) for ranks, shared in sorted(names.items())]
+    return [PartialGradients(mesh.among("pp", ranks), frozenset(shared)) for ranks, shared in sorted(names.items())]
 
 
 def _cut(
-    model: Transformer, mesh: Mesh, layout: Layout, vocab: int, later: WeightGradients | None
-) -> tuple[Pieces, list[Partial], set[nn.Module]]:
+    model: Transformer, mesh: Mesh, layout: Layout, vocab: int, later: DeferredWeightGrads | None
+) -> tuple[Pieces, list[PartialGradients], set[nn.Module]]:
     """Tensor and sequence parallelism: what each tensor rank holds, whose gradients have to be summed over them, and
     the layers whose products it makes."""
     tp = mesh.axis("tp")
@@ -120,17 +120,17 @@ def _cut(
         return pieces, [], set()
     # A block that is computed again gathers its inputs then.
     keeps = [layer for layer in model.blocks if recompute_of(layout, int(layer), model.model.n_layers) == "full"]
-    taken = tensor.connect(model, tensor.Tensors(tp, layout.sp, layout.sp_regather, later), keeps)
+    taken = tensor.connect(model, tensor.TensorParallel(tp, layout.sp, layout.sp_regather, later), keeps)
     padding = padded_vocabulary(vocab, tp.size) - vocab
     log.info("tensor parallel: %d ranks%s", tp.size, f", vocabulary {vocab} + {padding} padding" if padding else "")
     partials = []
     copies = max(piece[0].copies for piece in pieces.values() if piece[0].dim is not None)
     if copies > 1:
         shared = frozenset(name for name, piece in pieces.items() if piece[0].dim is not None and piece[0].copies > 1)
-        partials.append(Partial(mesh.neighbours("tp", copies), shared))
+        partials.append(PartialGradients(mesh.neighbours("tp", copies), shared))
         log.info("tensor parallel: each key/value head on %d ranks", copies)
     whole = (name for name, piece in pieces.items() if piece[0].dim is None and not name.endswith(BALANCING))
-    partials.append(Partial(tp, frozenset(name for name in whole if layout.sp or name.endswith(WITHIN))))
+    partials.append(PartialGradients(tp, frozenset(name for name in whole if layout.sp or name.endswith(WITHIN))))
     if layout.sp:
         log.info("sequence parallel: %d tokens of a sequence a rank", model.model.seq_len // tp.size)
     return pieces, partials, taken
@@ -164,7 +164,7 @@ def _objective(model: Transformer, mesh: Mesh, layout: Layout, vocab: int) -> Ob
 def _spread(
     objective: Objective,
     pieces: Pieces,
-    partials: list[Partial],
+    partials: list[PartialGradients],
     job: Job,
     mesh: Mesh,
     device: torch.device,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis, Pending
-from phalanx.job.pieces import groups
+from phalanx.partition.tensor_slices import groups
 
 
 @dataclass

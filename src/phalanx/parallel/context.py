@@ -1,8 +1,8 @@
 """Context parallelism: the ranks along the cp axis each hold a part of every sequence, and meet in attention.
 
 Of a grid of ring × ulysses ranks (Fang and Zhao 2024, USP), those of one place of the ring exchange heads for tokens
-(ulysses.py), and between the places keys and values travel (ring.py). job/context.py says which positions a rank holds.
-Everything else in a model works on single tokens, except what a mixture of experts counts over whole sequences.
+(ulysses.py), and between the places keys and values travel (ring.py). partition/sequence.py says which positions a rank
+holds. Everything else in a model works on single tokens, except what a mixture of experts counts over whole sequences.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.job.context import places
-from phalanx.job.layout import Layout
+from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.ring import Dropping, ring_attention
 from phalanx.parallel.ulysses import to_heads, to_tokens
+from phalanx.partition.sequence import places
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
-from phalanx.job.pieces import Piece
-from phalanx.parallel.fragments import Fragment
+from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
+from phalanx.partition.tensor_slices import TensorSlice
 
-Pieces = Mapping[str, tuple[Piece, ...]]
+Pieces = Mapping[str, tuple[TensorSlice, ...]]
 """By parameter name, what each tensor rank holds."""
 
 
 @dataclass(frozen=True)
-class Partial:
+class PartialGradients:
     """Parameters that several tensor ranks hold alike, but of whose gradient each computes only its own tokens' or
     heads' part: the parts are summed over `axis` once a step."""
 
@@ -53,7 +53,7 @@ class Replica:
 
     runner: Runner | None = None
 
-    def __init__(self, objective: Objective, pieces: Pieces, tp: Axis, partials: Sequence[Partial] = ()):
+    def __init__(self, objective: Objective, pieces: Pieces, tp: Axis, partials: Sequence[PartialGradients] = ()):
         self.objective, self.tp, self.partials = objective, tp, partials
         self.fragments = self._fragments(pieces)
 
@@ -114,8 +114,10 @@ class Replica:
             fragment.gradient = None
         self.objective.zero_grad(set_to_none=True)
 
-    def _fragments(self, pieces: Pieces) -> list[Fragment]:
-        return [Fragment(name, pieces[name], self.tp.rank, 0, parameter) for name, parameter in self._parameters()]
+    def _fragments(self, pieces: Pieces) -> list[ParameterShard]:
+        return [
+            ParameterShard(name, pieces[name], self.tp.rank, 0, parameter) for name, parameter in self._parameters()
+        ]
 
     def _sum_partials(self) -> None:
         for partial in self.partials:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis, Pending
-from phalanx.job.pieces import experts_of
 from phalanx.model.experts import GroupedLinear, Sizes
-from phalanx.model.moe import MoE
+from phalanx.model.moe import MixtureOfExperts
+from phalanx.partition.tensor_slices import experts_of
 
 
 def cut_experts(model: nn.Module, ep: Axis) -> None:
@@ -37,11 +37,13 @@ def cut_experts(model: nn.Module, ep: Axis) -> None:
 def connect(model: nn.Module, ep: Axis) -> None:
     """Have the mixtures of experts in `model`, whose experts are dealt out, exchange rows with each other."""
     for module in model.modules():
-        if isinstance(module, MoE):
+        if isinstance(module, MixtureOfExperts):
             module.compute = partial(_compute, module, ep)
 
 
-def _compute(moe: MoE, ep: Axis, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+def _compute(
+    moe: MixtureOfExperts, ep: Axis, rows: Tensor, sizes: Sizes, tokens: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """What the experts, wherever they are, make of `rows` (rows, d_model), and the shared experts of `tokens`.
 
     `rows` are sorted by expert, `sizes` of them for each; a list of sizes is the same on all ranks."""
@@ -50,7 +52,7 @@ def _compute(moe: MoE, ep: Axis, rows: Tensor, sizes: Sizes, tokens: Tensor) -> 
     by_rank = [line[mine.start : mine.stop] for line in table]
     by_expert = [list(column) for column in zip(*by_rank, strict=True)]
     given, taken = _parts(table[ep.rank], ep.size), [sum(line) for line in by_rank]
-    out, back = _Exchange(ep, given, taken), _Exchange(ep, taken, given)
+    out, back = _ExchangeRows(ep, given, taken), _ExchangeRows(ep, taken, given)
 
     received = out.start(rows)
     shared = None if moe.shared is None else moe.shared(tokens)
@@ -86,7 +88,7 @@ def _turned(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
 
 
 @dataclass
-class _Exchange:
+class _ExchangeRows:
     """One all-to-all of rows, started and waited for apart, and the one of their gradients in the backward pass.
 
     Autograd runs the nodes that are ready in the opposite order of their making: what is computed between start and
@@ -127,7 +129,7 @@ class _Start(torch.autograd.Function):
     """Rows leave; in the backward pass their gradients have come home."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: _ExchangeRows) -> Tensor:
         ctx.exchange = exchange
         return exchange.begin(rows, exchange.given, exchange.taken)
 
@@ -140,14 +142,14 @@ class _Wait(torch.autograd.Function):
     """Rows have come; in the backward pass their gradients leave."""
 
     @staticmethod
-    def forward(ctx: Any, arriving: Tensor, exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, arriving: Tensor, exchange: _ExchangeRows) -> Tensor:
         ctx.exchange = exchange
         exchange.finish()
         return arriving.view_as(arriving)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        exchange: _Exchange = ctx.exchange
+        exchange: _ExchangeRows = ctx.exchange
         exchange.begin(grad_outputs[0], exchange.taken, exchange.given)
         # Autograd takes gradients of the shape that arrived here; those that come home wait for `_Start` in `exchange`.
         return grad_outputs[0], None

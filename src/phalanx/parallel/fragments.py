@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.job.pieces import BALANCING, Piece
 from phalanx.parallel.mesh import Mesh
+from phalanx.partition.tensor_slices import BALANCING, TensorSlice
 
 
 @dataclass(eq=False)
-class Fragment:
+class ParameterShard:
     """This rank's share of one parameter, or of one tile of it."""
 
     name: str
     """Of the module's parameter."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
     """What each tensor rank holds of the whole."""
     tp_rank: int
     start: int
@@ -42,7 +42,7 @@ class Fragment:
         self.whole_name = self.whole_name or self.name
 
     @property
-    def piece(self) -> Piece:
+    def piece(self) -> TensorSlice:
         return self.pieces[self.tp_rank]
 
     @property
@@ -65,7 +65,7 @@ class Fragment:
             target.copy_(part.view(target.shape))
 
 
-def cut(whole: Tensor, piece: Piece) -> Tensor:
+def cut(whole: Tensor, piece: TensorSlice) -> Tensor:
     """The part of a whole parameter that a tensor rank holds; padding is zero."""
     if piece.dim is None:
         return whole
@@ -79,7 +79,7 @@ def cut(whole: Tensor, piece: Piece) -> Tensor:
 
 @torch.no_grad()
 def wholes(
-    fragments: Sequence[Fragment], tensors: Mapping[str, Tensor], mesh: Mesh, keep: bool
+    fragments: Sequence[ParameterShard], tensors: Mapping[str, Tensor], mesh: Mesh, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter-like tensor put together again from what the ranks hold, by name in the plain model, on the CPU.
 
@@ -112,7 +112,7 @@ def wholes(
 
 
 def _of_stages(
-    fragments: Sequence[Fragment], tensors: Mapping[str, Tensor], shard: Axis, tp: Axis, keep: bool
+    fragments: Sequence[ParameterShard], tensors: Mapping[str, Tensor], shard: Axis, tp: Axis, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole tensors of the layers that this rank has a part in."""
     device = fragments[0].value.device
@@ -134,9 +134,9 @@ def _of_stages(
             yield name, whole.cpu()
 
 
-def by_whole(fragments: Iterable[Fragment]) -> dict[str, list[Fragment]]:
+def by_whole(fragments: Iterable[ParameterShard]) -> dict[str, list[ParameterShard]]:
     """The fragments of each parameter of the plain model, by its name: one, or its tiles."""
-    found: dict[str, list[Fragment]] = {}
+    found: dict[str, list[ParameterShard]] = {}
     for fragment in fragments:
         found.setdefault(fragment.whole_name, []).append(fragment)
     return found
@@ -158,7 +158,7 @@ def _first(run: tuple[tuple[int, int], Tensor]) -> tuple[int, int]:
     return run[0]
 
 
-def _place(parts: Tensor, pieces: Sequence[Piece], whole: Tensor | None) -> Tensor:
+def _place(parts: Tensor, pieces: Sequence[TensorSlice], whole: Tensor | None) -> Tensor:
     """Put flattened pieces, a row of `parts` each, to their places in `whole`, which is made where it is missing."""
     if pieces[0].dim is None:
         return parts[0].view(pieces[0].whole)
@@ -171,7 +171,7 @@ def _place(parts: Tensor, pieces: Sequence[Piece], whole: Tensor | None) -> Tens
     return whole
 
 
-def counted(fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+def counted(fragments: Iterable[ParameterShard]) -> Iterator[ParameterShard]:
     """The fragments that this rank counts in norms of the whole model: copies on other ranks do not, and what balances
     routers has no gradient of the loss."""
     return (f for f in fragments if f.piece.first and not f.copy and not f.balances and f.value.numel())

@@ -23,16 +23,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.axis import Axis, Pending
-from phalanx.job.layout import Layout
-from phalanx.job.pieces import is_expert
+from phalanx.config.layout import Layout
 from phalanx.model.experts import Experts, GroupedLinear
-from phalanx.parallel.data import Partial, Pieces, Replica
-from phalanx.parallel.fragments import Fragment
+from phalanx.parallel.data import PartialGradients, Pieces, Replica
+from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.tiling import Tile
 from phalanx.parallel.zero import before
+from phalanx.partition.tensor_slices import is_expert
 
 
 class ShardedReplica(Replica):
@@ -45,7 +45,7 @@ class ShardedReplica(Replica):
         objective: Objective,
         pieces: Pieces,
         tp: Axis,
-        partials: Sequence[Partial],
+        partials: Sequence[PartialGradients],
         *,
         mesh: Mesh,
         replicate: Axis,
@@ -138,7 +138,7 @@ class ShardedReplica(Replica):
         self.root.reshard()  # otherwise done in the backward pass, which does not come here
         return found
 
-    def _fragments(self, pieces: Pieces) -> list[Fragment]:
+    def _fragments(self, pieces: Pieces) -> list[ParameterShard]:
         found = []
         for name, parameter in self._parameters():
             assert isinstance(parameter, DTensor), "fully_shard replaced every parameter"
@@ -149,7 +149,7 @@ class ShardedReplica(Replica):
             over = self.experts[1] if self.experts and is_expert(name) else self.shard
             above = -(-rows // over.size) * over.rank
             start = min(above, rows) * (parameter.numel() // rows) + before(name, parameter.numel(), self.experts)
-            found.append(Fragment(name, pieces[name], self.tp.rank, start, local.requires_grad_()))
+            found.append(ParameterShard(name, pieces[name], self.tp.rank, start, local.requires_grad_()))
         return found
 
 

@@ -47,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _Linear.apply(x, weight, bias, _multiply)
 
 
-def collect(modules: Iterable[nn.Module], later: WeightGradients) -> None:
+def collect(modules: Iterable[nn.Module], later: DeferredWeightGrads) -> None:
     """Have linear layers, those of experts, and heads leave the gradients of their weights to `later`."""
     for module in modules:
         if isinstance(module, GroupedLinear):
@@ -56,7 +56,7 @@ def collect(modules: Iterable[nn.Module], later: WeightGradients) -> None:
             module.multiply = partial(_collected, module.multiply, later)
 
 
-class WeightGradients:
+class DeferredWeightGrads:
     """The weight gradients of a model's linear layers: added up where they are to be, now or later.
 
     They need only what a layer read and the gradient of what it wrote, and nothing waits for them but the optimizer:
@@ -91,7 +91,7 @@ class WeightGradients:
 
 
 def _collected(
-    multiply: Multiply, later: WeightGradients, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    multiply: Multiply, later: DeferredWeightGrads, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     # To autograd the weight is a constant: it would look for a gradient here.
     return _Linear.apply(x, weight.detach(), bias, multiply, partial(later.take, weight))

@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.comm.ledger import Ledger
+from phalanx.config.layout import AXES, Layout
 from phalanx.errors import JobError
-from phalanx.job.layout import AXES, Layout
 
 DEVICE_AXES = ("pp", "dp_replicate", "shard", "tp")
 """Outermost first; what torch's mesh has."""
 
 
 @dataclass(frozen=True)
-class Line:
+class AxisGeometry:
     """How the ranks along an axis lie among all ranks."""
 
     size: int
@@ -50,7 +50,7 @@ class Mesh:
     """torch's mesh over pp, dp_replicate, shard and tp, those with more than one rank; None for a single process."""
     expert_devices: DeviceMesh | None = None
     """The same with edp and ep in shard's place, all of them; None without expert parallelism."""
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, AxisGeometry] = field(default_factory=dict)
     """By name, the axes that ranks communicate along."""
     ledger: Ledger = field(default_factory=Ledger)
     """Counts what goes over every axis."""
@@ -182,21 +182,21 @@ def place(layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     return sizes, {axis: coordinates[axis] for axis in AXES}
 
 
-def lines(layout: Layout) -> dict[str, Line]:
+def lines(layout: Layout) -> dict[str, AxisGeometry]:
     """The axes that ranks communicate along. Pure arithmetic, for any world size."""
     tp, cp, shard = layout.tp, layout.cp, layout.shard_ranks
     ulysses, ring = layout.cp_ulysses, layout.ring
     ulysses_first = layout.cp_inner == "ulysses"
     return {
-        "pp": Line(layout.pp, layout.dp_replicate * shard * tp),
-        "dp_replicate": Line(layout.dp_replicate, shard * tp),
-        "shard": Line(shard, tp),
-        "tp": Line(tp, 1),
-        "cp": Line(cp, tp),
-        "ring": Line(ring, tp * (ulysses if ulysses_first else 1)),
-        "ulysses": Line(ulysses, tp * (1 if ulysses_first else ring)),
-        "ep": Line(layout.ep, tp),
-        "edp": Line(shard // layout.ep, tp * layout.ep),
+        "pp": AxisGeometry(layout.pp, layout.dp_replicate * shard * tp),
+        "dp_replicate": AxisGeometry(layout.dp_replicate, shard * tp),
+        "shard": AxisGeometry(shard, tp),
+        "tp": AxisGeometry(tp, 1),
+        "cp": AxisGeometry(cp, tp),
+        "ring": AxisGeometry(ring, tp * (ulysses if ulysses_first else 1)),
+        "ulysses": AxisGeometry(ulysses, tp * (1 if ulysses_first else ring)),
+        "ep": AxisGeometry(layout.ep, tp),
+        "edp": AxisGeometry(shard // layout.ep, tp * layout.ep),
     }
 
 

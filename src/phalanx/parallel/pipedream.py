@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.parallel.data import Replica
-from phalanx.parallel.linear import WeightGradients
+from phalanx.parallel.linear import DeferredWeightGrads
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipeline import Execution, Pipeline
 from phalanx.parallel.stages import Stages
@@ -37,7 +37,7 @@ class PipeDream(Pipeline):
     """One rank's part in runs of batches."""
 
     def __init__(
-        self, replica: Replica, stages: Stages, lanes: tuple[Axis, Axis], later: WeightGradients, token_parts: int
+        self, replica: Replica, stages: Stages, lanes: tuple[Axis, Axis], later: DeferredWeightGrads, token_parts: int
     ):
         super().__init__(replica, stages, lanes, later, token_parts)
         ranks, each = self.schedule.ranks, self.schedule.micro_batches // self.schedule.steps

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.parallel.data import Replica
-from phalanx.parallel.linear import Product, WeightGradients
+from phalanx.parallel.linear import DeferredWeightGrads, Product
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage, Stages
-from phalanx.parallel.transfers import AHEAD, Post, Transfers
+from phalanx.parallel.transfers import AHEAD, P2PMailbox, Transfers
 from phalanx.schedule.schedule import Action
 
 
@@ -28,7 +28,7 @@ class Pipeline:
     """One rank's part of a pipeline, whose data parallelism is `replica`'s."""
 
     def __init__(
-        self, replica: Replica, stages: Stages, lanes: tuple[Axis, Axis], later: WeightGradients, token_parts: int
+        self, replica: Replica, stages: Stages, lanes: tuple[Axis, Axis], later: DeferredWeightGrads, token_parts: int
     ):
         """`lanes` are Mesh.lanes("pp"); `later` takes the gradients of the weights of the replica's model; between the
         layers a rank has one of `token_parts` parts of the tokens (sequence parallelism)."""
@@ -103,7 +103,7 @@ class Execution:
     """One run through a program."""
 
     def __init__(
-        self, pipeline: Pipeline, mail: Post, micros: dict[int, MicroTensors], device: torch.device, factor: float
+        self, pipeline: Pipeline, mail: P2PMailbox, micros: dict[int, MicroTensors], device: torch.device, factor: float
     ):
         self.pipeline, self.mail, self.micros, self.factor = pipeline, mail, micros, factor
         self.replica, self.later, self.slices = pipeline.replica, pipeline.later, pipeline.schedule.slices

@@ -1,9 +1,9 @@
 """Recomputation: activations are computed again in the backward pass instead of being kept since the forward pass.
 
-Each block has a mode of its own (job/recompute.py). `full` keeps only the block's input (Chen et al. 2016); `selective`
-keeps everything but the inside of the attention core, which is large and cheap to repeat (Korthikanti et al. 2022,
-section 5). Dropout masks are functions of seed, step and sample (model/noise.py), so the second pass meets the same
-ones without any saved generator state.
+Each block has a mode of its own (partition/recompute.py). `full` keeps only the block's input (Chen et al. 2016);
+`selective` keeps everything but the inside of the attention core, which is large and cheap to repeat (Korthikanti et
+al. 2022, section 5). Dropout masks are functions of seed, step and sample (model/noise.py), so the second pass meets
+the same ones without any saved generator state.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.job.layout import Layout
-from phalanx.job.recompute import recompute_of
+from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
 from phalanx.model.transformer import Transformer
+from phalanx.partition.recompute import recompute_of
 
 
 def recompute(model: Transformer, layout: Layout) -> int:

@@ -5,7 +5,8 @@ again, and their gradients travel after them: those of a block begin at the firs
 every rank adds, and reach the owner, who has kept its own part, with the last hop. Only q, k, v, the output and its
 log-sum-exp are kept in between, so that memory is that of this rank's share.
 
-Places of the ring have zig-zag shares (job/context.py), so that with a causal mask all compute the same at every hop.
+Places of the ring have zig-zag shares (partition/sequence.py), so that with a causal mask all compute the same at every
+hop.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis, Pending
-from phalanx.job.context import group_places
-from phalanx.job.layout import Layout
+from phalanx.config.layout import Layout
 from phalanx.model.noise import Noise, scale
 from phalanx.parallel.attention_blocks import Seen, attend, gradients
+from phalanx.partition.sequence import group_places
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Dropping:
 
 
 @dataclass(frozen=True)
-class Block:
+class RingBlock:
     """Some of this rank's queries, and some of the keys of one place of the ring, that meet in one call."""
 
     queries: slice
@@ -69,7 +70,7 @@ def ring_attention(
     return _Ring.apply(q, k, v, sight)  # pyright: ignore[reportReturnType]
 
 
-def zigzag(place: int, source: int, tokens: int, earlier: int) -> list[Block]:
+def zigzag(place: int, source: int, tokens: int, earlier: int) -> list[RingBlock]:
     """How the queries of a place of the ring, `tokens` many, meet the keys of place `source`: as many, after `earlier`
     keys of earlier slices of the sequence, which all queries see.
 
@@ -77,12 +78,12 @@ def zigzag(place: int, source: int, tokens: int, earlier: int) -> list[Block]:
     keys, and the second half of the earlier one's queries see all keys: in both cases half of all pairs."""
     everything, half, last = slice(tokens), tokens // 2, earlier + tokens
     if source == place:
-        found = [Block(everything, slice(earlier, last), causal=True)]
-        return [*found, Block(everything, slice(earlier))] if earlier else found
+        found = [RingBlock(everything, slice(earlier, last), causal=True)]
+        return [*found, RingBlock(everything, slice(earlier))] if earlier else found
     if source < place:
-        return [Block(everything, slice(earlier + half))]
-    found = [Block(slice(half, tokens), slice(last))]
-    return [*found, Block(slice(half), slice(earlier))] if earlier else found
+        return [RingBlock(everything, slice(earlier + half))]
+    found = [RingBlock(slice(half, tokens), slice(last))]
+    return [*found, RingBlock(slice(half), slice(earlier))] if earlier else found
 
 
 class _Sight:
@@ -112,7 +113,7 @@ class _Sight:
         queries = self._places(self.ring.rank, device)[-self.tokens :]
         return self.dropping.keep(queries, self.slices * self.tokens * self.ring.size)
 
-    def seen(self, source: int, block: Block, keep: Tensor | None, device: torch.device) -> Seen:
+    def seen(self, source: int, block: RingBlock, keep: Tensor | None, device: torch.device) -> Seen:
         """Of one block."""
         mask = None
         if block.masked:
@@ -125,7 +126,7 @@ class _Sight:
         keep = keep[:, :, block.queries][..., self._places(source, device)[block.keys]]
         return Seen(causal, mask, keep, scale(self.dropping.p))
 
-    def _within_documents(self) -> list[list[Block]]:
+    def _within_documents(self) -> list[list[RingBlock]]:
         """The blocks in which queries and keys share documents, marked where those are not the same for all."""
         halved = [_halved(blocks, self.tokens // 2) for blocks in self.blocks]
         masks = (self._same(source, block) for source, blocks in enumerate(halved) for block in blocks)
@@ -134,7 +135,7 @@ class _Sight:
         judged = [[(block, *next(verdicts)) for block in blocks] for blocks in halved]
         return [[replace(block, masked=not every) for block, some, every in blocks if some] for blocks in judged]
 
-    def _same(self, source: int, block: Block) -> Tensor:
+    def _same(self, source: int, block: RingBlock) -> Tensor:
         """Where queries and keys of a block are of one document: (batch, 1, queries, keys)."""
         assert self.documents is not None
         device = self.documents.device
@@ -152,7 +153,7 @@ class _Sight:
         )
 
 
-def _halved(blocks: list[Block], half: int) -> list[Block]:
+def _halved(blocks: list[RingBlock], half: int) -> list[RingBlock]:
     """The same blocks in pieces of one chunk of queries and one of keys. What is on the diagonal comes first: a query
     sees itself, so that all later pieces meet a log-sum-exp that is finite."""
     found = []
@@ -160,7 +161,7 @@ def _halved(blocks: list[Block], half: int) -> list[Block]:
         for i, queries in enumerate(_steps(block.queries, half)):
             for j, keys in enumerate(_steps(block.keys, half)):
                 if not block.causal or j <= i:
-                    found.append(Block(queries, keys, causal=block.causal and i == j))
+                    found.append(RingBlock(queries, keys, causal=block.causal and i == j))
     return sorted(found, key=lambda piece: not piece.causal)
 
 

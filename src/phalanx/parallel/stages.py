@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from phalanx.job.model import Model
-from phalanx.job.stages import stage_shapes
+from phalanx.config.model import ModelConfig
 from phalanx.model.transformer import Transformer
+from phalanx.partition.stages import stage_shapes
 from phalanx.schedule.schedule import Schedule
 
 
@@ -30,7 +30,7 @@ class Stages:
 
     schedule: Schedule
     rank: int
-    model: Model
+    model: ModelConfig
     vocab: int
     cut: Sequence[range]
     """The layers of every stage."""

@@ -22,18 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
-from phalanx.job.pieces import Piece, piece
 from phalanx.model.attention import Attention
 from phalanx.model.latent import LatentAttention
 from phalanx.model.layers import MLP, Linear, Multiply
-from phalanx.model.moe import MoE
+from phalanx.model.moe import MixtureOfExperts
 from phalanx.model.noise import Noise, dropout
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.linear import WeightGradients, gradient_of_input, gradient_of_weight
+from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight
+from phalanx.partition.tensor_slices import TensorSlice, piece
 
 
 @dataclass(frozen=True)
-class Tensors:
+class TensorParallel:
     """How the layers of one model are cut."""
 
     tp: Axis
@@ -41,7 +41,7 @@ class Tensors:
     """Residual stream, norms and dropout on shares of the tokens."""
     regather: bool = False
     """With `sequence`: keep only the share of a gathered input, and gather it again in the backward pass."""
-    later: WeightGradients | None = None
+    later: DeferredWeightGrads | None = None
     """Takes the gradients of weights, where they do not go the way of autograd."""
 
     def share(self, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Tensors:
         return x, self.tp.all_reduce(x)
 
 
-def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[Piece, ...]]:
+def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice, ...]]:
     """Replace every parameter of `model` (on the meta device) by one of the shape that this rank holds.
 
     Returns, by name, what each tensor rank holds."""
@@ -93,13 +93,13 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[Piece, ...]]
     return pieces
 
 
-def connect(model: Transformer, how: Tensors, keeps: Collection[str] = ()) -> set[nn.Module]:
+def connect(model: Transformer, how: TensorParallel, keeps: Collection[str] = ()) -> set[nn.Module]:
     """Have the layers of `model`, whose parameters are cut, communicate. The blocks in `keeps` gather nothing again.
     Returns the linear layers whose products are made here.
 
     Latent attention and experts do so around the whole of it, where their input is read and where their output is
     written: what lies between, routers as well, is computed by every rank."""
-    apart = {module.shared for module in model.modules() if isinstance(module, MoE)}
+    apart = {module.shared for module in model.modules() if isinstance(module, MixtureOfExperts)}
     taken: set[nn.Module] = set()
     around, kept = how, replace(how, regather=False)
     for name, module in model.named_modules():
@@ -109,7 +109,7 @@ def connect(model: Transformer, how: Tensors, keeps: Collection[str] = ()) -> se
             taken |= {module.wq, module.wk, module.wv}
         elif isinstance(module, LatentAttention):
             module.forward = partial(_entering, module.forward, how)
-        elif isinstance(module, MoE):
+        elif isinstance(module, MixtureOfExperts):
             module.forward = partial(_around, module.forward, how)
             module.experts.down.bias_factor = float(how.tp.rank == 0)
             if module.shared is not None and module.shared.down.bias is not None:
@@ -129,30 +129,30 @@ def connect(model: Transformer, how: Tensors, keeps: Collection[str] = ()) -> se
     return taken
 
 
-def _columns(layers: Sequence[Linear], how: Tensors, x: Tensor) -> tuple[Tensor, ...]:
+def _columns(layers: Sequence[Linear], how: TensorParallel, x: Tensor) -> tuple[Tensor, ...]:
     """The outputs of layers that read one input, each this rank's columns of it."""
     weights = [layer.weight for layer in layers]
     parameters = [p for layer in layers for p in (how.constant(layer.weight), layer.bias)]
     return _Columns.apply(x, how, layers[0].multiply, weights, *parameters)  # pyright: ignore[reportReturnType]
 
 
-def _rows(layer: Linear, how: Tensors, input: Tensor) -> Tensor:
+def _rows(layer: Linear, how: TensorParallel, input: Tensor) -> Tensor:
     """The output of a layer that every rank has some inputs of. The bias is added once, after the sum."""
     y = _Rows.apply(input, how, layer.multiply, [layer.weight], how.constant(layer.weight))
     return y if layer.bias is None else y + layer.bias
 
 
-def _entering(forward: Callable[..., Tensor], how: Tensors, x: Tensor, *others: Any, **named: Any) -> Tensor:
+def _entering(forward: Callable[..., Tensor], how: TensorParallel, x: Tensor, *others: Any, **named: Any) -> Tensor:
     """A module that reads the residual stream and writes by itself."""
-    return forward(_Enter.apply(x, how), *others, **named)
+    return forward(_GatherTokens.apply(x, how), *others, **named)
 
 
-def _around(forward: Callable[..., Tensor], how: Tensors, x: Tensor) -> Tensor:
+def _around(forward: Callable[..., Tensor], how: TensorParallel, x: Tensor) -> Tensor:
     """A module that reads the residual stream, and of which each rank has a summand of what is written."""
-    return _Leave.apply(forward(_Enter.apply(x, how)), how)  # pyright: ignore[reportReturnType]
+    return _ReduceTokens.apply(forward(_GatherTokens.apply(x, how)), how)  # pyright: ignore[reportReturnType]
 
 
-def _biased_once(layer: Linear, how: Tensors, input: Tensor) -> Tensor:
+def _biased_once(layer: Linear, how: TensorParallel, input: Tensor) -> Tensor:
     """A summand of a linear layer's output: the first rank's has the bias in it."""
     assert layer.bias is not None, "asked before"
     return layer.multiply(input, layer.weight) + layer.bias * float(how.tp.rank == 0)
@@ -165,16 +165,18 @@ def _embed(embed: nn.Embedding, tp: Axis, input: Tensor) -> Tensor:
     return nn.functional.embedding(local.where(mine, 0), embed.weight) * mine.unsqueeze(-1)
 
 
-def _embed_tokens(model: Transformer, how: Tensors, tokens: Tensor, positions: Tensor, noise: Noise | None) -> Tensor:
-    x = _Leave.apply(model.embed(tokens), how)
+def _embed_tokens(
+    model: Transformer, how: TensorParallel, tokens: Tensor, positions: Tensor, noise: Noise | None
+) -> Tensor:
+    x = _ReduceTokens.apply(model.embed(tokens), how)
     if model.positions is not None:
         places = positions.expand(tokens.shape)
         x = x + model.positions(how.share(places) if how.sequence else places)
     return dropout(x, model.model.dropout, noise, "embed")
 
 
-def _normed(model: Transformer, how: Tensors, x: Tensor) -> Tensor:
-    return _Enter.apply(model.final_norm(x), how)
+def _normed(model: Transformer, how: TensorParallel, x: Tensor) -> Tensor:
+    return _GatherTokens.apply(model.final_norm(x), how)
 
 
 class _Columns(torch.autograd.Function):
@@ -182,7 +184,12 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, how: Tensors, multiply: Multiply, owners: Sequence[Tensor], *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        how: TensorParallel,
+        multiply: Multiply,
+        owners: Sequence[Tensor],
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.how, ctx.multiply = how, multiply
         weights, biases = parameters[::2], parameters[1::2]
@@ -197,7 +204,7 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        how: Tensors = ctx.how
+        how: TensorParallel = ctx.how
         whole, *weights = ctx.saved_tensors
         gathering = None
         if how.sequence and how.regather:
@@ -220,7 +227,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, how: Tensors, multiply: Multiply, owner: Sequence[Tensor], weight: Tensor
+        ctx: Any, x: Tensor, how: TensorParallel, multiply: Multiply, owner: Sequence[Tensor], weight: Tensor
     ) -> Tensor:
         ctx.how, ctx.multiply, ctx.owner = how, multiply, owner
         ctx.save_for_backward(x, weight)
@@ -236,11 +243,11 @@ class _Rows(torch.autograd.Function):
         return of_x, None, None, None, ctx.how.of_weight(ctx.multiply, gradient, x, *ctx.owner)
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceTokens(torch.autograd.Function):
     """Onto the residual stream: the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: Tensors) -> Tensor:
+    def forward(ctx: Any, x: Tensor, how: TensorParallel) -> Tensor:
         ctx.how = how
         y, work = how.leave(x.clone() if not how.sequence else x)
         work.wait()
@@ -251,23 +258,23 @@ class _Leave(torch.autograd.Function):
         return _entered(ctx.how, grad_outputs[0]), None
 
 
-class _Enter(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     """Off the residual stream: every rank gets all tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: Tensors) -> Tensor:
+    def forward(ctx: Any, x: Tensor, how: TensorParallel) -> Tensor:
         ctx.how = how
         return _entered(how, x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        how: Tensors = ctx.how
+        how: TensorParallel = ctx.how
         gradient, work = how.leave(grad_outputs[0] if how.sequence else grad_outputs[0].clone())
         work.wait()
         return gradient, None
 
 
-def _entered(how: Tensors, x: Tensor) -> Tensor:
+def _entered(how: TensorParallel, x: Tensor) -> Tensor:
     """All tokens of what is on the residual stream."""
     if not how.sequence:
         return x.view_as(x)

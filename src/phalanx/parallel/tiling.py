@@ -13,17 +13,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from phalanx.job import pieces as arithmetic
-from phalanx.job.pieces import Piece
 from phalanx.model.layers import MLP, Linear
 from phalanx.model.transformer import Transformer
+from phalanx.partition import tensor_slices as arithmetic
+from phalanx.partition.tensor_slices import TensorSlice
 
 
 class Tile(Linear):
     """A part of a matrix."""
 
 
-class _Rows(nn.Module):
+class _TiledRows(nn.Module):
     """(..., inputs) to (..., outputs): each tile has some of the outputs."""
 
     def __init__(self, whole: Linear, tiles: int):
@@ -38,7 +38,7 @@ class _Rows(nn.Module):
         return torch.cat([tile(tokens) for tile in self.tiles], dim=-1).unflatten(0, x.shape[:-1])
 
 
-class _Columns(nn.Module):
+class _TiledColumns(nn.Module):
     """(..., inputs) to (..., outputs): each tile has some of the inputs, the first one the bias."""
 
     def __init__(self, whole: Linear, tiles: int):
@@ -58,15 +58,15 @@ class _Columns(nn.Module):
 
 
 def tile(
-    model: Transformer, pieces: Mapping[str, tuple[Piece, ...]], tiles: int
-) -> tuple[dict[str, tuple[Piece, ...]], dict[str, str]]:
+    model: Transformer, pieces: Mapping[str, tuple[TensorSlice, ...]], tiles: int
+) -> tuple[dict[str, tuple[TensorSlice, ...]], dict[str, str]]:
     """Replace the matrices of `model`'s MLPs, on the meta device, by `tiles` tiles each; there is one tensor rank.
 
     Returns, by the names that the parameters have now, what each holds of the whole, and of the tiles the whole's
     name."""
     for module in list(model.modules()):
         if isinstance(module, MLP):
-            for name, kind in (("up", _Rows), ("gate", _Rows), ("down", _Columns)):
+            for name, kind in (("up", _TiledRows), ("gate", _TiledRows), ("down", _TiledColumns)):
                 if isinstance(layer := getattr(module, name), Linear):
                     setattr(module, name, kind(layer, tiles))
     found, names = {}, {}

@@ -20,7 +20,7 @@ AHEAD = 2
 """Actions before its use that a receive is begun."""
 
 
-class Post(Protocol):
+class P2PMailbox(Protocol):
     """How results reach the ranks that need them."""
 
     def receive(self, action: Action) -> Tensor | None:

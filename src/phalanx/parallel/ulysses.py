@@ -18,15 +18,15 @@ def to_heads(x: Tensor, ulysses: Axis, slices: int = 1) -> Tensor:
     then goes to several ranks."""
     if x.shape[1] < ulysses.size:
         x = x.repeat_interleave(ulysses.size // x.shape[1], dim=1)
-    return _Exchange.apply(x, ulysses, slices, True)  # pyright: ignore[reportReturnType]
+    return _ExchangeHeads.apply(x, ulysses, slices, True)  # pyright: ignore[reportReturnType]
 
 
 def to_tokens(x: Tensor, ulysses: Axis) -> Tensor:
     """The way back: (batch, heads / ranks, tokens × ranks, size) to (batch, heads, tokens, size)."""
-    return _Exchange.apply(x, ulysses, 1, False)  # pyright: ignore[reportReturnType]
+    return _ExchangeHeads.apply(x, ulysses, 1, False)  # pyright: ignore[reportReturnType]
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeHeads(torch.autograd.Function):
     """An all-to-all whose gradient is the opposite one."""
 
     @staticmethod

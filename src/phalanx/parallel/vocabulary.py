@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.job.data import IGNORE
+from phalanx.config.data import IGNORE
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, *, tp: Axis, vocab: int) -> Tensor:

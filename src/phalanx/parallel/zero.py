@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
-from phalanx.job.pieces import is_expert
 from phalanx.parallel.bucket import Bucket, Slot, fill
-from phalanx.parallel.data import Partial, Pieces, Replica
-from phalanx.parallel.fragments import Fragment
+from phalanx.parallel.data import PartialGradients, Pieces, Replica
+from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.objective import Objective
+from phalanx.partition.tensor_slices import is_expert
 
 
 class BucketReplica(Replica):
@@ -32,7 +32,7 @@ class BucketReplica(Replica):
         objective: Objective,
         pieces: Pieces,
         tp: Axis,
-        partials: Sequence[Partial],
+        partials: Sequence[PartialGradients],
         *,
         shard: Axis,
         replicate: Axis,
@@ -148,8 +148,8 @@ class BucketReplica(Replica):
             begin = bucket.share.start if bucket.shard.size > 1 else 0
             fragment.gradient = bucket.reduced[start - begin : stop - begin].view(fragment.value.shape)
 
-    def _fragments(self, pieces: Pieces) -> list[Fragment]:
-        found: dict[str, Fragment] = {}
+    def _fragments(self, pieces: Pieces) -> list[ParameterShard]:
+        found: dict[str, ParameterShard] = {}
         places: dict[str, tuple[Bucket, int, int]] = {}
         for bucket in self.buckets:
             for slot, start, stop in bucket.owned():
@@ -157,7 +157,7 @@ class BucketReplica(Replica):
                 if bucket.shard.size > 1:
                     value = bucket.parameters[start:stop].detach().requires_grad_()
                 first = start - slot.start + before(slot.name, slot.parameter.numel(), self.experts)
-                found[slot.name] = Fragment(slot.name, pieces[slot.name], self.tp.rank, first, value)
+                found[slot.name] = ParameterShard(slot.name, pieces[slot.name], self.tp.rank, first, value)
                 places[slot.name] = bucket, start, stop
         names = [name for name, _ in self._parameters()]
         self.places = [places[name] for name in names]

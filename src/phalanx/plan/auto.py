@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from phalanx.config.job import Job
 from phalanx.errors import DoesNotFitError, JobError
-from phalanx.job.job import Job
-from phalanx.plan.advice import shortfall
 from phalanx.plan.plan import Plan
-from phalanx.plan.question import Question, question_of
-from phalanx.plan.search import search
+from phalanx.plan.planner import search
+from phalanx.plan.report.advice import shortfall
+from phalanx.plan.search.request import PlanRequest, plan_request
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -29,26 +29,26 @@ def choose(
     DoesNotFitError where none of those that are legal fits.
     """
     kept = {name: getattr(job.layout, name) for name in fixed}
-    question = replace(question_of(job, vocab, kept), worlds=worlds)
-    plan = search(question, progress)
+    request = replace(plan_request(job, vocab, kept), worlds=worlds)
+    plan = search(request, progress)
     if plan.best:
         return plan
     if plan.nearest is None:
-        raise JobError(_nothing_legal(plan, question))
-    nearest = plan.nearest.case
+        raise JobError(_nothing_legal(plan, request))
+    nearest = plan.nearest.spec
     raise DoesNotFitError(
         f"layout auto: none of {plan.searched:,} layouts fits. The one that needs least, {nearest.layout.line()}, "
         + "\n  ".join([shortfall(nearest), *plan.notes])
     )
 
 
-def _nothing_legal(plan: Plan, question: Question) -> str:
+def _nothing_legal(plan: Plan, request: PlanRequest) -> str:
     settled = "".join(
-        f",{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in question.fixed.items()
+        f",{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in request.fixed.items()
     )
     reasons = sorted(plan.rejected.items(), key=lambda item: -item[1])[:MOST_REASONS]
     return (
-        f"layout auto{settled}: no such layout is legal for this model, global batch {question.global_batch} and "
-        f"{' or '.join(map(str, question.devices))} devices; leave more of it to the planner, or change the number of "
+        f"layout auto{settled}: no such layout is legal for this model, global batch {request.global_batch} and "
+        f"{' or '.join(map(str, request.devices))} devices; leave more of it to the planner, or change the number of "
         "devices (cluster.devices_per_node)" + "".join(f"\n  {count:,} layouts: {reason}" for reason, count in reasons)
     )

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phalanx.cost.case import Case
+from phalanx.config.layout import Layout
 from phalanx.cost.prediction import Prediction
-from phalanx.job.layout import Layout
+from phalanx.cost.spec import StepSpec
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A legal layout, and what a step of it takes."""
 
-    case: Case
+    spec: StepSpec
     """Its layout is complete: micro-batch, accumulation and every axis."""
     prediction: Prediction
     seconds: float
@@ -22,7 +22,7 @@ class Candidate:
 
     @property
     def layout(self) -> Layout:
-        return self.case.layout
+        return self.spec.layout
 
     @property
     def tokens_per_s_per_device(self) -> float:
@@ -46,7 +46,7 @@ class Alternative(NamedTuple):
     """One sentence with figures: why it loses."""
 
 
-class Point(NamedTuple):
+class SpacePoint(NamedTuple):
     """One layout on the map of the space."""
 
     family: str
@@ -64,14 +64,14 @@ class Point(NamedTuple):
 class Plan:
     """The answer of a search."""
 
-    question: Case
+    request: StepSpec
     """Model, cluster, batch and program that were asked about; its layout says nothing."""
     best: tuple[Candidate, ...]
     """The fastest first, ties to the simpler. Empty where nothing fits."""
     nearest: Candidate | None
     """Where nothing fits: the layout that needs the least memory."""
     alternatives: tuple[Alternative, ...]
-    points: tuple[Point, ...]
+    points: tuple[SpacePoint, ...]
     """A sample of the space, some that fit and some that do not."""
     rejected: dict[str, int]
     """Number of layouts by the reason that they were left out."""

@@ -36,7 +36,7 @@ class Arrow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class TraceRow:
     """What the viewers call a thread."""
 
     name: str
@@ -58,7 +58,7 @@ def text(timing: Timing) -> str:
             )
             for action, start in zip(program, starts, strict=True)
         ]
-        rows.append(Row(f"rank {rank}", events))
+        rows.append(TraceRow(f"rank {rank}", events))
     return document(f"pipeline {schedule.name}", rows)
 
 
@@ -72,7 +72,7 @@ def pass_args(stage: int, micro: int, part: int) -> dict[str, Any]:
     return {"stage": stage, "micro_batch": micro, "slice": part}
 
 
-def document(name: str, rows: Sequence[Row], arrows: Iterable[Arrow] = ()) -> str:
+def document(name: str, rows: Sequence[TraceRow], arrows: Iterable[Arrow] = ()) -> str:
     """The rows of one process as a JSON document, in their order."""
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": name}}]
     for number, row in enumerate(rows):

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.cost.case import Case
-from phalanx.cost.communication import boundary_seconds
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.communication import boundary_seconds
 from phalanx.errors import JobError
 from phalanx.schedule.schedule import Schedule
 
@@ -34,9 +34,9 @@ class Disturbance:
         """Factor on the collectives of an axis."""
         return dict(self.axes).get(name, 1.0)
 
-    def hops(self, case: Case, schedule: Schedule) -> dict[tuple[int, int], float]:
+    def hops(self, spec: StepSpec, schedule: Schedule) -> dict[tuple[int, int], float]:
         """Seconds of a message from a pipeline rank to another, for all that exchange any."""
-        seconds = boundary_seconds(case) / schedule.slices
+        seconds = boundary_seconds(spec) / schedule.slices
         slow = {frozenset(pair): factor for pair, factor in self.links}
         pairs = {
             (one, other)
@@ -48,14 +48,14 @@ class Disturbance:
         return {pair: seconds * slow.get(frozenset(pair), 1.0) for pair in pairs} if seconds else {}
 
 
-def check(disturbance: Disturbance, case: Case) -> None:
+def check(disturbance: Disturbance, spec: StepSpec) -> None:
     """Raises JobError with everything that a case does not have."""
-    if problems := list(_problems(disturbance, case)):
+    if problems := list(_problems(disturbance, spec)):
         raise JobError(problems)
 
 
-def _problems(disturbance: Disturbance, case: Case) -> Iterator[str]:
-    pp = case.layout.pp
+def _problems(disturbance: Disturbance, spec: StepSpec) -> Iterator[str]:
+    pp = spec.layout.pp
     ranks = "the pipeline has rank 0 alone" if pp == 1 else f"pipeline ranks are 0 to {pp - 1}"
     for rank, factor in disturbance.slow:
         if not 0 <= rank < pp:

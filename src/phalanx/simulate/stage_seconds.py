@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from phalanx.cost.case import Case
 from phalanx.cost.placed import Content, content_of, stages_of_case
-from phalanx.cost.rank_time import RankTime, held_by, rank_time
-from phalanx.cost.state_time import (
-    Held,
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.rank_time import RankTime, held_by, rank_time
+from phalanx.cost.time.state_time import (
+    ParameterCounts,
     StateSeconds,
     interference,
     optimizer_seconds,
@@ -66,17 +66,17 @@ class RankSeconds:
                 start += seconds
 
 
-def rank_seconds(case: Case, schedule: Schedule, rank: int, disturbance: Disturbance) -> RankSeconds:
+def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Disturbance) -> RankSeconds:
     """The times of a pipeline rank."""
-    stages = stages_of_case(case, schedule.stages)
+    stages = stages_of_case(spec, schedule.stages)
     held = schedule.held(rank)
-    contents = {stage: content_of(case, stages, [stage]) for stage in held}
+    contents = {stage: content_of(spec, stages, [stage]) for stage in held}
     factor = disturbance.device(rank) / schedule.slices
     empty = [0.0] * schedule.stages
     durations = {kind: list(empty) for kind in "FBIW"}
     exposed = {kind: list(empty) for kind in "FBIW"}
     for stage in held:
-        time = _disturbed(stage_time(case, contents[stage]), disturbance)
+        time = _disturbed(stage_time(spec, contents[stage]), disturbance)
         passes = {
             "F": time.forward_seconds,
             "B": time.backward_seconds,
@@ -89,10 +89,10 @@ def rank_seconds(case: Case, schedule: Schedule, rank: int, disturbance: Disturb
             durations[kind][stage] = seconds * factor
             exposed[kind][stage] = share * (seconds - (time.weights if kind == "B" else 0)) / schedule.slices
         exposed["W"][stage] = 0.0
-    state = {stage: _state(case, contents[stage], disturbance) for stage in held}
-    three, overlaps = zero_three(case.layout), case.software.dp_overlaps
-    whole = Held(
-        *map(sum, zip(*((h.dense, h.experts) for h in (held_by(case, contents[s]) for s in held)), strict=True))
+    state = {stage: _state(spec, contents[stage], disturbance) for stage in held}
+    three, overlaps = zero_three(spec.layout), spec.framework.dp_overlaps
+    whole = ParameterCounts(
+        *map(sum, zip(*((h.dense, h.experts) for h in (held_by(spec, contents[s]) for s in held)), strict=True))
     )
     messages = max(1, round(sum(contents[stage].blocks for stage in held) / 4))
     after = not overlaps and not three
@@ -102,10 +102,10 @@ def rank_seconds(case: Case, schedule: Schedule, rank: int, disturbance: Disturb
         gather={} if after else {stage: seconds.gather for stage, seconds in state.items()},
         reduce={stage: seconds.reduce for stage, seconds in state.items()},
         blocks={stage: 1.0 if three else contents[stage].blocks for stage in held},
-        twins=twins_seconds(case, whole) if _twins(schedule, held) else 0.0,
-        optimizer=optimizer_seconds(case, whole) * disturbance.device(rank),
+        twins=twins_seconds(spec, whole) if _twins(schedule, held) else 0.0,
+        optimizer=optimizer_seconds(spec, whole) * disturbance.device(rank),
         late_gather=sum(seconds.gather for seconds in state.values()) if after else 0.0,
-        slower=0.0 if three else interference(case, whole, messages),
+        slower=0.0 if three else interference(spec, whole, messages),
         reduces_after=after or three,
     )
 
@@ -116,9 +116,9 @@ def _twins(schedule: Schedule, held: list[int]) -> bool:
 
 
 @lru_cache(20_000)
-def stage_time(case: Case, content: Content) -> RankTime:
+def stage_time(spec: StepSpec, content: Content) -> RankTime:
     """A micro-batch through a stage."""
-    return rank_time(case, content)
+    return rank_time(spec, content)
 
 
 def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:
@@ -133,13 +133,13 @@ def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:
     return replace(slow, forward=time.forward * slow.device / time.device)
 
 
-def _state(case: Case, content: Content, disturbance: Disturbance) -> StateSeconds:
+def _state(spec: StepSpec, content: Content, disturbance: Disturbance) -> StateSeconds:
     """The state's collectives of a stage, once a step: of zero 3 what lies around its blocks, the rest is in the
     passes."""
-    held, factor = held_by(case, content), disturbance.axis("dp")
-    if zero_three(case.layout):
-        found = state_seconds(case, held, max(1, content.blocks))
+    held, factor = held_by(spec, content), disturbance.axis("dp")
+    if zero_three(spec.layout):
+        found = state_seconds(spec, held, max(1, content.blocks))
         once = (found.gather + found.reduce) / max(1, content.blocks)
         return StateSeconds(once * factor, once * factor)
-    found = state_seconds(case, held, max(1, round(content.blocks / 4)))
+    found = state_seconds(spec, held, max(1, round(content.blocks / 4)))
     return StateSeconds(found.gather * factor, found.reduce * factor)

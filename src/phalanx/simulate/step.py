@@ -2,7 +2,7 @@
 messages between stages, the state's collectives beside the passes, and the optimizer.
 
 One pipeline stands for all: replicas are alike, and where one of them is slower all wait for it. Inside a pass the
-cost model has weighed computation, collectives of its axes and the host already (cost/rank_time.py); what the
+cost model has weighed computation, collectives of its axes and the host already (cost/time/rank_time.py); what the
 simulation adds is when passes, messages and the state's collectives meet.
 """
 
@@ -14,9 +14,9 @@ from functools import partial
 from math import ceil
 from typing import Any
 
-from phalanx.cost.case import Case
+from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.job.pipeline import is_file, schedule_of
+from phalanx.partition.pipeline import is_file, schedule_of
 from phalanx.schedule import catalogue
 from phalanx.schedule.events import Events, run
 from phalanx.schedule.schedule import Schedule
@@ -30,47 +30,47 @@ CLOSE = 1e-3
 """Relative difference up to which two ways to go on from there are the same."""
 
 
-def simulate(case: Case, disturbance: Disturbance | None = None) -> Timeline:
+def simulate(spec: StepSpec, disturbance: Disturbance | None = None) -> Timeline:
     """Every span of the step. Raises JobError for what has no such step (`refusals`), or where the schedule does not go
     with the number of micro-batches."""
-    if problems := list(refusals(case)):
+    if problems := list(refusals(spec)):
         raise JobError(problems)
-    return _Step(case, _schedule(case, case.batch.accumulation), disturbance or Disturbance()).timeline()
+    return _Step(spec, _schedule(spec, spec.batch.accumulation), disturbance or Disturbance()).timeline()
 
 
-def step_seconds(case: Case, disturbance: Disturbance | None = None) -> float:
+def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> float:
     """The duration of a step, without its spans. Of many micro-batches it is extrapolated from fewer: schedules repeat
     themselves (tests hold the difference). Raises as `simulate` does."""
-    if problems := list(refusals(case)):
+    if problems := list(refusals(spec)):
         raise JobError(problems)
     disturbance = disturbance or Disturbance()
-    m, pp, name = case.batch.accumulation, case.layout.pp, case.layout.schedule
+    m, pp, name = spec.batch.accumulation, spec.layout.pp, spec.layout.schedule
     # A schedule of a file has its own number of micro-batches.
     period = 0 if is_file(name) else pp * catalogue.SCHEDULES[name].directions
     settled = period * max(SETTLED, ceil(LEAST / pp))
     while 0 < 2 * settled < m:
-        least, most = _extrapolated(case, disturbance, period, settled + m % period)
+        least, most = _extrapolated(spec, disturbance, period, settled + m % period)
         if most <= least * (1 + CLOSE):
             return (least + most) / 2
         settled *= 2
-    return _Step(case, _schedule(case, m), disturbance).seconds()
+    return _Step(spec, _schedule(spec, m), disturbance).seconds()
 
 
-def _extrapolated(case: Case, disturbance: Disturbance, period: int, few: int) -> tuple[float, float]:
+def _extrapolated(spec: StepSpec, disturbance: Disturbance, period: int, few: int) -> tuple[float, float]:
     """Seconds of a step from those of `few` micro-batches and of a `period` fewer. At least: every rank goes on as it
     does. At most: as slowly as it works. They differ where the first micro-batches in flight hide for a while that a
     rank is slower than the one that sets the pace."""
-    fewer, some = (_Step(case, _schedule(case, n), disturbance) for n in (few - period, few))
-    more, least, most = (case.batch.accumulation - few) / period, 0.0, 0.0
+    fewer, some = (_Step(spec, _schedule(spec, n), disturbance) for n in (few - period, few))
+    more, least, most = (spec.batch.accumulation - few) / period, 0.0, 0.0
     for rank, (early, late) in enumerate(zip(fewer.ready, some.ready, strict=True)):
         grows, works = late - early, some.work(rank) - fewer.work(rank)
         least, most = max(least, late + more * grows), max(most, late + more * max(grows, works))
     return (least + some.after) / some.schedule.steps, (most + some.after) / some.schedule.steps
 
 
-def refusals(case: Case) -> Iterator[str]:
+def refusals(spec: StepSpec) -> Iterator[str]:
     """What of a layout has no step that can be simulated: the field and why."""
-    layout = case.layout
+    layout = spec.layout
     if layout.sync != "bsp":
         yield (
             f"layout.sync: {layout.sync} replicas do not meet in every step, so that none is like the next; a step of "
@@ -80,8 +80,8 @@ def refusals(case: Case) -> Iterator[str]:
         yield "layout.data_parallel: threads share one interpreter, which no cost model knows; data_parallel=ddp"
 
 
-def _schedule(case: Case, micro_batches: int) -> Schedule:
-    layout = case.layout
+def _schedule(spec: StepSpec, micro_batches: int) -> Schedule:
+    layout = spec.layout
     if layout.pp == 1:
         return catalogue.build("1f1b", 1, micro_batches)
     return schedule_of(layout, micro_batches)
@@ -90,14 +90,14 @@ def _schedule(case: Case, micro_batches: int) -> Schedule:
 class _Step:
     """One simulation: the costs of its ranks, the events, and what follows after the last pass."""
 
-    def __init__(self, case: Case, schedule: Schedule, disturbance: Disturbance):
-        self.case, self.schedule = case, schedule
+    def __init__(self, spec: StepSpec, schedule: Schedule, disturbance: Disturbance):
+        self.spec, self.schedule = spec, schedule
         self.ranks: list[RankSeconds] = [
-            rank_seconds(case, schedule, rank, disturbance) for rank in range(schedule.ranks)
+            rank_seconds(spec, schedule, rank, disturbance) for rank in range(schedule.ranks)
         ]
-        self.hops = disturbance.hops(case, schedule)
+        self.hops = disturbance.hops(spec, schedule)
         self.directions = list(map(schedule.direction, range(schedule.micro_batches)))
-        blocks = not case.software.pp_overlaps
+        blocks = not spec.framework.pp_overlaps
         floors = [
             [first.get(stage, 0.0) for stage in range(schedule.stages)] for first in (r.floors for r in self.ranks)
         ]
@@ -117,7 +117,7 @@ class _Step:
         """Seconds of a rank's passes, and of the messages for which it waits."""
         durations, program = self.ranks[rank].durations, self.schedule.programs[rank]
         passes = sum(durations[action.kind][action.stage] for action in program)
-        if self.case.software.pp_overlaps:
+        if self.spec.framework.pp_overlaps:
             return passes
         receivers = self._receivers(rank)
         sent = (receivers.get((kind, stage, self.directions[micro])) for kind, stage, micro, _ in program)

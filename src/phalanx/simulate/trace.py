@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from phalanx.schedule import trace
-from phalanx.schedule.trace import Arrow, Event, Row
+from phalanx.schedule.trace import Arrow, Event, TraceRow
 from phalanx.simulate.timeline import Span, Timeline
 
 _MICROSECONDS = 1e6
@@ -17,18 +17,18 @@ _MICROSECONDS = 1e6
 
 def text(timeline: Timeline) -> str:
     """The events of every span as one JSON document."""
-    rows: list[Row] = []
+    rows: list[TraceRow] = []
     device_rows: list[int] = []
     network_rows: list[list[int]] = []
     for rank, (device, network) in enumerate(zip(timeline.device, timeline.network, strict=True)):
         device_rows.append(len(rows))
-        rows.append(Row(f"rank {rank} device", [_event(timeline, span) for span in device]))
+        rows.append(TraceRow(f"rank {rank} device", [_event(timeline, span) for span in device]))
         lanes = _lanes(network)
         network_rows.append([len(rows) + lane for lane in lanes])
         for lane in range(max(lanes, default=0) + 1):
             name = f"rank {rank} network" + (f" ({lane + 1})" if lane else "")
             events = [_event(timeline, span) for span, at in zip(network, lanes, strict=True) if at == lane]
-            rows.append(Row(name, events))
+            rows.append(TraceRow(name, events))
     arrows = _arrows(timeline, device_rows, network_rows)
     return trace.document(f"pipeline {timeline.schedule.name}", rows, arrows)
 

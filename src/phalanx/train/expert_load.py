@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from phalanx.job.job import Job
+from phalanx.config.job import Job
 from phalanx.model.moe import Routing
 from phalanx.parallel.mesh import Mesh
 from phalanx.train.expert_load_picture import svg

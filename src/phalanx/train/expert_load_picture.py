@@ -14,9 +14,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx import pictures
 from phalanx.errors import DataError, JobError, PhalanxError
-from phalanx.pictures import FONT, NEUTRAL, Panel
+from phalanx.pictures import canvas
+from phalanx.pictures.canvas import FONT, NEUTRAL, Panel
 from phalanx.train.run_directory import RunDirectory
 
 # White digits are legible on them, and they are on white and on black.
@@ -92,7 +92,7 @@ def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
     """max_violation over the steps, a picture of its own, as one may stand inside another."""
     points = [(row["step"], row["max_violation"]) for row in rows]
     panel = Panel("max_violation", "step", "(largest load - mean) / mean", {"worst layer": points})
-    return pictures.svg("Over the run", [panel])
+    return canvas.svg("Over the run", [panel])
 
 
 def _cells(shares: Mapping[str, Sequence[float]]) -> _Cells:

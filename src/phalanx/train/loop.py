@@ -10,28 +10,28 @@ from typing import Any
 
 import torch
 
+from phalanx.blocks.flops import train_flops_per_step
+from phalanx.blocks.parameters import count
 from phalanx.comm.agree import on_rank_zero
-from phalanx.cost.flops import train_flops_per_step
+from phalanx.config.job import Job
 from phalanx.data.loader import Batches, MicroBatch, TokenData, evaluation_batches
 from phalanx.data.prepare import prepare
 from phalanx.data.shards import open_shards
 from phalanx.errors import NotFiniteError, StoppedError
-from phalanx.job import batch as batch_equation
-from phalanx.job.job import Job
-from phalanx.job.parameters import count
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.precision import DTYPES
+from phalanx.partition import batch as batch_equation
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, metrics
 from phalanx.train.evaluate import validation_loss
 from phalanx.train.expert_load import ExpertLoads
 from phalanx.train.feed import Feed
 from phalanx.train.run_directory import RunDirectory
-from phalanx.train.state import State
+from phalanx.train.state import TrainState
 from phalanx.train.step import Step, Stepper
 from phalanx.train.stop import StopRequest
 from phalanx.train.stream import Stream
@@ -86,7 +86,7 @@ class Trainer:
         on_rank_zero(self._keep_tokenizer)
         self._introduce(index.vocab_size)
         self.stepper = Stepper(job, self.mesh, device, index.vocab_size)
-        self.state = State(self.stepper, index.fingerprint, index.vocab_size)
+        self.state = TrainState(self.stepper, index.fingerprint, index.vocab_size)
         runner = self.stepper.replica.runner
         self.stream = Stream(self.stepper, runner) if isinstance(runner, PipeDream) else None
         self.asynchronous = Asynchronous(self.stepper) if job.layout.sync == "asp" else None

@@ -19,15 +19,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.cost.memory import WIDTHS, StateBytes, activation_bytes, logit_bytes, peak_in_flight, state_bytes
+from phalanx.config.job import Job
+from phalanx.cost.memory.state import WIDTHS, StateBytes, activation_bytes, logit_bytes, peak_in_flight, state_bytes
 from phalanx.errors import RunError
-from phalanx.job import batch
-from phalanx.job.job import Job
-from phalanx.job.pipeline import schedule_of
 from phalanx.parallel.data import Replica
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.zero import BucketReplica
-from phalanx.plan.cut import stages_of
+from phalanx.partition import batch
+from phalanx.partition.cut import stages_of
+from phalanx.partition.pipeline import schedule_of
 from phalanx.train.optimizer import AdamW
 from phalanx.units import gib
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from phalanx.job.optimizer import Optimizer
-from phalanx.parallel.fragments import Fragment, counted
+from phalanx.config.optimizer import Optimizer
+from phalanx.parallel.fragments import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamW:
     """AdamW (Loshchilov & Hutter 2019) as torch fuses it, on the fragments or on fp32 copies of them."""
 
-    def __init__(self, fragments: Sequence[Fragment], config: Optimizer, bias_rate: float = 0.0):
+    def __init__(self, fragments: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0):
         """`bias_rate` is what a step moves the balancing biases of routers by."""
         self.fragments = fragments
         self.config, self.bias_rate = config, bias_rate

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import phalanx
+from phalanx.check.load import LoadedJob, from_dict
+from phalanx.check.show import as_yaml
+from phalanx.config.fields import get, leaves
+from phalanx.config.job import Job
 from phalanx.errors import CheckpointError, JobError, RunError
-from phalanx.job.fields import get, leaves
-from phalanx.job.job import Job
-from phalanx.job.load import LoadedJob, from_dict
-from phalanx.job.show import as_yaml
 from phalanx.train import checkpoint
 
 log = logging.getLogger(__name__)

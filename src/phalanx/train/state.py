@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from phalanx.blocks.parameters import parameter_shapes
+from phalanx.check.show import as_dict
 from phalanx.comm.agree import on_rank_zero
 from phalanx.errors import CheckpointError
-from phalanx.job.parameters import parameter_shapes
-from phalanx.job.show import as_dict
 from phalanx.parallel.fragments import by_whole, wholes
 from phalanx.train import checkpoint
 from phalanx.train.optimizer import MOMENTS
@@ -20,7 +20,7 @@ from phalanx.train.step import Stepper
 
 
 @dataclass
-class State:
+class TrainState:
     """All that the next step depends on."""
 
     stepper: Stepper

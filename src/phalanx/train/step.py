@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from phalanx.blocks.parameters import parameter_shapes
 from phalanx.comm.axis import Pending
+from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
-from phalanx.job.context import places
-from phalanx.job.job import Job
-from phalanx.job.parameters import parameter_shapes
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
-from phalanx.parallel.fragments import Fragment
+from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.precision import DTYPES, LossScale
+from phalanx.partition.sequence import places
 from phalanx.train.memory import Memory
 from phalanx.train.optimizer import AdamW
 from phalanx.train.sync.diloco import DiLoCo
@@ -188,5 +188,5 @@ class Stepper:
         return self.mesh.reduce_replica(x, op) if self.apart > 1 else self.mesh.axis("world").all_reduce(x, op)
 
 
-def _copy(fragment: Fragment) -> Fragment:
+def _copy(fragment: ParameterShard) -> ParameterShard:
     return replace(fragment, value=fragment.value.detach().clone().requires_grad_(), gradient=None)

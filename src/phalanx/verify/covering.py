@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from phalanx.job import layout_line
-from phalanx.job.layout import Layout
+from phalanx.config import layout_line
+from phalanx.config.layout import Layout
 
 FEATURES = (
     ("dp_replicate=2",),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import MoE
 from phalanx.errors import JobError
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import MoE
-from phalanx.job.pipeline import schedule_of
-from phalanx.job.recompute import parse
-from phalanx.job.stages import parse_cut
+from phalanx.partition.pipeline import schedule_of
+from phalanx.partition.recompute import parse
+from phalanx.partition.stages import parse_cut
 from phalanx.schedule.schedule import Schedule
 from phalanx.verify.small import like
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from phalanx.job.fields import leaves
-from phalanx.job.layout import AXES, Layout
-from phalanx.job.pipeline import is_file
+from phalanx.config.fields import leaves
+from phalanx.config.layout import AXES, Layout
+from phalanx.partition.pipeline import is_file
 from phalanx.schedule.catalogue import SCHEDULES
 
 MATRIX = (

@@ -18,18 +18,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from phalanx.blocks.parameters import parameter_shapes
 from phalanx.comm.axis import Pending
+from phalanx.config.data import IGNORE
+from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
-from phalanx.job import batch
-from phalanx.job.data import IGNORE
-from phalanx.job.job import Job
-from phalanx.job.parameters import parameter_shapes
 from phalanx.launch.ranks import Ranks
 from phalanx.model.seeding import derive_seed
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fragments import wholes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipedream import PipeDream
+from phalanx.partition import batch
 from phalanx.train.step import Stepper
 from phalanx.verify.stale import delayed, streamed
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from phalanx.check.job import problems_of, untrainable
+from phalanx.config import layout_line
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.job import batch, layout_line
-from phalanx.job.check import problems_of, untrainable
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.pipeline import flushes, is_file
+from phalanx.partition import batch
+from phalanx.partition.pipeline import flushes, is_file
 from phalanx.units import counted
 from phalanx.verify import covering, matrix
 from phalanx.verify.fit import deep_enough, with_experts
@@ -33,7 +34,7 @@ class Skipped:
 
 
 @dataclass
-class Plan:
+class Selection:
     """What is compared."""
 
     proof: Proof
@@ -65,7 +66,7 @@ def make(
     schedules: bool = False,
     max_ranks: int = 8,
     as_is: bool = False,
-) -> Plan:
+) -> Selection:
     """Choose what to compare: the layouts of `lines`, or the job's own with the matrix and the covering set, with all
     there is (`full`), or with every pipeline schedule alone (`schedules`).
 
@@ -73,7 +74,7 @@ def make(
     layers than stages gets some there, and one without experts gets some for layouts that deal them out, unless
     `as_is`. Raises JobError with every problem of the layouts that were named.
     """
-    plan, problems = Plan(proof_of(job, as_is, max_ranks)), list[str]()
+    plan, problems = Selection(proof_of(job, as_is, max_ranks)), list[str]()
     for line in lines:
         try:
             layout = layout_line.parse(line)
@@ -95,7 +96,7 @@ def make(
     return plan
 
 
-def _rest(plan: Plan, job: Job, full: bool, schedules: bool, max_ranks: int, as_is: bool) -> None:
+def _rest(plan: Selection, job: Job, full: bool, schedules: bool, max_ranks: int, as_is: bool) -> None:
     """The layouts that are compared besides the job's own, where nobody names any."""
 
     def reasons(layout: Layout) -> list[str]:
@@ -117,7 +118,7 @@ def _rest(plan: Plan, job: Job, full: bool, schedules: bool, max_ranks: int, as_
             _add(plan, layout)
 
 
-def _notes(plan: Plan, job: Job) -> Iterator[str]:
+def _notes(plan: Selection, job: Job) -> Iterator[str]:
     """What some layouts are compared with, or in, that the job does not say."""
     if any(map(plan.stale, plan.layouts)):
         yield (
@@ -144,7 +145,7 @@ def _notes(plan: Plan, job: Job) -> Iterator[str]:
         yield "data.document_mask: the random sequences are cut into documents at random places"
 
 
-def _own(plan: Plan, job: Job, max_ranks: int) -> None:
+def _own(plan: Selection, job: Job, max_ranks: int) -> None:
     """The job's own layout comes first: without what this version does not train, and on fewer ranks if need be."""
     own = job.layout
     if own.world == 1 and own == replace(Layout(), bucket_mb=own.bucket_mb):
@@ -182,7 +183,7 @@ def _accumulation(layout: Layout, accumulation: int) -> int:
     return fewer if fewer > 1 else 0
 
 
-def _add(plan: Plan, layout: Layout) -> None:
+def _add(plan: Selection, layout: Layout) -> None:
     """Take a layout in, once."""
     if layout.bucket_mb == Layout.bucket_mb:
         layout = replace(layout, bucket_mb=plan.proof.job.layout.bucket_mb)
@@ -190,7 +191,7 @@ def _add(plan: Plan, layout: Layout) -> None:
         plan.layouts.append(layout)
 
 
-def _reasons(job: Job, plan: Plan, layout: Layout, max_ranks: int) -> list[str]:
+def _reasons(job: Job, plan: Selection, layout: Layout, max_ranks: int) -> list[str]:
     """Why a layout cannot be compared: it is illegal for the job's model, not trained, or too large."""
     checked = replace(job, cluster=replace(job.cluster, nodes=1, devices_per_node=0))
     problems = problems_of(_with(checked, layout))

@@ -12,14 +12,14 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+from phalanx.blocks.parameters import count as parameters
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
 from phalanx.errors import PhalanxError
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.parameters import count as parameters
 from phalanx.launch.pool import Pool
 from phalanx.verify.measure import TOLERANCE, Differences, compare, nothing, record
-from phalanx.verify.plan import Plan
+from phalanx.verify.plan import Selection
 from phalanx.verify.stale import LEAST_STEPS
 
 PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "phalanx.verify.measure")
@@ -42,7 +42,7 @@ class First:
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """One layout's comparison with one process. The differences are None where it could not be made."""
 
     layout: str
@@ -60,12 +60,12 @@ class Case:
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """All cases, in their order."""
 
-    plan: Plan
+    plan: Selection
     steps: int
-    cases: list[Case] = field(default_factory=list)
+    cases: list[LayoutCase] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -93,18 +93,20 @@ class Report:
         }
 
 
-def run(plan: Plan, steps: int, on_case: Callable[[Case], None], on_start: Callable[[Layout], None]) -> Report:
+def run(
+    plan: Selection, steps: int, on_case: Callable[[LayoutCase], None], on_start: Callable[[Layout], None]
+) -> VerifyReport:
     """Compare every layout of the plan, over `steps` steps.
 
     Raises what the steps of one process raise (NotFiniteError for a job that diverges at once). What the ranks of a
     layout raise makes its case fail with the message, and the others go on.
     """
     began = time.perf_counter()
-    report = Report(plan, steps)
+    report = VerifyReport(plan, steps)
     processes = max((layout.processes for layout in plan.layouts), default=1)
     with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, Pool(processes, PRELOAD) as pool:
         _start(pool, processes)
-        records: dict[tuple[Model, int, bool], Path] = {}
+        records: dict[tuple[ModelConfig, int, bool], Path] = {}
         for layout in plan.layouts:
             on_start(layout)
             job = plan.case(layout)
@@ -135,7 +137,7 @@ def _start(pool: Pool, processes: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Case:
+def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> LayoutCase:
     layout, began = job.layout, time.perf_counter()
     found, error = None, None
     try:
@@ -144,7 +146,7 @@ def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Case
         kind = "" if isinstance(raised, PhalanxError) else f"{type(raised).__name__}: "
         error = kind + (str(raised).strip().splitlines() or [""])[0]
     first = first_difference(found, TOLERANCE) if found else None
-    return Case(
+    return LayoutCase(
         layout=layout.line(),
         world=layout.world,
         n_layers=job.model.n_layers,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.job import fields
-from phalanx.job.cluster import Cluster
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import MLA, Model, MoE
-from phalanx.job.parameters import count
+from phalanx.blocks.parameters import count
+from phalanx.config import fields
+from phalanx.config.cluster import Cluster
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import MLA, ModelConfig, MoE
 
 CHEAP_PARAMETERS = 3_000_000
 CHEAP_SEQ_LEN = 128
@@ -63,7 +63,7 @@ def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
     return Proof(replace(small, train=train, layout=layout, cluster=Cluster(device="cpu")), vocab, changes)
 
 
-def _small_model(model: Model, vocab: int, max_ranks: int) -> Model:
+def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     seq_len = model.seq_len
     if seq_len > CHEAP_SEQ_LEN:
         seq_len = like(seq_len, SMALL_SEQ_LEN, max_ranks)

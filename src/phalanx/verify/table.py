@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from phalanx.units import seconds
 from phalanx.verify.measure import TOLERANCE
-from phalanx.verify.plan import Plan
-from phalanx.verify.run import Case, First, Report
+from phalanx.verify.plan import Selection
+from phalanx.verify.run import First, LayoutCase, VerifyReport
 
 
-def table(report: Report) -> str:
+def table(report: VerifyReport) -> str:
     """The report as plain text in columns."""
     head = ("layout", "ranks", "loss", "gradients", "parameters", "", "time")
     rows = [head, *(_row(case) for case in report.cases)]
@@ -26,7 +26,7 @@ def table(report: Report) -> str:
     return "\n".join([*lines, "", _verdict(report)])
 
 
-def complaint(case: Case) -> str:
+def complaint(case: LayoutCase) -> str:
     """What is wrong with a case that failed: the error, or the first difference."""
     if case.error is not None:
         return case.error
@@ -34,7 +34,7 @@ def complaint(case: Case) -> str:
     return _where(first) if first else ""
 
 
-def introduction(plan: Plan, steps: int) -> list[str]:
+def introduction(plan: Selection, steps: int) -> list[str]:
     """What is about to be compared, and how it differs from the job."""
     job = plan.proof.job
     what = f"{_number(len(plan.layouts), 'layout')} with one process"
@@ -45,20 +45,20 @@ def introduction(plan: Plan, steps: int) -> list[str]:
     return [*lines, *plan.notes]
 
 
-def progress(case: Case) -> str:
+def progress(case: LayoutCase) -> str:
     """One line about a case that is done."""
     return f"{'ok  ' if case.ok else 'FAIL'}  {case.layout} ({seconds(case.seconds)})" + (
         "" if case.ok else f": {complaint(case)}"
     )
 
 
-def _row(case: Case) -> tuple[str, ...]:
+def _row(case: LayoutCase) -> tuple[str, ...]:
     measured = (case.loss_max_rel, case.grad_max_rel, case.param_max_rel)
     numbers = ("-" if number is None else f"{number:.1e}" for number in measured)
     return case.layout, str(case.world), *numbers, "ok" if case.ok else "FAIL", seconds(case.seconds)
 
 
-def _skipped(plan: Plan) -> list[str]:
+def _skipped(plan: Selection) -> list[str]:
     """The layouts that were left out, by reason; --json lists each."""
     by_reason: dict[str, list[str]] = {}
     for skipped in plan.skipped:
@@ -81,7 +81,7 @@ def _where(first: First) -> str:
     return f"{first.name}: the gradient of step {first.step} differs by {first.rel:.1e}"
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: VerifyReport) -> str:
     bad = sum(not case.ok for case in report.cases)
     how_many = f"{f'{bad} of ' if bad else ''}{_number(len(report.cases), 'layout')}"
     measure = f"tolerance {TOLERANCE:g}, {_number(report.steps, 'step')}, {seconds(report.seconds)}"

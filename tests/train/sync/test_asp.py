@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.run import RunOptions
+from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError, RunError
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.optimizer import Optimizer
-from phalanx.job.run import Run
-from phalanx.job.train import Train
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fragments import wholes
@@ -22,7 +22,7 @@ from phalanx.train.step import Stepper
 from phalanx.train.sync.asp import Asynchronous
 from phalanx.train.sync.server import Update
 
-SHAPE = Model(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=13)
+SHAPE = ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=13)
 VOCAB = 13
 STEPS = 5
 SHARE = 4
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def job_of(layout: Layout, timeout_s: float = 60.0) -> Job:
     train = Train(steps=STEPS, global_batch=SHARE * layout.dp_replicate, precision="fp64")
     optimizer = Optimizer(clip=0.5)
-    return Job(model=SHAPE, layout=layout, optimizer=optimizer, train=train, run=Run(timeout_s=timeout_s))
+    return Job(model=SHAPE, layout=layout, optimizer=optimizer, train=train, run=RunOptions(timeout_s=timeout_s))
 
 
 def lr(step: int) -> float:

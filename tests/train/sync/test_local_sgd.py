@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.optimizer import Optimizer
-from phalanx.job.train import Train
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.train import Train
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fragments import wholes
 from phalanx.train.step import Stepper
 
-SHAPE = Model(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=13)
+SHAPE = ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=13)
 VOCAB = 13
 STEPS = 7
 EVERY = 3

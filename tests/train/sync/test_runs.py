@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.check.job import problems_of
+from phalanx.config.checkpoint import Checkpoint
+from phalanx.config.cluster import Cluster
+from phalanx.config.data import Data
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.run import RunOptions
+from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError, StoppedError
-from phalanx.job.check import problems_of
-from phalanx.job.checkpoint import Checkpoint
-from phalanx.job.cluster import Cluster
-from phalanx.job.data import Data
-from phalanx.job.job import Job
-from phalanx.job.layout import Layout
-from phalanx.job.model import Model
-from phalanx.job.optimizer import Optimizer
-from phalanx.job.run import Run
-from phalanx.job.train import Train
 from phalanx.train import checkpoint, loop
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal
@@ -30,13 +30,13 @@ def job(tmp_path):
     """Eight samples a step of a sentence said again and again."""
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
     return Job(
-        model=Model(n_layers=1, d_model=16, n_heads=2, seq_len=16),
+        model=ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=16),
         cluster=Cluster(peak_tflops=1.0),
         data=Data(corpus="text", path=str(tmp_path / "text.txt"), dir=str(tmp_path / "data")),
         optimizer=Optimizer(lr=1e-2, warmup_steps=2),
         train=Train(steps=8, global_batch=8, precision="fp32", eval_samples=10),
         checkpoint=Checkpoint(keep=0),
-        run=Run(name="run", dir=str(tmp_path / "runs"), sample_tokens=0),
+        run=RunOptions(name="run", dir=str(tmp_path / "runs"), sample_tokens=0),
     )
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.plan import Message, Plan, check_root, chunked, reversed_as_copies, step
+from phalanx.comm.algorithms.plan import CollectiveProgram, Message, check_root, chunked, reversed_as_copies, step
 
 
-def naive_all_reduce(ranks: int, n: int) -> Plan:
+def naive_all_reduce(ranks: int, n: int) -> CollectiveProgram:
     """Everything to rank 0 and back: 2(P-1) steps of D, all through rank 0, whose traffic is 2·D·(P-1)."""
     check_root(0, ranks)
     inward = [step("to rank 0", [Message(rank, 0, range(n), "reduce")]) for rank in range(1, ranks)]
     outward = [step("from rank 0", [Message(0, rank, range(n), "copy")]) for rank in range(1, ranks)]
-    return Plan("naive all-reduce", ranks, (n,) * ranks, chunked(n, 1), tuple(inward + outward))
+    return CollectiveProgram("naive all-reduce", ranks, (n,) * ranks, chunked(n, 1), tuple(inward + outward))
 
 
-def scatter(ranks: int, n: int, root: int = 0) -> Plan:
+def scatter(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
     """Chunk r of `root` on rank r: P-1 steps, in which the root sends D less its own chunk."""
     check_root(root, ranks)
     chunks = chunked(n, ranks)
@@ -21,17 +21,17 @@ def scatter(ranks: int, n: int, root: int = 0) -> Plan:
         step("scatter", [Message(root, rank, chunks[rank], "copy")])
         for rank in ((root + place) % ranks for place in range(1, ranks))
     ]
-    return Plan("scatter", ranks, (n,) * ranks, chunks, tuple(steps))
+    return CollectiveProgram("scatter", ranks, (n,) * ranks, chunks, tuple(steps))
 
 
-def gather(ranks: int, n: int, root: int = 0) -> Plan:
+def gather(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
     """Chunk r of rank r on `root`: the scatter run backwards."""
     outward = scatter(ranks, n, root)
     inward = reversed_as_copies("gather", outward.steps)
-    return Plan("gather", ranks, outward.sizes, outward.chunks, tuple(inward))
+    return CollectiveProgram("gather", ranks, outward.sizes, outward.chunks, tuple(inward))
 
 
-def all_to_all(ranks: int, n: int) -> Plan:
+def all_to_all(ranks: int, n: int) -> CollectiveProgram:
     """Chunk j of rank r as part r of the result on rank j: P-1 pairwise steps, D·(P-1)/P bytes.
 
     The buffer of rank r is the `n` elements of its input and then its result: P parts as long as chunk r. The part that
@@ -48,4 +48,6 @@ def all_to_all(ranks: int, n: int) -> Plan:
         )
         for distance in range(1, ranks)
     ]
-    return Plan("pairwise all-to-all", ranks, tuple(n + ranks * len(chunk) for chunk in chunks), chunks, tuple(steps))
+    return CollectiveProgram(
+        "pairwise all-to-all", ranks, tuple(n + ranks * len(chunk) for chunk in chunks), chunks, tuple(steps)
+    )

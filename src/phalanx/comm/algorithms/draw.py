@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from html import escape
 
-from phalanx.comm.algorithms.plan import Message, Plan
-from phalanx.pictures import COLOURS, FONT, NEUTRAL
+from phalanx.comm.algorithms.plan import CollectiveProgram, Message
+from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 
 _CELL = 14  # pixels
 _MARGIN_LEFT = 176
@@ -18,7 +18,7 @@ _TOP = 62
 _BAND = 84  # height of a step: the chunks that are sent, then the arrows
 
 
-def svg(plan: Plan) -> str:
+def svg(plan: CollectiveProgram) -> str:
     """The picture of `plan` as an SVG document.
 
     Above an arrow stand the chunks that it carries, in their colours; a solid arrow is combined with what the receiver
@@ -46,7 +46,7 @@ def svg(plan: Plan) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: CollectiveProgram) -> str:
     return f"{plan.name} on {plan.ranks} ranks: {len(plan.steps)} steps"
 
 
@@ -59,7 +59,7 @@ def _text(x: float, y: float, text: str, weight: int = 400) -> str:
     return f"<text x='{x:g}' y='{y:g}' font-weight='{weight}' xml:space='preserve'>{escape(text)}</text>"
 
 
-def _chunks_of(message: Message, plan: Plan) -> list[int]:
+def _chunks_of(message: Message, plan: CollectiveProgram) -> list[int]:
     """The chunks that have elements in the message."""
     span = message.span
     return [
@@ -67,7 +67,7 @@ def _chunks_of(message: Message, plan: Plan) -> list[int]:
     ]
 
 
-def _message(message: Message, plan: Plan, columns: list[float], top: float) -> str:
+def _message(message: Message, plan: CollectiveProgram, columns: list[float], top: float) -> str:
     """The chunks above the source, and the arrow from there to the target at the end of the step."""
     carried = _chunks_of(message, plan)
     colour = COLOURS[carried[0] % len(COLOURS)] if len(carried) == 1 else NEUTRAL
@@ -75,7 +75,7 @@ def _message(message: Message, plan: Plan, columns: list[float], top: float) -> 
     return f"<g class='message'>{cells}{_arrow(message, columns, top, colour)}</g>"
 
 
-def _cells(carried: list[int], plan: Plan, centre: float, top: float) -> str:
+def _cells(carried: list[int], plan: CollectiveProgram, centre: float, top: float) -> str:
     """One numbered square for each chunk; a wider one named `all` where the algorithm does not divide the tensor."""
     size = 2 * _CELL if len(plan.chunks) == 1 else _CELL
     left = centre - size * len(carried) / 2

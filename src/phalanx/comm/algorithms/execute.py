@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.algorithms import direct
-from phalanx.comm.algorithms.plan import Plan, Step
+from phalanx.comm.algorithms.plan import CollectiveProgram, CollectiveStep
 
 Reduction = Literal["sum", "avg", "min", "max"]
 
@@ -22,7 +22,9 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def execute(plan: Plan, tensor: Tensor, reduction: Reduction = "sum", group: dist.ProcessGroup | None = None) -> None:
+def execute(
+    plan: CollectiveProgram, tensor: Tensor, reduction: Reduction = "sum", group: dist.ProcessGroup | None = None
+) -> None:
     """Take part in `plan` as this rank of `group`, with `tensor` as the buffer; blocks until this rank is done.
 
     Args:
@@ -62,7 +64,7 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
 
 
 def _take_part(
-    step: Step, rank: int, flat: Tensor, combine: Callable[..., Tensor], group: dist.ProcessGroup | None
+    step: CollectiveStep, rank: int, flat: Tensor, combine: Callable[..., Tensor], group: dist.ProcessGroup | None
 ) -> None:
     """Send and receive this rank's messages of one step, then combine what arrived."""
     operations = []
@@ -84,7 +86,7 @@ def _take_part(
         combine(place, landed, out=place)
 
 
-def _check(plan: Plan, tensor: Tensor, reduction: str, rank: int, ranks: int) -> None:
+def _check(plan: CollectiveProgram, tensor: Tensor, reduction: str, rank: int, ranks: int) -> None:
     if reduction not in _COMBINE:
         raise ValueError(f"no reduction {reduction!r}; there are {', '.join(_COMBINE)}")
     if reduction == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):

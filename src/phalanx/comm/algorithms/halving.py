@@ -5,10 +5,18 @@ The bytes of the ring in a number of steps that grows with the logarithm of the 
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.plan import Message, Plan, Step, chunked, joined, reversed_as_copies, step
+from phalanx.comm.algorithms.plan import (
+    CollectiveProgram,
+    CollectiveStep,
+    Message,
+    chunked,
+    joined,
+    reversed_as_copies,
+    step,
+)
 
 
-def all_reduce(ranks: int, n: int) -> Plan:
+def all_reduce(ranks: int, n: int) -> CollectiveProgram:
     """Halving reduce-scatter, then doubling all-gather: 2·log2 P steps, 2·D·(P-1)/P bytes, P a power of two.
 
     The ranks above the largest power of two Q first fold into ranks 0 ... P-Q-1 and get the result at the end: two more
@@ -20,10 +28,10 @@ def all_reduce(ranks: int, n: int) -> Plan:
     fold = [step("fold", (Message(rank, rank - power, range(n), "reduce") for rank in extra))] if extra else []
     halving = [_exchange(power, chunks, k) for k in range(power.bit_length() - 1)]
     back = reversed_as_copies("doubling all-gather", halving) + reversed_as_copies("unfold", fold)
-    return Plan("halving-doubling all-reduce", ranks, (n,) * ranks, chunks, tuple(fold + halving + back))
+    return CollectiveProgram("halving-doubling all-reduce", ranks, (n,) * ranks, chunks, tuple(fold + halving + back))
 
 
-def _exchange(power: int, chunks: tuple[range, ...], k: int) -> Step:
+def _exchange(power: int, chunks: tuple[range, ...], k: int) -> CollectiveStep:
     """Ranks 2^k apart hold the same window of chunks; each keeps the half of it that its bit k names.
 
     The nearest ranks exchange the longest messages.

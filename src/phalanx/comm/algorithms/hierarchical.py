@@ -6,10 +6,10 @@ The way of HSDP and of two-dimensional rings (Mikami et al. 2018, "2D-Torus all-
 from __future__ import annotations
 
 from phalanx.comm.algorithms import ring
-from phalanx.comm.algorithms.plan import Plan, Step, chunked, joined, side_by_side
+from phalanx.comm.algorithms.plan import CollectiveProgram, CollectiveStep, chunked, joined, side_by_side
 
 
-def all_reduce(ranks: int, n: int, group: int) -> Plan:
+def all_reduce(ranks: int, n: int, group: int) -> CollectiveProgram:
     """Ring reduce-scatter in each group; rings of the ranks with the same place, each over its shard; ring all-gather.
 
     The groups are the ranks 0 ... group-1, group ... 2·group-1 and so on. 2(group-1) + 2(P/group-1) steps. A rank sends
@@ -39,8 +39,8 @@ def all_reduce(ranks: int, n: int, group: int) -> Plan:
         ),
         *_named("inside", side_by_side([ring.all_gather_steps(members, shards) for members in inside])),
     ]
-    return Plan(f"hierarchical all-reduce, groups of {group}", ranks, (n,) * ranks, chunks, tuple(steps))
+    return CollectiveProgram(f"hierarchical all-reduce, groups of {group}", ranks, (n,) * ranks, chunks, tuple(steps))
 
 
-def _named(where: str, steps: list[Step]) -> list[Step]:
-    return [Step(f"{each.phase} {where}", each.messages) for each in steps]
+def _named(where: str, steps: list[CollectiveStep]) -> list[CollectiveStep]:
+    return [CollectiveStep(f"{each.phase} {where}", each.messages) for each in steps]

@@ -30,7 +30,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CollectiveStep:
     """Messages that travel at the same time: every rank sends at most one of them and receives at most one.
 
     What is sent was there before the step. A step whose messages are all empty has none, and still counts.
@@ -41,7 +41,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CollectiveProgram:
     """One collective among `ranks` ranks."""
 
     name: str
@@ -50,7 +50,7 @@ class Plan:
     """Elements of the buffer on each rank."""
     chunks: tuple[range, ...]
     """The parts into which the algorithm divides the tensor. Where it is shared out, chunk r is for rank r."""
-    steps: tuple[Step, ...]
+    steps: tuple[CollectiveStep, ...]
 
     @property
     def messages(self) -> list[Message]:
@@ -100,23 +100,23 @@ def joined(chunks: Sequence[range]) -> range:
     return range(chunks[0].start, chunks[-1].stop)
 
 
-def step(phase: str, messages: Iterable[Message]) -> Step:
+def step(phase: str, messages: Iterable[Message]) -> CollectiveStep:
     """A step without the messages that carry nothing."""
-    return Step(phase, tuple(message for message in messages if message.span))
+    return CollectiveStep(phase, tuple(message for message in messages if message.span))
 
 
-def side_by_side(plans: Sequence[Sequence[Step]]) -> list[Step]:
+def side_by_side(plans: Sequence[Sequence[CollectiveStep]]) -> list[CollectiveStep]:
     """Step lists of equal length, among disjoint ranks, as one: their first steps together, their second steps, ..."""
     return [
-        Step(together[0].phase, tuple(chain.from_iterable(each.messages for each in together)))
+        CollectiveStep(together[0].phase, tuple(chain.from_iterable(each.messages for each in together)))
         for together in zip(*plans, strict=True)
     ]
 
 
-def reversed_as_copies(phase: str, steps: Sequence[Step]) -> list[Step]:
+def reversed_as_copies(phase: str, steps: Sequence[CollectiveStep]) -> list[CollectiveStep]:
     """The way back: the same messages from target to source, last step first; what was collected is handed out."""
     return [
-        Step(phase, tuple(Message(each.target, each.source, each.span, "copy") for each in back.messages))
+        CollectiveStep(phase, tuple(Message(each.target, each.source, each.span, "copy") for each in back.messages))
         for back in reversed(steps)
     ]
 

@@ -5,21 +5,29 @@ The fewest steps possible, each with the whole tensor: for short messages.
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.plan import Message, Plan, Step, check_root, chunked, reversed_as_copies, step
+from phalanx.comm.algorithms.plan import (
+    CollectiveProgram,
+    CollectiveStep,
+    Message,
+    check_root,
+    chunked,
+    reversed_as_copies,
+    step,
+)
 
 
-def all_reduce(ranks: int, n: int) -> Plan:
+def all_reduce(ranks: int, n: int) -> CollectiveProgram:
     """Reduce to rank 0, then broadcast: 2·ceil(log2 P) steps."""
     steps = _reduce_steps(ranks, n, root=0)
     return _plan("tree all-reduce", ranks, n, steps + reversed_as_copies("broadcast", steps))
 
 
-def reduce(ranks: int, n: int, root: int = 0) -> Plan:
+def reduce(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
     """The result on `root`: ceil(log2 P) steps; every other rank sends D once and is left half reduced."""
     return _plan("tree reduce", ranks, n, _reduce_steps(ranks, n, root))
 
 
-def broadcast(ranks: int, n: int, root: int = 0) -> Plan:
+def broadcast(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
     """The tensor of `root` on every rank: the reduction run backwards, ceil(log2 P) steps.
 
     In each step every rank that has the tensor sends all of it to one that has not.
@@ -27,7 +35,7 @@ def broadcast(ranks: int, n: int, root: int = 0) -> Plan:
     return _plan("tree broadcast", ranks, n, reversed_as_copies("broadcast", _reduce_steps(ranks, n, root)))
 
 
-def _reduce_steps(ranks: int, n: int, root: int) -> list[Step]:
+def _reduce_steps(ranks: int, n: int, root: int) -> list[CollectiveStep]:
     """Ranks counted from the root. In step k those whose lowest set bit is k send to the rank without that bit."""
     check_root(root, ranks)
     whole = range(n)
@@ -43,5 +51,5 @@ def _reduce_steps(ranks: int, n: int, root: int) -> list[Step]:
     ]
 
 
-def _plan(name: str, ranks: int, n: int, steps: list[Step]) -> Plan:
-    return Plan(name, ranks, (n,) * ranks, chunked(n, 1), tuple(steps))
+def _plan(name: str, ranks: int, n: int, steps: list[CollectiveStep]) -> CollectiveProgram:
+    return CollectiveProgram(name, ranks, (n,) * ranks, chunked(n, 1), tuple(steps))

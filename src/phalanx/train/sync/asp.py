@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from phalanx.data.loader import MicroBatch
-from phalanx.parallel.fragments import Fragment, counted
+from phalanx.parallel.fragments import ParameterShard, counted
 from phalanx.train.step import Stepper
 from phalanx.train.sync.flat import join, spread
 from phalanx.train.sync.meeting import meet
@@ -30,7 +30,7 @@ class Asynchronous:
     def __init__(self, stepper: Stepper):
         job, mesh = stepper.job, stepper.mesh
         self.stepper, self.mesh = stepper, mesh
-        self.fragments: Sequence[Fragment] = stepper.replica.fragments
+        self.fragments: Sequence[ParameterShard] = stepper.replica.fragments
         self.values = [fragment.value for fragment in self.fragments]
         self.size = sum(value.numel() for value in self.values)
         self.gradient_dtype = torch.float32 if job.train.gradients == "fp32" else self.values[0].dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.job.job import Job
+from phalanx.config.job import Job
 from phalanx.parallel.mesh import Mesh
 from phalanx.train.optimizer import AdamW
 from phalanx.train.sync.flat import join, spread

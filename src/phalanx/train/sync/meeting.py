@@ -6,7 +6,7 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.errors import NotFiniteError
-from phalanx.job.pieces import MEETING
+from phalanx.partition.tensor_slices import MEETING
 
 
 def meet(replicas: Axis, device: torch.device, stop: bool, problem: str) -> bool:

@@ -1,1 +1,0 @@
-"""Measures the machine it runs on and fits the cost model's cluster to it."""

@@ -1,0 +1,87 @@
+"""Floating-point operations of the matrix multiplications of a model, exactly.
+
+A multiplication of (m × k) by (k × n) counts 2 m k n. Everything else (norms, softmax, activations, embedding look-up,
+optimizer) counts nothing, as in the papers and as `torch.utils.flop_counter` counts; a test holds the two equal.
+
+Attention scores and their product with the values are counted in one of two ways:
+- `full`: every query with every key, seq_len × seq_len, as if there were no causal mask. Model FLOPs utilisation as
+  PaLM defines it (Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T a token) and as torchtitan and Megatron-LM
+  report it counts so; every `mfu` that Phalanx prints does.
+- `causal`: half of that, the work that a kernel cannot avoid.
+
+Model FLOPs (`train_flops_*`) leave recomputation out; `phalanx.cost.flops` adds what a layout computes again.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+from phalanx.blocks.parameters import active_size, block_shapes, vocabulary
+from phalanx.config.model import ModelConfig
+
+Attention = Literal["full", "causal"]
+
+BACKWARD_PER_FORWARD = 2
+"""Each multiplication has two in the backward pass, one for the gradient of each factor."""
+
+
+@lru_cache(4096)
+def forward_flops_per_token(
+    model: ModelConfig, vocab_size: int | None = None, seq_len: int | None = None, attention: Attention = "full"
+) -> int:
+    """FLOPs a token of the forward pass over sequences of `seq_len` tokens (default: the model's)."""
+    blocks = sum(block_flops_per_token(model, layer, seq_len, attention) for layer in range(model.n_layers))
+    return blocks + head_flops_per_token(model, vocab_size)
+
+
+def train_flops_per_token(
+    model: ModelConfig, vocab_size: int | None = None, seq_len: int | None = None, attention: Attention = "full"
+) -> int:
+    """FLOPs a token of forward and backward pass: three times the forward pass."""
+    return (1 + BACKWARD_PER_FORWARD) * forward_flops_per_token(model, vocab_size, seq_len, attention)
+
+
+@lru_cache(1024)
+def train_flops_per_step(
+    model: ModelConfig,
+    sequences: int,
+    vocab_size: int | None = None,
+    seq_len: int | None = None,
+    attention: Attention = "full",
+) -> int:
+    """FLOPs of one optimizer step over a global batch of `sequences`, on all devices together."""
+    tokens = sequences * (seq_len or model.seq_len)
+    return tokens * train_flops_per_token(model, vocab_size, seq_len, attention)
+
+
+def block_flops_per_token(
+    model: ModelConfig, layer: int, seq_len: int | None = None, attention: Attention = "full"
+) -> int:
+    """Forward FLOPs a token of one block: its matrices (of the routed experts those that a token visits) and its
+    attention."""
+    return matrix_flops_per_token(model, layer) + attention_flops_per_token(model, seq_len, attention)
+
+
+@lru_cache(1024)
+def matrix_flops_per_token(model: ModelConfig, layer: int) -> int:
+    """Forward FLOPs a token of the weight matrices of one block."""
+    weights = sum(
+        active_size(name, shape, model)
+        for name, shape in block_shapes(model, layer).items()
+        if name.endswith(".weight") and len(shape) > 1
+    )
+    return 2 * weights
+
+
+@lru_cache(1024)
+def attention_flops_per_token(model: ModelConfig, seq_len: int | None = None, attention: Attention = "full") -> int:
+    """Forward FLOPs a token of one layer's scores (queries by keys) and of their product with the values."""
+    keys = seq_len or model.seq_len
+    flops = 2 * keys * model.n_heads * (model.head_size + model.v_head_size)
+    return flops if attention == "full" else flops // 2
+
+
+def head_flops_per_token(model: ModelConfig, vocab_size: int | None = None) -> int:
+    """Forward FLOPs a token of the head, tied or not."""
+    return 2 * model.d_model * vocabulary(model, vocab_size)

@@ -1,0 +1,74 @@
+"""A whole measurement on one rank: threads, process group, progress, and the report, which every rank gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from phalanx.calibrate import cluster_file, comm, compute, report
+from phalanx.calibrate.report import CalibrationReport
+from phalanx.cost.fit import Precision
+from phalanx.cost.traffic.collectives import Collective
+from phalanx.data.progress import Progress, silent, stderr_progress
+from phalanx.launch.process_group import process_group
+from phalanx.launch.ranks import Ranks
+
+TIMEOUT_S = 120.0
+"""That a collective may wait for a peer."""
+
+
+def compute_report(
+    ranks: Ranks, device: torch.device, threads: int, *, precision: Precision, quick: bool, known: Mapping[str, Any]
+) -> CalibrationReport:
+    """One device, while all ranks measure. `known` are the fields of the cluster's file."""
+    on_node = ranks.local_world or 1
+    known = cluster_file.of_device(known, device.type, compute.look_up(device, on_node).name)
+    ceiling = known.get("accelerator.ceiling", 1.0)
+    with _measuring(ranks, device, threads) as progress:
+        found = compute.measure(device, precision, on_node, quick, ceiling, progress)
+    return report.of_compute(found, known, device.type, f"{_processes(ranks, threads)}, {precision} on {device.type}")
+
+
+def comm_report(
+    ranks: Ranks, device: torch.device, threads: int, *, collectives: Sequence[Collective], quick: bool
+) -> CalibrationReport:
+    """The links between the ranks. Raises JobError where there are none (comm.per_node_of)."""
+    per_node = comm.per_node_of(ranks)
+    with _measuring(ranks, device, threads) as progress:
+        groups = comm.measure(ranks, device, collectives, quick, progress)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return report.of_comm(groups, per_node, device.type, f"collectives of {backend}, {_processes(ranks, threads)}")
+
+
+@contextmanager
+def _measuring(ranks: Ranks, device: torch.device, threads: int) -> Iterator[Progress]:
+    """With so many threads, in a process group where there are several ranks; the first one shows progress."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with _group(ranks, device), stderr_progress() if ranks.rank == 0 else _quiet() as progress:
+            yield progress
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _group(ranks: Ranks, device: torch.device) -> Iterator[None]:
+    if ranks.world == 1:
+        yield
+        return
+    with process_group(ranks, device=device, timeout_s=TIMEOUT_S):
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[Progress]:
+    yield silent
+
+
+def _processes(ranks: Ranks, threads: int) -> str:
+    one, single = ranks.world == 1, threads == 1
+    return f"{ranks.world} process{'' if one else 'es'} of {threads} thread{'' if single else 's'}"

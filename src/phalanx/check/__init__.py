@@ -1,0 +1,1 @@
+"""Every rule of legality: all problems at once, with the nearest legal choice."""

@@ -1,0 +1,249 @@
+"""What a job gets wrong about its layout: the degrees of the axes against the model, the devices and the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from math import gcd
+
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.errors import JobError
+from phalanx.nearest import nearest_divisors, nearest_of
+from phalanx.partition import batch, recompute
+
+Problem = tuple[str, str]
+"""The dotted path of the field at fault, and the message."""
+
+
+def layout_problems(job: Job) -> Iterator[Problem]:
+    """Each problem with its equation and the nearest legal choice. What is about pipelines is in check_pipeline.py."""
+    layout = job.layout
+    yield from tensor_problems(job)
+    if layout.sp_regather and not layout.sp:
+        yield "layout.sp_regather", "is a part of sequence parallel: sp=true, or leave it out"
+    yield from _tiles(job)
+    if layout.accumulate == "sharded" and layout.zero == 1:
+        yield "layout.accumulate", "sharded gradients need zero 2 or 3, zero is 1; local goes with any"
+    if layout.accumulate == "sharded" and layout.shard_ranks == 1:
+        yield (
+            "layout.accumulate",
+            f"dp_shard {layout.dp_shard} × cp {layout.cp} = 1 rank, which has nobody to shard gradients with; nearest "
+            "legal: accumulate=local, or dp_shard=2",
+        )
+    yield from _ulysses(layout, job.model)
+    yield from context_problems(job)
+    yield from _experts(layout, job.model)
+    yield from _recompute(layout, job.model)
+    if layout.sync == "asp" and (layout.cp > 1 or layout.ep > 1):
+        axis = "cp" if layout.cp > 1 else "ep"
+        yield (
+            "layout.sync",
+            f"a parameter server serves replicas that hold whole models and see whole sequences, {axis} "
+            f"{getattr(layout, axis)} cuts them; nearest legal: sync=bsp, or {axis}=1",
+        )
+    if layout.data_parallel == "threads" and layout.world != layout.dp_replicate:
+        yield "layout.data_parallel", f"threads goes with dp_replicate alone, not with {layout.line()}"
+    yield from _world(layout, job.cluster.nodes, job.cluster.devices_per_node)
+    yield from _batch(job)
+
+
+def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
+    """Whether context-parallel ranks get equal parts of every sequence, or of each of the `slices` equal parts in which
+    sequences travel a pipeline. At most one problem, the first."""
+    layout, tokens = job.layout, job.model.seq_len // slices
+    told = (
+        f"seq_len {tokens}" if slices == 1 else f"a slice of {tokens} tokens (seq_len {job.model.seq_len} / {slices})"
+    )
+    tp, other = layout.tp if layout.sp else 1, ""
+    if tokens % layout.cp:
+        equation = f"{told} / cp {layout.cp} is not whole"
+    elif layout.cp % layout.cp_ulysses or layout.cp == 1:
+        return  # the first has its own message
+    elif not _evenly(tokens, layout, 1):
+        equation = (
+            f"{told} / (2 × ring {layout.ring}) is not whole, and each of the ring's groups has a chunk from either end"
+        )
+    elif not _evenly(tokens, layout, tp):
+        equation, other = f"{told} / (cp {layout.cp} × tp {tp} (sp)) is not whole", ", or sp=false"
+        if tokens % tp:
+            return  # so would it be without cp: that has its own message
+    else:
+        return
+    alone = layout.cp_ulysses == layout.cp
+    legal = []
+    for cp in (cp for cp in range(1, min(2 * layout.cp, tokens) + 1) if tokens % cp == 0):
+        changed = dataclasses.replace(layout, cp=cp, cp_ulysses=cp if alone else layout.cp_ulysses)
+        if not cp % changed.cp_ulysses and _evenly(tokens, changed, tp) and _exchanges(changed, job.model):
+            legal.append(cp)
+    both = " (and cp_ulysses the same)" if alone or not legal else ""
+    yield "layout.cp", f"{equation}; nearest cp: {nearest_of(legal or [1], layout.cp)}{both}{other}"
+
+
+def _evenly(tokens: int, layout: Layout, tp: int) -> bool:
+    """Whether `tokens` are dealt out in equal parts to cp × tp ranks, and to the groups of a ring in equal chunks."""
+    return tokens % (layout.cp * tp) == 0 and (layout.ring == 1 or tokens % (2 * layout.ring) == 0)
+
+
+def _exchanges(layout: Layout, model: ModelConfig) -> bool:
+    """Whether the heads of a tensor rank can be dealt out to `cp_ulysses` ranks: query heads in equal parts, and of
+    key/value heads and ranks one divides the other. True where the heads do not divide by tp, which has its own
+    message."""
+    ranks = layout.cp_ulysses
+    if model.n_heads % layout.tp:
+        return True
+    heads = model.n_heads // layout.tp
+    keys = heads if model.mla.kv_rank else max(1, model.kv_heads // layout.tp)
+    return heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
+
+def tensor_problems(job: Job) -> Iterator[Problem]:
+    """Heads, widths and sequences against tp."""
+    layout, model = job.layout, job.model
+    if model.n_heads % layout.tp:
+        yield (
+            "layout.tp",
+            f"n_heads {model.n_heads} / tp {layout.tp} is not whole; nearest tp: "
+            f"{nearest_divisors(model.n_heads, layout.tp)}",
+        )
+    for width, name in _widths(model):
+        if width % layout.tp:
+            yield (
+                "layout.tp",
+                f"{name} {width} / tp {layout.tp} is not whole; nearest tp: {nearest_divisors(width, layout.tp)}",
+            )
+    kv_heads = model.n_heads if model.mla.kv_rank else model.kv_heads
+    if model.n_heads % layout.tp == 0 and kv_heads % layout.tp and layout.tp % kv_heads:
+        legal = [
+            tp
+            for tp in range(1, model.n_heads + 1)
+            if model.n_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+        ]
+        yield (
+            "layout.tp",
+            f"tp {layout.tp} neither divides the n_kv_heads {kv_heads} nor is a multiple of them; nearest tp: "
+            f"{nearest_of(legal, layout.tp)}",
+        )
+    if layout.sp and model.seq_len % layout.tp:
+        yield (
+            "layout.sp",
+            f"sequence parallel: seq_len {model.seq_len} / tp {layout.tp} is not whole; nearest tp: "
+            f"{nearest_divisors(model.seq_len, layout.tp)}, or sp=false",
+        )
+
+
+def _widths(model: ModelConfig) -> Iterator[tuple[int, str]]:
+    """The hidden widths that tp cuts. Shared experts are a whole number of times as wide as one."""
+    if not model.moe.n_experts or model.moe.n_dense_layers:
+        yield model.ff_size, "MLP width"
+    if model.moe.n_experts:
+        yield model.expert_ff_size, "an expert's width"
+
+
+def _tiles(job: Job) -> Iterator[Problem]:
+    layout, model = job.layout, job.model
+    if layout.tiles > 1 and layout.tp > 1:
+        yield "layout.tiles", f"tiles {layout.tiles} go with tp 1, tp is {layout.tp}: tiles=1, or tp=1"
+    if layout.tiles > 1 and model.moe.n_experts:
+        yield (
+            "layout.tiles",
+            f"tiles {layout.tiles} are of dense MLPs, the model has n_experts {model.moe.n_experts}; nearest legal: "
+            "tiles=1, or n_experts 0",
+        )
+    elif model.ff_size % layout.tiles:
+        yield (
+            "layout.tiles",
+            f"MLP width {model.ff_size} / tiles {layout.tiles} is not whole; nearest tiles: "
+            f"{nearest_divisors(model.ff_size, layout.tiles)}",
+        )
+
+
+def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
+    """How many of the cp ranks exchange heads."""
+    ranks = layout.cp_ulysses
+    if layout.cp % ranks:
+        equation = f"cp {layout.cp} / cp_ulysses {ranks} is not whole"
+    elif _exchanges(layout, model):
+        return
+    elif model.n_heads % (layout.tp * ranks):
+        equation = f"n_heads {model.n_heads} / (tp {layout.tp} × cp_ulysses {ranks}) is not whole"
+    else:
+        keys = max(1, model.kv_heads // layout.tp)
+        equation = (
+            f"n_kv_heads {model.kv_heads}, {keys} on each of tp {layout.tp}, neither divide by cp_ulysses {ranks} nor "
+            "divide it"
+        )
+    legal = [
+        n
+        for n in range(1, min(layout.cp, model.n_heads) + 1)
+        if layout.cp % n == 0 and _exchanges(dataclasses.replace(layout, cp_ulysses=n), model)
+    ]
+    yield "layout.cp_ulysses", f"{equation}; nearest cp_ulysses: {nearest_of(legal, ranks)}"
+
+
+def _experts(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
+    """What experts are dealt out over."""
+    ranks, experts = layout.shard_ranks, model.moe.n_experts
+    legal = nearest_divisors(gcd(ranks, experts), layout.ep) if experts else "1"
+    if layout.ep > 1 and not experts:
+        yield (
+            "layout.ep",
+            f"ep {layout.ep} deals out experts, the model has none (n_experts 0); nearest legal: ep=1, or a model "
+            "with experts",
+        )
+    if ranks % layout.ep:
+        yield (
+            "layout.ep",
+            f"ep is taken from dp_shard {layout.dp_shard} × cp {layout.cp} = {ranks}, which ep {layout.ep} does not "
+            f"divide; nearest ep: {legal}",
+        )
+    if experts % layout.ep:
+        yield "layout.ep", f"n_experts {experts} / ep {layout.ep} is not whole; nearest ep: {legal}"
+
+
+def _recompute(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
+    """What each layer recomputes, where it is written out."""
+    if not layout.recompute_cut:
+        return
+    if layout.recompute != "none":
+        yield (
+            "layout.recompute_cut",
+            f"says what each layer recomputes, recompute={layout.recompute} says it of all; nearest legal: "
+            "recompute=none with it, or recompute alone",
+        )
+    try:
+        recompute.modes(layout.recompute_cut, model.n_layers)
+    except JobError as error:
+        yield from (("layout.recompute_cut", problem) for problem in error.problems)
+
+
+def _world(layout: Layout, nodes: int, devices_per_node: int) -> Iterator[Problem]:
+    product = (
+        f"dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × cp {layout.cp} × tp {layout.tp} × pp "
+        f"{layout.pp} = {layout.world}"
+    )
+    if not devices_per_node:
+        if layout.world % nodes:
+            yield "cluster.nodes", f"{product} devices do not divide by nodes {nodes}"
+        return
+    devices = nodes * devices_per_node
+    if layout.world != devices:
+        others = layout.world // layout.dp_replicate
+        fits = devices // others
+        legal = (
+            f"dp_replicate={fits} makes it {devices}"
+            if fits and devices % others == 0
+            else f"the axes without dp_replicate make {others}, which must divide {devices}"
+        )
+        yield (
+            "layout",
+            f"{product}, but the cluster has nodes {nodes} × devices {devices_per_node} = {devices}; {legal}",
+        )
+
+
+def _batch(job: Job) -> Iterator[Problem]:
+    try:
+        batch.solve(job.train.global_batch, job.layout)
+    except ValueError as error:
+        yield "train.global_batch" if job.train.global_batch else "layout", str(error)

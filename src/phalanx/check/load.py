@@ -1,0 +1,175 @@
+"""From job files and overrides to one checked Job. Later wins: default < preset < files in order < command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.check.job import problems_of
+from phalanx.config import overrides, values, yaml_file
+from phalanx.config.clusters import cluster_of
+from phalanx.config.fields import get, leaves, replace
+from phalanx.config.job import Job
+from phalanx.config.model import ModelConfig
+from phalanx.config.presets import PRESETS
+from phalanx.config.yaml_file import Setting
+from phalanx.errors import JobError
+from phalanx.nearest import nearest
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A resolved job, and where each value came from, such as "job.yaml:12", "preset gpt2" or "default"."""
+
+    job: Job
+    origins: dict[str, str]
+
+
+def load_words(words: overrides.CommandLine, opens: str = "") -> LoadedJob:
+    """The job that a command line describes. With `opens`, the name of who wants it so, its layout is left to the
+    planner but for what the command line sets, unless a job file says itself what is left to it.
+
+    Raises JobError with every problem of files, overrides and values."""
+    problems: list[str] = []
+    settings: list[Setting] = []
+    for path in words.files:
+        found, wrong = yaml_file.read(path)
+        settings = _over(settings, found)
+        problems += wrong
+    said = words.settings
+    if opens and not _leaves_layout([*settings, *said]):
+        said = [Setting("layout.auto", "true", opens), *said]
+    settings = _over(settings, said)
+    problems += words.problems
+    name = words.files[-1].stem if words.files else "job"
+    return resolve(settings, problems, default_name=name)
+
+
+def _over(earlier: list[Setting], later: list[Setting]) -> list[Setting]:
+    """The settings of all job files so far, and of the next or the command line. One that leaves the layout to the
+    planner begins the layout anew: what earlier ones say about it is no wish of whoever says `auto`."""
+    if _leaves_layout(later):
+        earlier = [setting for setting in earlier if not setting.path.startswith("layout.")]
+    return [*earlier, *later]
+
+
+def _leaves_layout(settings: list[Setting]) -> bool:
+    return any(setting.path == "layout.auto" and str(setting.text).lower() in values.TRUE for setting in settings)
+
+
+def load_file(path: Path, argv: Sequence[str] = ()) -> LoadedJob:
+    """The job in a file, with overrides such as ["train.steps=10"]. Raises JobError."""
+    words = overrides.parse(argv)
+    words.files.insert(0, path)
+    return load_words(words)
+
+
+def resolve(
+    settings: Sequence[Setting], problems: Sequence[str] = (), default_name: str = "job", *, presets: bool = True
+) -> LoadedJob:
+    """Apply settings in order to the default job, then check the whole. Without `presets`, the names of presets are
+    values like any other. Raises JobError with all problems."""
+    found = list(problems)
+    job, origins = _start(settings, found) if presets else (Job(), dict.fromkeys(leaves(), "default"))
+    for setting in settings:
+        kind = leaves()[setting.path]
+        try:
+            value = values.convert(setting.text, kind)
+        except ValueError as error:
+            found.append(f"{setting.origin}: {setting.path}: {error}")
+            continue
+        if not presets or setting.path not in ("model.preset", "cluster.preset"):  # these two came first
+            job = replace(job, setting.path, value)
+        origins[setting.path] = setting.origin
+    if not job.run.name:
+        job = replace(job, "run.name", default_name)
+        origins["run.name"] = "the job file's name"
+    job = _fill_rest(job, found, origins)
+    found += [_at(path, message, origins) for path, message in problems_of(job)]
+    if found:
+        raise JobError(found)
+    return LoadedJob(job, origins)
+
+
+def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[str, str]]:
+    """The default job, or the default job with the presets that the last settings of model.preset and cluster.preset
+    name."""
+    job = default = Job()
+    origins = dict.fromkeys(leaves(), "default")
+    for section, preset_of in (("model", _model_of), ("cluster", cluster_of)):
+        path = f"{section}.preset"
+        chosen = next((setting for setting in reversed(settings) if setting.path == path), None)
+        if chosen is None or chosen.text == "":
+            continue
+        try:
+            job = replace(job, section, preset_of(str(chosen.text)))
+        except JobError as error:
+            problems += [f"{chosen.origin}: {problem}" for problem in error.problems]
+            continue
+        for leaf in leaves():
+            if leaf.startswith(f"{section}.") and get(job, leaf) != get(default, leaf):
+                origins[leaf] = f"preset {chosen.text}"
+    return job, origins
+
+
+def _model_of(preset: str) -> ModelConfig:
+    """The model that `model.preset` names. Raises JobError with the nearest name where there is none."""
+    if preset not in PRESETS:
+        meant = nearest(preset, PRESETS)
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise JobError(f"no model preset {preset!r}{hint} (known: {', '.join(PRESETS)})")
+    return PRESETS[preset]
+
+
+def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
+    """Replace a -1 ("the rest of the devices") in dp_replicate or dp_shard; the planner finds that rest by itself."""
+    open_axes = [axis for axis in ("dp_replicate", "dp_shard") if getattr(job.layout, axis) == -1]
+    if not open_axes:
+        return job
+    devices = job.cluster.devices
+    closed = dataclasses.replace(job.layout, **dict.fromkeys(open_axes, 1))
+    if job.layout.auto:
+        origins.update({f"layout.{axis}": "default" for axis in open_axes})
+        return dataclasses.replace(job, layout=closed)
+    known = closed.world
+    if len(open_axes) == 2:
+        problems.append("layout: only one of dp_replicate and dp_shard can be -1 (the rest of the devices)")
+    elif not devices:
+        problems.append(f"layout.{open_axes[0]}: -1 means the rest of the devices; set cluster.devices_per_node")
+    elif known < 1 or devices % known:
+        problems.append(
+            f"layout.{open_axes[0]}: -1 means the rest of the devices, but {devices} devices do not divide by the "
+            f"other axes' product {known}"
+        )
+    else:
+        closed = dataclasses.replace(closed, **{open_axes[0]: devices // known})
+        origins[f"layout.{open_axes[0]}"] += f" (-1: {devices} devices / {known})"
+    return dataclasses.replace(job, layout=closed)
+
+
+def _at(path: str, message: str, origins: dict[str, str]) -> str:
+    """A problem with the place where its value was written, where somebody wrote it."""
+    origin = origins.get(path, "default")
+    if origin == "default" or not path:
+        return f"{path}: {message}" if path else message
+    return f"{origin}: {path}: {message}"
+
+
+def from_dict(values: Mapping[str, Any], origin: str) -> Job:
+    """The job that `show.as_dict` turned into nested plain values. It has every value, so no preset is looked up: what
+    was trained on `cluster=local` is read where nothing is measured. Raises JobError."""
+    return resolve(list(_flatten(values, "", origin)), presets=False).job
+
+
+def _flatten(values: Mapping[str, Any], prefix: str, origin: str) -> Iterator[Setting]:
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{path}.", origin)
+        elif path not in leaves():
+            raise JobError(f"{origin}: unknown key {path}")
+        else:
+            yield Setting(path, [str(item) for item in value] if isinstance(value, list) else str(value), origin)

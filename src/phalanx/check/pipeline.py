@@ -1,0 +1,209 @@
+"""What a job gets wrong about its pipeline: the schedule, the stages, and what does not go with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from phalanx.check.layout import Problem, context_problems
+from phalanx.config.job import Job
+from phalanx.errors import JobError
+from phalanx.nearest import nearest_divisors
+from phalanx.partition import batch
+from phalanx.partition.pipeline import is_file
+from phalanx.partition.stages import written_stages
+from phalanx.schedule import catalogue, file
+from phalanx.schedule.pipedream import pipedream
+
+
+def pipeline_problems(job: Job) -> Iterator[Problem]:
+    """The dotted path of each field at fault, and the message with the nearest legal choice. Without a pipeline (pp 1)
+    nothing that is said about one matters."""
+    layout = job.layout
+    if layout.pp == 1:
+        return
+    if layout.sync == "asp":
+        yield (
+            "layout.sync",
+            f"a parameter server trains whole models, pp {layout.pp} cuts them; nearest legal: sync=bsp, or pp=1",
+        )
+    if is_file(layout.schedule):
+        yield from _file(job)
+    else:
+        yield from _named(job)
+
+
+def _named(job: Job) -> Iterator[Problem]:
+    """Of a schedule with a name."""
+    layout, name = job.layout, job.layout.schedule
+    if name not in catalogue.SCHEDULES:
+        for problem in catalogue.problems(name, layout.pp, 1):
+            yield "layout.schedule", f"{problem}; a schedule of your own: the path of its file"
+        return
+    equation, entry = _equation(job), catalogue.SCHEDULES[name]
+    if equation is not None:  # else the batch equation has its own message
+        told = f" (accumulation in {equation.equation()})"
+        micro_batches = equation.accumulation
+        for problem in catalogue.problems(name, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices):
+            yield "layout.schedule", problem + (told if "micro-batch" in problem else "")
+    least, most = entry.chunks
+    if least <= catalogue.chunks_of(name, layout.pp_chunks) <= most:
+        stages = catalogue.stages(name, layout.pp, layout.pp_chunks)
+        chunks = stages // layout.pp
+        equals = f"pp {layout.pp} × chunks {chunks} = {stages}" if chunks > 1 else f"pp {layout.pp}"
+        yield from _stages(job, stages, equals, _fewer(job) if stages > job.model.n_layers else "")
+    if entry.sliced:
+        yield from _slices(job, layout.pp_slices or entry.slices)
+    if entry.steps > 1:
+        yield from _without_flush(job)
+    yield from _compiled(job, entry.splits or entry.sliced or entry.steps > 1)
+
+
+def _file(job: Job) -> Iterator[Problem]:
+    """Of a schedule in a file."""
+    layout = job.layout
+    path = layout.schedule
+    try:
+        schedule = file.read(path)
+    except JobError as error:
+        yield from (("layout.schedule", problem) for problem in error.problems)
+        return
+    if schedule.ranks != layout.pp:
+        yield (
+            "layout.pp",
+            f"{path} is for pp {schedule.ranks}, pp is {layout.pp}; nearest legal: pp {schedule.ranks}, or another "
+            "schedule",
+        )
+    equation, micro_batches = _equation(job), schedule.micro_batches // schedule.steps
+    if equation is not None and equation.accumulation != micro_batches:
+        yield (
+            "layout.schedule",
+            f"{path} is for {micro_batches} micro-batches a step, but {equation.equation()}; nearest legal: "
+            f"accumulation {micro_batches} with a global batch that is a multiple of "
+            f"{micro_batches * equation.data_ranks}",
+        )
+    for name, own in (("pp_chunks", len(schedule.held(0))), ("pp_slices", schedule.slices)):
+        said = getattr(layout, name)
+        if said and said != own:
+            yield f"layout.{name}", f"{path} has {own}, {name} is {said}: leave it out"
+    yield from _stages(job, schedule.stages, f"{path}: {schedule.stages}", f"n_layers {schedule.stages}")
+    yield from _slices(job, schedule.slices)
+    if schedule.steps > 1:
+        own = pipedream(schedule.ranks, micro_batches, schedule.steps)
+        if (schedule.programs, schedule.placements) != (own.programs, own.placements):
+            yield (
+                "layout.schedule",
+                f"{path} spans {schedule.steps} optimizer steps without a flush in an order of its own; only "
+                "pipedream's is trained. Nearest legal: schedule=pipedream, or a file with one step",
+            )
+        yield from _without_flush(job)
+    yield from _compiled(job, schedule.splits or schedule.slices > 1 or schedule.steps > 1)
+
+
+def _compiled(job: Job, unseen: bool) -> Iterator[Problem]:
+    if job.train.compile and unseen:
+        yield (
+            "train.compile",
+            f"the compiler does not see what {job.layout.schedule} does besides whole forward and backward passes; "
+            "nearest legal: compile off, or schedule=1f1b",
+        )
+
+
+def _stages(job: Job, stages: int, equals: str, legal: str) -> Iterator[Problem]:
+    """The model's layers against the number of stages, by the numbers or as the user cuts them."""
+    layers, text = job.model.n_layers, job.layout.pp_cut
+    if stages > layers:
+        yield (
+            "layout.pp",
+            f"{equals} stages need as many layers, the model has {layers}; nearest legal: {legal}",
+        )
+    if text:
+        try:
+            written_stages(text, stages, layers)
+        except JobError as error:
+            yield from (("layout.pp_cut", problem) for problem in error.problems)
+
+
+def _slices(job: Job, slices: int) -> Iterator[Problem]:
+    """What goes with sequences that are cut."""
+    if slices == 1:
+        return
+    layout, tokens = job.layout, job.model.seq_len
+    ranks = layout.tp if layout.sp else 1
+    if tokens % (slices * ranks):
+        tp = f" × tp {ranks} (sp)" if ranks > 1 else ""
+        legal = f"pp_slices: {nearest_divisors(tokens // ranks, slices)}" if tokens % ranks == 0 else "sp=false"
+        yield "layout.pp_slices", f"seq_len {tokens} / (slices {slices}{tp}) is not whole; nearest {legal}"
+    if tokens % slices == 0 and not any(context_problems(job)):  # else the whole sequence has its own message
+        yield from context_problems(job, slices)
+    moe = job.model.moe
+    if moe.n_experts:
+        for name, value in (("aux_loss", moe.aux_loss), ("capacity", moe.capacity)):
+            if value > 0:
+                yield (
+                    f"model.moe.{name}",
+                    f"{name} {value} counts the tokens of whole sequences, slices {slices} cut them; nearest legal: "
+                    f"{name}=0, or a schedule without slices, such as 1f1b",
+                )
+
+
+def _without_flush(job: Job) -> Iterator[Problem]:
+    """PipeDream: micro-batches in flight keep the weights that they began with, whole, in several versions."""
+    layout, name = job.layout, job.layout.schedule
+    if layout.sync in ("local_sgd", "diloco"):
+        yield (
+            "layout.sync",
+            f"{name} has no moment between two steps in which replicas could agree by {layout.sync}; nearest legal: "
+            "sync=bsp, or schedule=1f1b",
+        )
+    if job.train.precision == "fp16":
+        yield (
+            "train.precision",
+            f"{name} cannot take back a step whose fp16 gradients overflow; nearest legal: precision=bf16, or "
+            "schedule=1f1b",
+        )
+    if layout.accumulate == "sharded":
+        yield (
+            "layout.accumulate",
+            f"{name} keeps gradients whole until their step; nearest legal: accumulate=local, or schedule=1f1b",
+        )
+    if layout.shard_ranks > 1:
+        axis = "cp" if layout.dp_shard == 1 else "dp_shard"
+        degree = getattr(layout, axis)
+        yield (
+            f"layout.{axis}",
+            f"{name} keeps two versions of the weights whole on each rank, {axis} {degree} shards state; nearest "
+            f"legal: {axis}=1 with dp_replicate={degree * layout.dp_replicate}, or schedule=1f1b",
+        )
+
+
+def _fewer(job: Job) -> str:
+    """The nearest legal changes where the model has fewer layers than stages: fewer ranks, or fewer stages on each."""
+    layout, layers = job.layout, job.model.n_layers
+    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
+    by_pp = next(pp for pp in range(min(layout.pp - 1, layers), 0, -1) if _fits(job, pp=pp))
+    by_chunks = next((n for n in range(min(chunks - 1, layers), 0, -1) if _fits(job, pp_chunks=n)), 0)
+    return f"pp {by_pp}" + (f", or pp_chunks {by_chunks}" if by_chunks else "")
+
+
+def _fits(job: Job, **changed: int) -> bool:
+    """Whether a pipeline with a changed layout is legal for the model's layers and the batch."""
+    layout = dataclasses.replace(job.layout, **changed)
+    if layout.pp == 1:
+        return True
+    equation = _equation(dataclasses.replace(job, layout=layout))
+    return (
+        equation is not None
+        and catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks) <= job.model.n_layers
+        and not catalogue.problems(
+            layout.schedule, layout.pp, equation.accumulation, layout.pp_chunks, layout.pp_slices
+        )
+    )
+
+
+def _equation(job: Job) -> batch.Batch | None:
+    """The batch equation solved; None where it has no solution."""
+    try:
+        return batch.solve(job.train.global_batch, job.layout)
+    except ValueError:
+        return None

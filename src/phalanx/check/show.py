@@ -1,0 +1,45 @@
+"""A job as YAML: what a run directory keeps (config.yaml) and what --print-config shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import yaml
+
+from phalanx.check.load import LoadedJob
+from phalanx.config.job import Job
+from phalanx.partition.batch import solve
+
+
+def as_dict(job: Job) -> dict[str, Any]:
+    """The job as nested plain values, tuples as lists: what JSON and YAML hold."""
+    return json.loads(json.dumps(dataclasses.asdict(job)))
+
+
+def as_yaml(loaded: LoadedJob) -> str:
+    """Every value of the job with, behind it, where it came from. Reading it back gives the same job. Of a layout that
+    is left to the planner, what is set: the rest is open."""
+    job, shown = loaded.job, as_dict(loaded.job)
+    if job.layout.auto:
+        lines = []
+        shown["layout"] = {
+            name: v for name, v in shown["layout"].items() if loaded.origins[f"layout.{name}"] != "default"
+        }
+    else:
+        lines = [f"# {solve(job.train.global_batch, job.layout).equation()}"]
+    _section(shown, "", loaded.origins, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _section(values: dict[str, Any], prefix: str, origins: dict[str, str], lines: list[str]) -> None:
+    indent = "  " * prefix.count(".")
+    for name, value in values.items():
+        if isinstance(value, dict):
+            lines.append(f"{indent}{name}:")
+            _section(value, f"{prefix}{name}.", origins, lines)
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+            origin = origins.get(f"{prefix}{name}", "default").replace("\n", " ")
+            lines.append(f"{indent}{name}: {text}  # {origin}")

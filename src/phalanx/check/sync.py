@@ -1,0 +1,46 @@
+"""What a job gets wrong about `layout.sync`: how replicas agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.config.fields import get
+from phalanx.config.job import Job
+
+
+def sync_problems(job: Job) -> Iterator[tuple[str, str]]:
+    """The dotted path of each field at fault, and the message with the nearest legal choice."""
+    layout, sync = job.layout, job.layout.sync
+    if not 0 <= job.optimizer.outer_momentum < 1:
+        yield "optimizer.outer_momentum", f"must lie in [0, 1), is {job.optimizer.outer_momentum}"
+    if sync == "bsp":
+        return
+    if layout.dp_replicate < 2:
+        yield (
+            "layout.sync",
+            f"{sync} is an agreement among replicas, dp_replicate {layout.dp_replicate} has no second one; nearest "
+            "legal: dp_replicate=2, or sync=bsp",
+        )
+    if layout.data_parallel == "threads":
+        yield (
+            "layout.sync",
+            f"{sync} needs replicas with parameters of their own, threads share theirs; nearest legal: "
+            "data_parallel=ddp, or sync=bsp",
+        )
+    if job.train.precision == "fp16":
+        yield (
+            "layout.sync",
+            f"{sync} does not go with fp16, whose loss scale all replicas would have to share in every step; nearest "
+            "legal: precision=bf16, or sync=bsp",
+        )
+    if sync != "asp":
+        for path in ("train.eval_every", "checkpoint.every"):
+            every = get(job, path)
+            if every % layout.sync_every:
+                below = every // layout.sync_every * layout.sync_every
+                legal = f"{below} or {below + layout.sync_every}" if below else f"{layout.sync_every}"
+                yield (
+                    path,
+                    f"replicas agree every sync_every {layout.sync_every} steps, what is validated or saved in between "
+                    f"would be one replica's own; {every} is no multiple of it, nearest: {legal}",
+                )

@@ -1,0 +1,35 @@
+"""The options that ask the cost model about another training framework or number format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from phalanx.cli.job_words import Option
+from phalanx.cost.frameworks.calibration import calibrated
+from phalanx.cost.frameworks.known import FRAMEWORKS, PHALANX
+from phalanx.cost.spec import StepSpec
+from phalanx.errors import JobError
+from phalanx.nearest import nearest
+from phalanx.plan.search.request import PlanRequest
+
+OPTIONS = {
+    "products": Option(
+        Literal["job", "bf16", "fp8", "fp4"], "job", "number format of the blocks' matrix products; the job's own"
+    ),
+    "framework": Option(str, "phalanx", f"predict another training framework: {', '.join(FRAMEWORKS)}"),
+}
+Asked = TypeVar("Asked", StepSpec, PlanRequest)
+
+
+def asked(about: Asked, options: Mapping[str, Any]) -> Asked:
+    """Returns the spec or request with what the options change. Raises JobError for a framework that is not
+    known."""
+    name, products = options["framework"], options["products"]
+    if name not in FRAMEWORKS:
+        meant = nearest(name, FRAMEWORKS)
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise JobError(f"--framework: {name!r} is not known{hint} (known: {', '.join(FRAMEWORKS)})")
+    framework = calibrated(name, about.cluster.accelerator) if name != PHALANX.name else about.framework
+    return replace(about, framework=framework, products=about.products if products == "job" else products)

@@ -1,0 +1,78 @@
+"""A layout from one line, `dp_shard=4,tp=2,sp=true`: what `Layout.line` prints and tables, logs and options hold."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.config import values
+from phalanx.config.fields import leaves, resolve, suggestion
+from phalanx.config.layout import Layout
+from phalanx.errors import JobError
+from phalanx.nearest import nearest
+
+SECTION = "layout"
+AUTO = "auto"
+"""In place of `auto=true`, in a line or as all of it."""
+
+
+def parse(line: str) -> Layout:
+    """The layout that a line describes; what it leaves out is the default. Whether the layout is legal for a model is
+    for check/job.py to say.
+
+    Raises JobError with every problem of the line.
+    """
+    return Layout(**_given(line))
+
+
+def settings_of(text: str) -> dict[str, str]:
+    """What the section in one word sets, by dotted path: with `layout: auto` or `layout: auto,tp=2` what it says, with
+    a line such as `layout: tp=2,sp=true` every field, for a line is a whole layout.
+
+    Raises JobError with every problem of the text.
+    """
+    if text != AUTO and "=" not in text and "," not in text:
+        hint = f"; did you mean {AUTO}?" if nearest(text.lower(), [AUTO]) or text.lower().startswith(AUTO) else ""
+        raise JobError(
+            f"{SECTION}: expected {AUTO}, or a line such as dp_shard=4,tp=2, or fields of the section (layout.tp=2), "
+            f"found {text!r}{hint}"
+        )
+    given = _given(text)
+    if not given.get(AUTO):
+        given = asdict(Layout(**given))
+    return {f"{SECTION}.{name}": str(value) for name, value in given.items()}
+
+
+def _given(line: str) -> dict[str, Any]:
+    """The fields in a line. Raises JobError with every problem."""
+    kinds = leaves(Layout)
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for item in line.split(","):
+        key, equals, text = (part.strip() for part in item.partition("="))
+        if key == AUTO and not equals:
+            equals, text = "=", "true"
+        name = key.replace("-", "_").removeprefix("layout.")
+        if not equals:
+            problems.append(f"expected key=value with commas between, found {item.strip()!r}")
+        elif name not in kinds:
+            problems.append(_unknown(key, name))
+        elif name in found:
+            problems.append(f"{name} is given twice")
+        else:
+            try:
+                found[name] = values.convert(text, kinds[name])
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+                found[name] = None  # given, if wrongly: a second time is still a second time
+    if problems:
+        raise JobError([f"layout {line!r}: {problem}" for problem in problems])
+    return found
+
+
+def _unknown(key: str, name: str) -> str:
+    if meant := nearest(name, leaves(Layout)):
+        return f"unknown key {key}; did you mean {meant}?"
+    if path := resolve(name):
+        return f"{path} is no part of a layout"
+    return f"unknown key {key}{suggestion(name)}"

@@ -1,0 +1,176 @@
+"""The shape of a decoder-only transformer: numbers only, no tensors.
+
+One dataclass covers the GPT-2 kind (LayerNorm, learned positions, GELU, biases) and the Llama kind (RMSNorm, RoPE,
+SwiGLU, grouped-query attention), with mixture-of-experts and multi-head latent attention as parts that are off by
+default. `parameters.py` beside this file derives every parameter's name and shape from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Literal
+
+from phalanx.hashed import Hashed, hashed_once
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretching rotary positions beyond the trained context (factor 1 = off)."""
+
+    kind: Literal["linear", "llama3"] = "llama3"
+    """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1)."""
+    factor: float = 1.0
+    """How many times longer the context becomes; 1 switches scaling off."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_seq_len / this are fully stretched."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_seq_len / this are left alone."""
+    original_seq_len: int = 8192
+    """llama3: the context length in tokens before stretching."""
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Mixture of experts in place of the MLP (n_experts 0 = dense)."""
+
+    n_experts: int = 0
+    """Routed experts a layer; 0 means a dense model."""
+    top_k: int = 2
+    """Routed experts that each token visits."""
+    d_ff: int = 0
+    """Hidden width of one expert; 0 means model.d_ff."""
+    n_shared: int = 0
+    """Experts that every token visits beside the routed ones."""
+    n_dense_layers: int = 0
+    """Leading layers that keep a dense MLP of width model.d_ff."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of logits: a softmax over the experts (Mixtral), or a sigmoid of each (DeepSeek-V3)."""
+    renormalise: bool = True
+    """The gates of a token's experts add up to 1 (Mixtral, DeepSeek-V3); otherwise the scores themselves are the gates
+    (Switch Transformer, which with top_k 1 needs them)."""
+    route_scale: float = 1.0
+    """Multiplies the gates (DeepSeek-V3: 2.5)."""
+    n_groups: int = 1
+    """Groups of neighbouring experts, for routing limited to some of them (DeepSeek-V3, section 2.1.2)."""
+    top_groups: int = 1
+    """Groups that a token's experts may lie in: those whose two best scores have the largest sum."""
+    aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss, taken a sequence at a time (DeepSeek-V3, equations 17 to 20)."""
+    z_loss: float = 0.0
+    """Coefficient of the squared logarithm of the softmax's denominator (ST-MoE, Zoph et al. 2022, equation 5)."""
+    bias_balanced: bool = False
+    """The router keeps one balancing bias an expert (DeepSeek-V3, section 2.1.2)."""
+    bias_rate: float = 0.001
+    """bias_balanced: what a step adds to the bias of an expert with too little load, and takes off with too much."""
+    capacity: float = 0.0
+    """Tokens of a sequence that one expert takes, as a multiple of its even share seq_len × top_k / n_experts, rounded
+    up; later tokens go without that expert. 0 drops none."""
+
+    def most_tokens(self, seq_len: int) -> int:
+        """Tokens of a sequence of `seq_len` that one expert takes at most."""
+        if not self.capacity:
+            return seq_len
+        # Rounded first: 1.1 × 10 is a little more than 11.
+        return min(seq_len, ceil(round(self.capacity * seq_len * self.top_k / self.n_experts, 6)))
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1); kv_rank 0 = ordinary attention."""
+
+    q_rank: int = 0
+    """Rank of the query compression; 0 projects queries directly."""
+    kv_rank: int = 0
+    """Rank of the key/value compression; 0 switches latent attention off."""
+    rope_head_dim: int = 64
+    """Size of the part of a head that carries the rotary position."""
+    nope_head_dim: int = 128
+    """Size of the part of a head without position."""
+    v_head_dim: int = 128
+    """Size of a value head."""
+
+
+@hashed_once
+@dataclass(frozen=True)
+class ModelConfig(Hashed):
+    """The model's shape."""
+
+    preset: str = ""
+    """Start from a known model (gpt2, llama3-8b, ... ; `phalanx train --help` lists them); other fields override it."""
+    n_layers: int = 4
+    """Transformer blocks."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    n_heads: int = 4
+    """Query heads."""
+    n_kv_heads: int = 0
+    """Key/value heads (grouped-query attention); 0 means n_heads."""
+    head_dim: int = 0
+    """Size of one head; 0 means d_model / n_heads."""
+    d_ff: int = 0
+    """Hidden width of the MLP; 0 means 4 d_model (GELU) or 8/3 d_model rounded up to a multiple of 64 (SwiGLU)."""
+    vocab_size: int = 0
+    """Tokens in the vocabulary; 0 means the tokenizer's."""
+    seq_len: int = 256
+    """Context length in tokens: the length of a training sample, and the number of learned positions."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before attention, before the MLP and before the head."""
+    positions: Literal["learned", "rope"] = "learned"
+    """How a token's position enters."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """The MLP: two matrices with GELU (exact or tanh form), or three with a SiLU gate."""
+    bias: bool = True
+    """Biases in linear layers and LayerNorm."""
+    qkv_bias: bool = False
+    """Biases in the query, key and value projections even where `bias` is off (Qwen 2)."""
+    tied: bool = True
+    """The head shares the embedding's weights."""
+    dropout: float = 0.0
+    """Drop probability after the embedding, in attention and on each residual branch while training."""
+    norm_eps: float = 1e-5
+    """Added to the variance in a normalisation."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers) (GPT-2, section 2.3)."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    moe: MoE = field(default_factory=MoE)
+    mla: MLA = field(default_factory=MLA)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of a query/key head in elements."""
+        if self.mla.kv_rank:
+            return self.mla.nope_head_dim + self.mla.rope_head_dim
+        return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a query/key head that rotary positions turn."""
+        return self.mla.rope_head_dim if self.mla.kv_rank else self.head_size
+
+    @property
+    def v_head_size(self) -> int:
+        """Size of a value head in elements."""
+        return self.mla.v_head_dim if self.mla.kv_rank else self.head_size
+
+    @property
+    def ff_size(self) -> int:
+        """Hidden width of the dense MLP."""
+        if self.d_ff:
+            return self.d_ff
+        if self.activation == "swiglu":
+            return -(-8 * self.d_model // 3 // 64) * 64
+        return 4 * self.d_model
+
+    @property
+    def expert_ff_size(self) -> int:
+        return self.moe.d_ff or self.ff_size
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.moe.n_experts > 0 and layer >= self.moe.n_dense_layers

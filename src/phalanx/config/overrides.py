@@ -1,0 +1,85 @@
+"""The words after `phalanx VERB`: job files, `key=value` and `--key value` overrides, and the verb's own switches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.config.fields import leaves, resolve, suggestion
+from phalanx.config.layout_line import SECTION
+from phalanx.config.yaml_file import Setting, layout_settings
+from phalanx.nearest import nearest
+
+
+@dataclass
+class CommandLine:
+    """What the command line said."""
+
+    files: list[Path] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
+    switches: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
+    """Sort the words of a command line. `switches` are the verb's own flags without a value ("json", "fresh").
+
+    `train.steps=10`, `--train.steps 10`, `--train.steps=10`, `--steps 10` and `--train.compile` (a true/false field
+    without a value) all set a field; `-` and `_` are the same in names. `layout=auto` and `layout=tp=2,sp=true` set the
+    whole section.
+    """
+    words = CommandLine()
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--") and len(word) > 2:
+            _flag(word, rest, switches, words)
+        elif "=" in word and not word.startswith(("-", ".", "/")):
+            name, _, text = word.partition("=")
+            _set(name, text, word, words)
+        elif word.endswith((".yaml", ".yml")) or Path(word).is_file():
+            words.files.append(Path(word))
+        else:
+            words.problems.append(f"unexpected {word!r}: expected a job file (.yaml), key=value or --key value")
+    return words
+
+
+def _flag(word: str, rest: list[str], switches: Collection[str], words: CommandLine) -> None:
+    name, equals, text = word[2:].partition("=")
+    plain = name.replace("-", "_")
+    if plain in switches and not equals:
+        words.switches.add(plain)
+        return
+    path = SECTION if plain == SECTION else resolve(plain)
+    negated = resolve(re.sub(r"(^|\.)no_([^.]+)$", r"\1\2", plain))
+    if path is None and negated and leaves()[negated] is bool and not equals:
+        words.settings.append(Setting(negated, "false", f"command line: {word}"))
+    elif path is None:
+        meant = nearest(plain, switches)
+        hint = f"; did you mean --{meant.replace('_', '-')}?" if meant else suggestion(plain)
+        words.problems.append(f"unknown option {word.partition('=')[0]}{hint}")
+        if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+            rest.pop(0)  # its value: one mistake is one message
+    elif equals:
+        _set(name, text, word, words)
+    elif leaves().get(path) is bool:
+        words.settings.append(Setting(path, "true", f"command line: {word}"))
+    elif not rest or rest[0].startswith("--"):
+        words.problems.append(f"{word} needs a value")
+    else:
+        _set(name, rest[0], f"{word} {rest[0]}", words)
+        rest.pop(0)
+
+
+def _set(name: str, text: str, word: str, words: CommandLine) -> None:
+    path = resolve(name)
+    if name == SECTION:
+        found, wrong = layout_settings(text, f"command line: {word}")
+        words.settings += found
+        words.problems += wrong
+    elif path is None:
+        words.problems.append(f"unknown key {name} in {word!r}{suggestion(name)}")
+    else:
+        words.settings.append(Setting(path, text, f"command line: {word}"))

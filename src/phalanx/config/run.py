@@ -1,0 +1,28 @@
+"""The run itself: its name and directory, its processes and what it prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The run's name, place and processes."""
+
+    name: str = ""
+    """Name of the run; empty means the job file's name. Its directory is dir/name."""
+    dir: str = "runs"
+    """Where run directories are made."""
+    threads: int = 0
+    """CPU threads of each process; 0 divides the cores among the processes of a node."""
+    timeout_s: float = 600.0
+    """Seconds that a collective may wait before the run is called broken."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """What rank 0 prints; the other ranks write to their own log files."""
+    all_ranks: bool = False
+    """Show the log lines of every rank, with the rank in front."""
+    sample_tokens: int = 200
+    """Tokens of text to generate when training ends; 0 generates none."""
+    sample_prompt: str = "\n"
+    """What that text begins with."""

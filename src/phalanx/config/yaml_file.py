@@ -1,0 +1,125 @@
+"""A job file as a list of settings, each with the line it stands on. Only plain YAML: no tags, nothing is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from phalanx.config import layout_line
+from phalanx.config.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion
+from phalanx.errors import JobError
+from phalanx.nearest import nearest
+
+PLAIN_TAGS = {
+    f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value that a user gave: where it goes (dotted path), its text, and where it was written."""
+
+    path: str
+    text: str | list[str]
+    origin: str
+
+
+def read(path: Path) -> tuple[list[Setting], list[str]]:
+    """The settings of a job file and what is wrong with it: unknown or repeated keys, YAML errors, tags."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        return [], [f"{path}: cannot be read: {error.strerror or error}"]
+    except UnicodeDecodeError as error:
+        return [], [f"{path}: is not UTF-8 text (byte {error.start})"]
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
+    """The same for YAML text; `name` stands for the file in messages and origins."""
+    try:
+        root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        return [], [f"{name}{line}: not valid YAML: {error.problem or error.context}"]
+    except yaml.YAMLError as error:
+        return [], [f"{name}: not valid YAML: {error}"]
+    settings: list[Setting] = []
+    problems: list[str] = []
+    if root is None:
+        return settings, problems
+    if not isinstance(root, yaml.MappingNode):
+        return settings, [f"{name}:{root.start_mark.line + 1}: a job file is a mapping of sections, such as `train:`"]
+    _walk(root, "", name, settings, problems)
+    return settings, problems
+
+
+def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting], problems: list[str]) -> None:
+    first_seen: dict[str, int] = {}
+    for key_node, value in node.value:
+        origin = f"{name}:{key_node.start_mark.line + 1}"
+        key = key_node.value
+        if not isinstance(key, str) or key == "<<":
+            problems.append(f"{origin}: a key must be a plain name")
+            continue
+        path = f"{prefix}{key}"
+        if path in first_seen:
+            problems.append(f"{origin}: {path} is set again (first on line {first_seen[path]})")
+            continue
+        first_seen[path] = key_node.start_mark.line + 1
+        foreign = next(_foreign_tags(value), None)
+        if foreign:
+            problems.append(f"{origin}: {path}: the tag {foreign} is not allowed; plain values only")
+        elif isinstance(value, yaml.MappingNode):
+            if any(leaf.startswith(f"{path}.") for leaf in leaves()):
+                _walk(value, f"{path}.", name, settings, problems)
+            elif path in leaves():
+                problems.append(f"{origin}: {path} is one value, not a section")
+            else:
+                meant = nearest(path, sections())
+                hint = f"; did you mean {meant}?" if meant else f" (sections: {', '.join(sections())})"
+                problems.append(f"{origin}: unknown section {path}{hint}")
+        else:
+            target = path if path in leaves() or path == layout_line.SECTION else SECTION_SHORTHAND.get(path)
+            if target is None:
+                # A short name (`lr: 1e-3`) is for the command line: a file is read by others and says where.
+                meant = resolve(key)
+                hint = f"; did you mean {meant}?" if meant else suggestion(path)
+                problems.append(f"{origin}: unknown key {path}{hint}")
+            elif value.tag.endswith(":null"):
+                problems.append(f"{origin}: {path} has no value")
+            elif target == layout_line.SECTION:
+                found, wrong = layout_settings(",".join(_texts(value)), origin)
+                settings += found
+                problems += wrong
+            elif isinstance(value, yaml.SequenceNode):
+                settings.append(Setting(target, _texts(value), origin))
+            else:
+                settings.append(Setting(target, value.value, origin))
+
+
+def layout_settings(text: str, origin: str) -> tuple[list[Setting], list[str]]:
+    """What `layout: TEXT` sets (layout_line.settings_of), and what is wrong with it."""
+    try:
+        return [Setting(path, value, origin) for path, value in layout_line.settings_of(text).items()], []
+    except JobError as error:
+        return [], [f"{origin}: {problem}" for problem in error.problems]
+
+
+def _texts(node: yaml.Node) -> list[str]:
+    """What a scalar says, or each item of a list of scalars."""
+    return [str(item.value) for item in node.value] if isinstance(node, yaml.SequenceNode) else [str(node.value)]
+
+
+def _foreign_tags(node: yaml.Node) -> Iterator[str]:
+    """Tags such as !!python/object, at this node or (one level) in a list."""
+    if node.tag not in PLAIN_TAGS:
+        yield node.tag
+    if isinstance(node, yaml.SequenceNode):
+        yield from (
+            item.tag for item in node.value if not isinstance(item, yaml.ScalarNode) or item.tag not in PLAIN_TAGS
+        )

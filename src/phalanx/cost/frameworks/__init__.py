@@ -1,0 +1,1 @@
+"""Training frameworks: what of time and memory depends on them."""

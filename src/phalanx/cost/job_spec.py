@@ -1,0 +1,66 @@
+"""What a job asks this program to do, as the cost model takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from phalanx.config.clusters import CLUSTERS
+from phalanx.config.cpu_node import with_processes
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.cost.frameworks.known import PHALANX, PHALANX_CPU
+from phalanx.cost.spec import StepSpec
+from phalanx.errors import JobError
+from phalanx.partition import batch
+from phalanx.partition.pipeline import is_file, schedule_of
+from phalanx.schedule import catalogue
+
+
+def step_spec(job: Job, vocab: int) -> StepSpec:
+    """What a job asks this program to do. Raises JobError where nothing is known about the devices."""
+    if not job.cluster.accelerator.name:
+        known = ", ".join(list(CLUSTERS)[:8])
+        raise JobError(
+            "cluster: nothing is known about the devices; name a machine, such as cluster=dgx-h100:8 (known: "
+            f"{known}, …), describe one under cluster.accelerator, or measure this one with `phalanx bench compute` "
+            "and `phalanx bench comm` and say cluster=local"
+        )
+    if job.layout.world > 1 and not (job.cluster.intra.gbs or job.cluster.inter.gbs):
+        raise JobError(
+            f"cluster: {job.layout.world} devices, and nothing is known about the links between them; set "
+            "cluster.intra.gbs and cluster.inter.gbs, or measure them with `phalanx bench comm`"
+        )
+    precision = job.train.precision
+    model = replace(job.model, vocab_size=vocab)
+    return StepSpec(
+        model=model,
+        cluster=with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world),
+        layout=job.layout,
+        batch=batch.solve(job.train.global_batch, job.layout),
+        products="fp32" if precision in ("fp32", "fp64") else precision,
+        width={"fp64": 8, "fp32": 4}.get(precision, 2),
+        framework=PHALANX_CPU if job.cluster.device == "cpu" else PHALANX,
+        stages=stages(model, job.layout),
+    )
+
+
+def stages(model: ModelConfig, layout: Layout) -> tuple[range, ...]:
+    """The layers of every stage, as `phalanx train` cuts them; empty without a pipeline.
+
+    Raises JobError where the model has too few layers, or where pp_cut or a schedule's file do not fit."""
+    if layout.pp == 1:
+        return ()
+    if is_file(layout.schedule):
+        count = schedule_of(layout, 1).stages
+    else:
+        count = catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks)
+    return _stages(model, count, layout.pp_cut)
+
+
+@lru_cache(4096)
+def _stages(model: ModelConfig, count: int, pp_cut: str) -> tuple[range, ...]:
+    from phalanx.partition.cut import stages_of
+
+    return stages_of(model, Layout(pp_cut=pp_cut), count)

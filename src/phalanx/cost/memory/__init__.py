@@ -1,0 +1,1 @@
+"""Bytes on each device over a step, by formula."""

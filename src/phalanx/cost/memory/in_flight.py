@@ -1,0 +1,102 @@
+"""How many micro-batches a pipeline rank has in flight, read off the schedule's own program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from phalanx.config.layout import Layout
+from phalanx.partition.pipeline import is_file, schedule_of
+from phalanx.schedule import catalogue
+from phalanx.schedule.schedule import Schedule
+
+GROWING = ("gpipe", "looped_bfs")
+"""Schedules that have every micro-batch in flight."""
+
+
+class Flight(NamedTuple):
+    """What one rank of a pipeline holds."""
+
+    held: tuple[int, ...]
+    """Its stages."""
+    most: tuple[tuple[float, ...], ...]
+    """Micro-batches in flight of each of these, at the moments when there are most: several where at one there are more
+    of one stage and at another more of another. Of a slice of a sequence its share."""
+    stages: int
+    """Stages of the whole pipeline."""
+    share: float = 1.0
+    """Of the micro-batches, those that pass each of its stages: half where they go both ways."""
+
+
+def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
+    """Of each rank of the pipeline, with so many micro-batches a step.
+
+    Raises JobError where they do not go with the schedule, or where its file is none."""
+    if layout.pp == 1:
+        return (Flight((0,), ((1.0,),), 1),)
+    name = layout.schedule
+    if is_file(name):
+        return _flights(name, layout.pp, 0, 0, 0)
+    directions = catalogue.SCHEDULES[name].directions if name in catalogue.SCHEDULES else 1
+    # From then on programs repeat themselves: there are not more in flight.
+    enough = 2 * layout.pp * directions
+    if name in GROWING:
+        found = _flights(name, layout.pp, min(micro_batches, enough), layout.pp_chunks, 0)
+        return tuple(one._replace(most=((float(micro_batches),) * len(one.held),)) for one in found)
+    if micro_batches > enough:
+        micro_batches = enough + (micro_batches - enough) % (2 * layout.pp)  # groups of pp end where they did
+    return _flights(name, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices)
+
+
+@lru_cache(maxsize=4096)
+def covering(every: tuple[Flight, ...]) -> tuple[tuple[int, ...], ...]:
+    """Of each rank, those before it that have as many stages, and as many in flight at every moment."""
+    found = list[set[int]]()
+    for rank, one in enumerate(every):
+        fuller = set[int]()
+        for other in reversed(range(rank)):
+            if other not in fuller and _covers(every[other], one):
+                fuller |= {other, *found[other]}  # what covers one that covers this
+        found.append(fuller)
+    return tuple(tuple(sorted(fuller)) for fuller in found)
+
+
+def _covers(one: Flight, other: Flight) -> bool:
+    return len(one.held) == len(other.held) and all(any(_within(b, a) for a in one.most) for b in other.most)
+
+
+@lru_cache(maxsize=4096)
+def _flights(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -> tuple[Flight, ...]:
+    schedule = schedule_of(Layout(schedule=name, pp=pp, pp_chunks=chunks, pp_slices=slices), micro_batches)
+    return tuple(_flight(schedule, rank) for rank in range(schedule.ranks))
+
+
+def _flight(schedule: Schedule, rank: int) -> Flight:
+    held = schedule.held(rank)
+    places = {stage: place for place, stage in enumerate(held)}
+    now, found, more = [0] * len(held), set[tuple[int, ...]](), False
+    for kind, stage, _, _ in schedule.programs[rank]:
+        if kind == "F":
+            now[places[stage]] += 1
+            more = True
+        elif kind != "I":
+            if more:  # the last before there are fewer
+                found.add(tuple(now))
+            now[places[stage]] -= 1
+            more = False
+    front = list[tuple[int, ...]]()
+    for one in sorted(found, reverse=True):  # what another has more of comes after it
+        if not any(_within(one, other) for other in front):
+            front.append(one)
+    visits = sum(placement.count(rank) for placement in schedule.placements)
+    return Flight(
+        held=tuple(held),
+        most=tuple(tuple(n / schedule.slices for n in one) for one in front),
+        stages=schedule.stages,
+        share=visits / len(held) / len(schedule.placements),
+    )
+
+
+def _within(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(n <= m for n, m in zip(one, other, strict=True))

@@ -1,0 +1,147 @@
+"""Memory of every rank of a pipeline over a training step: what is there all the time, and the fullest moment.
+
+State is counted from parameters' shapes and ZeRO's stages (Rajbhandari et al. 2020, section 5), activations from the
+operators of a block (activations.py) times what the schedule's own program has in flight. Three moments can be the
+fullest: the loss, the backward pass of a block while all else is still kept, and the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from phalanx.cost.memory.in_flight import Flight, covering
+from phalanx.cost.memory.rank_parts import RankParts, StepParts, by_stage
+from phalanx.cost.spec import StepSpec
+from phalanx.units import gib
+
+Moment = Literal["loss", "backward", "optimizer"]
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserved")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one device at the fullest moment of a step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """What blocks keep of all micro-batches in flight, and what the backward pass of one block needs besides."""
+    logits: int
+    """The logits, their fp32 copies and gradients."""
+    communication: int
+    """Parameters that are whole for a moment (FSDP), gathered inputs, buckets, messages under way."""
+    reserved: int
+    """What the allocator has taken and no tensor uses, and the `context`."""
+    context: int = 0
+    """Of `reserved`: what lies outside torch's allocator, the device's context and communicators' buffers."""
+    moment: Moment = "backward"
+    """When: at the loss, in the backward pass of the first micro-batch to come back, or while the optimizer works."""
+    in_flight: float = 0
+    """Micro-batches that the rank has in flight at most, of its stages on average."""
+
+    @property
+    def peak(self) -> int:
+        """All of it: what nvidia-smi shows."""
+        return sum(size for _, size in self.parts())
+
+    @property
+    def held(self) -> int:
+        """What the allocator has taken: torch.cuda.max_memory_reserved."""
+        return self.peak - self.context
+
+    @property
+    def allocated(self) -> int:
+        """What tensors take: torch.cuda.max_memory_allocated."""
+        return self.peak - self.reserved
+
+    @property
+    def needed(self) -> int:
+        """Without what the allocator can give back: a device with less than that runs out of memory."""
+        return self.allocated + self.context
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Name and bytes of each part, in a stable order."""
+        return tuple((name, getattr(self, name)) for name in PARTS)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {gib(size)}" for name, size in self.parts())
+        return f"{gib(self.peak)} in the {self.moment}: {shown}"
+
+
+def step_memory(spec: StepSpec) -> tuple[RankMemory, ...]:
+    """The memory of each rank of the pipeline. Raises JobError where pp_cut or the schedule do not fit."""
+    step = StepParts(spec)
+    return tuple(_fullest(step, flight) for flight in step.flights)
+
+
+def rank_memory(spec: StepSpec, pp_rank: int) -> RankMemory:
+    """The memory of rank `pp_rank` of the pipeline (of its fullest tensor and data rank). Raises JobError where pp_cut
+    or the schedule do not fit."""
+    step = StepParts(spec)
+    return _fullest(step, step.flights[pp_rank])
+
+
+def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
+    """What the fullest rank needs (RankMemory.needed), without looking at ranks that hold the same as another and have
+    fewer micro-batches in flight. Where some need more than `limit`, what the first of them needs. Raises as
+    `rank_memory`."""
+    step, most = StepParts(spec), 0
+    keys = [
+        (*(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held)
+        for flight in step.flights
+    ]
+    for flight, key, fuller in zip(step.flights, keys, covering(step.flights), strict=True):
+        if any(keys[other] == key for other in fuller):
+            continue
+        most = max(most, _fullest(step, flight).needed)
+        if most > limit:
+            break
+    return most
+
+
+def bytes_per_parameter(
+    zero: int, ranks: int, parameter: float = 2, gradient: float = 2, optimizer: float = 12
+) -> float:
+    """Bytes of state a parameter on each of `ranks` ranks, by ZeRO stage (0: none), from those of one copy: with
+    2 + 2 + 12 the formulas 16P, 4P + 12P/N, 2P + 14P/N and 16P/N (Rajbhandari et al. 2020, figure 1)."""
+    return sum(by_stage(zero, ranks, parameter, gradient, optimizer))
+
+
+def _fullest(step: StepParts, flight: Flight) -> RankMemory:
+    """The fullest of the moments of a rank."""
+    memory_profile, rank = step.memory_profile, RankParts(step, flight)
+    parameters, gradients, optimizer = rank.state()
+    kept, in_flight = rank.kept()
+    logits, hidden = rank.logits()
+    whole = rank.whole()
+    # Where all are in flight at once, none has left gradients yet.
+    passes = step.spec.batch.accumulation * len(flight.held)
+    stays = memory_profile.gradients_stay or passes > max(map(sum, flight.most))
+    early = max(rank.unsent(), gradients if stays else rank.bucket())
+    again, moving = rank.backward(stays or rank.unsent() > 0)
+    copied = rank.copied()
+    moments: list[tuple[Moment, float, float, float, float]] = [
+        ("backward", early, kept + again, 0, whole + moving),
+        ("optimizer", gradients + copied, 0, 0, 0),
+    ]
+    if rank.last:
+        moments.append(("loss", early, kept + hidden, logits, whole))
+    moment, gradients, activations, logits, communication = max(moments, key=lambda each: sum(each[1:]))
+    allocated = parameters + gradients + optimizer + activations + logits + communication
+    # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
+    before = max(sum(each[1:]) for each in moments if each[0] != "optimizer")
+    beside = parameters + optimizer + before + copied if memory_profile.step_is_flat else 0
+    reserved, context = max(allocated, beside) * memory_profile.reserve - allocated, step.context()
+    if capacity := step.spec.cluster.accelerator.memory_gib * 2**30:
+        # A full device has its allocator give back what no tensor uses.
+        reserved = max(0, min(reserved, capacity - context - allocated))
+    return RankMemory(
+        *(round(n) for n in (parameters, gradients, optimizer, activations, logits, communication)),
+        reserved=round(reserved) + context,
+        context=context,
+        moment=moment,
+        in_flight=in_flight,
+    )

@@ -1,0 +1,230 @@
+"""What one rank of a pipeline holds and what each moment of a step takes on it, part by part, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from phalanx.cost.frameworks.memory_profile import MIB
+from phalanx.cost.held import BlockKind, BlockParameters, block_parameters, kinds_of, outside, table
+from phalanx.cost.memory.activations import block
+from phalanx.cost.memory.in_flight import Flight
+from phalanx.cost.memory.state import STATE_WIDTHS
+from phalanx.cost.placed import placed
+from phalanx.cost.spec import StepSpec
+from phalanx.partition.pipeline import flushes
+from phalanx.partition.recompute import alike, written
+
+TRANSIT = 2
+"""Messages between stages that a rank has under way at a time: one that comes and one that goes."""
+
+
+class BlockBytes:
+    """A kind of block: bytes that one of it takes on a rank."""
+
+    def __init__(self, step: StepParts, kind: BlockKind):
+        model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
+        layout, experts = alike(step.spec.layout, kind.recompute), kind.experts
+        narrow = step.spec.products in ("fp8", "fp4")
+        alone = replace(layout, recompute="none")
+        self.parameters: BlockParameters = block_parameters(model, layout.tp, layout.ep, experts)
+        self.kept = step.tokens * sum(size for _, size in block(model, layout, width, experts, memory_profile, narrow))
+        whole = step.tokens * sum(size for _, size in block(model, alone, width, experts, memory_profile, narrow))
+        self.again = max(0.0, whole - self.kept)
+        # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
+        # wrote, which the last matrix does not need any longer. Of experts also those of rows.
+        tensors = 2 if model.activation == "swiglu" else 1
+        wide = model.ff_size * tensors / layout.tp
+        if experts:
+            rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
+            spread = step.share if memory_profile.routes_shards else 1
+            wide = rows * (model.expert_ff_size * tensors / layout.tp + model.d_model / spread)
+        # What is computed again ends with an output that nothing needs.
+        outputs = 2 if kind.recompute == "full" else 1
+        self.backward = self.again + step.tokens * wide * width, outputs * step.stream / step.share
+        """Bytes that its backward pass needs besides what is kept: inside of it, and of its residual stream."""
+
+
+class StepParts:
+    """What all ranks of a step have in common."""
+
+    def __init__(self, spec: StepSpec):
+        self.spec, self.memory_profile = spec, spec.framework.memory_profile
+        if spec.products == "fp16":
+            self.memory_profile = self.memory_profile.fp16 or self.memory_profile
+        if spec.framework.attention == "unfused" and self.memory_profile.scores != "always":
+            self.memory_profile = replace(self.memory_profile, scores="always")
+        layout = spec.layout
+        self.cut, self.flights = placed(spec)
+        self.tokens = spec.batch.micro_batch * spec.model.seq_len / layout.cp
+        self.share = layout.tp if layout.sp else 1
+        self.stream = self.tokens * spec.model.d_model * spec.width
+        stored = self.memory_profile.parameter_bytes or spec.width
+        self.gradient_width = self.memory_profile.gradient_bytes or stored
+        self.widths = stored, self.gradient_width, STATE_WIDTHS[{2: "bf16", 4: "fp32"}.get(stored, "fp64")]
+        self.recomputes = written(layout)
+        every = kinds_of(spec.model, self.recomputes, range(spec.model.n_layers))
+        self.kinds = {kind: BlockBytes(self, kind) for kind in {kind for kind, _ in every}}
+
+    def kinds_of(self, stage: int) -> tuple[tuple[BlockKind, int], ...]:
+        """The kinds of blocks of a stage, and how many there are of each."""
+        return kinds_of(self.spec.model, self.recomputes, self.cut[stage])
+
+    def context(self) -> int:
+        """Bytes outside the allocator."""
+        layout = self.spec.layout
+        axes = (layout.pp, layout.dp_replicate * layout.shard_ranks, layout.tp, layout.cp, layout.ep)
+        communicators = sum(size > 1 for size in axes)
+        return (self.memory_profile.context_mib + communicators * self.memory_profile.communicator_mib) * MIB
+
+
+class RankParts:
+    """One rank of a pipeline: what it holds."""
+
+    def __init__(self, step: StepParts, flight: Flight):
+        self.step, self.flight = step, flight
+        self.model, self.layout = step.spec.model, step.spec.layout
+        self.memory_profile, self.width = step.memory_profile, step.spec.width
+        self.blocks = [step.kinds_of(stage) for stage in flight.held]
+        # The backward pass begins with the last.
+        self.present = [
+            step.kinds[kind] for kind in dict.fromkeys(kind for held in self.blocks for kind, _ in held[::-1])
+        ]
+        self.count = sum(many for held in self.blocks for _, many in held)
+        self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
+        self.outside = outside(self.model, self.layout.tp, self.first, self.last)
+        dense, experts = float(self.outside), 0.0
+        for kind, many in (pair for held in self.blocks for pair in held):
+            parameters = step.kinds[kind].parameters
+            dense, experts = dense + many * parameters.dense, experts + many * parameters.experts
+        ranks = self.layout.shard_ranks
+        self.shards = (dense, ranks), (experts, max(1, ranks // self.layout.ep))
+        """Parameters of the rank's stages, and over how many ranks their state is sharded: dense ones, and experts."""
+
+    def state(self) -> tuple[float, float, float]:
+        """Bytes of parameters, gradients and optimizer state, as they are when the optimizer begins."""
+        layout = self.layout
+        if layout.offload == "all":
+            return 0, 0, 0
+        versions, waiting = (1, 1) if flushes(layout) else (3, 2)
+        parameters = gradients = optimizer = 0.0
+        for numbers, ranks in self.shards:
+            each = by_stage(layout.zero, ranks, *self.step.widths)
+            parameters += numbers * each[0] * versions
+            gradients += numbers * (each[1] * waiting + self.memory_profile.passing_gradient_bytes)
+            optimizer += numbers * each[2]
+        return parameters, gradients, 0 if layout.offload == "optimizer" else optimizer
+
+    def unsent(self) -> float:
+        """Bytes of gradients, whole, that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
+        each = self.memory_profile.reduces_each or self.layout.accumulate == "sharded"
+        if self.layout.zero < 2 or each or self.step.spec.batch.accumulation == 1:
+            return 0
+        return sum(numbers for numbers, ranks in self.shards if ranks > 1) * self.step.gradient_width
+
+    def bucket(self) -> float:
+        """Bytes of the first bucket to be filled; without any, gradients come one by one as activations go."""
+        layout = self.layout
+        if layout.data_ranks * layout.cp == 1 or (layout.zero == 3 and layout.shard_ranks > 1):
+            return 0
+        whole = sum(numbers for numbers, _ in self.shards) * self.step.gradient_width
+        return min(whole, layout.bucket_mb * MIB)
+
+    def copied(self) -> float:
+        """Bytes of the gradients that the optimizer copies to its own precision."""
+        if self.step.gradient_width >= 4 or self.layout.offload != "none":
+            return 0
+        return sum(numbers / ranks for numbers, ranks in self.shards) * self.memory_profile.step_gradient_bytes
+
+    def kept(self) -> tuple[float, float]:
+        """Bytes of what blocks keep at most of all micro-batches in flight, and how many these are."""
+        sizes = [sum(many * self.step.kinds[kind].kept for kind, many in held) for held in self.blocks]
+        if self.memory_profile.keeps_boundaries and self.layout.pp > 1:
+            last, message = self.flight.stages - 1, self.step.stream / self.step.share
+            ends = [(stage > 0) + (stage < last) for stage in self.flight.held]
+            sizes = [size + many * message for size, many in zip(sizes, ends, strict=True)]
+        bytes_of = {counts: sum(n * size for n, size in zip(counts, sizes, strict=True)) for counts in self.flight.most}
+        most = max(bytes_of, key=bytes_of.__getitem__)
+        return bytes_of[most], sum(most) / len(most)
+
+    def backward(self, gradients: bool) -> tuple[float, float]:
+        """Bytes that the backward pass of a block needs at most besides what all blocks keep, less what those after it
+        have given up: what is computed again, and gradients of activations; and those of inputs that are gathered and
+        of messages under way. `gradients`: those of all weights are counted already."""
+        step, layout = self.step, self.layout
+        again = layout.sp_regather or self.memory_profile.regathers
+        gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
+        between = TRANSIT * step.stream / step.share if layout.pp > 1 else 0
+        most = max(self._backward(held, gradients) for held in self.blocks)
+        return most, gathered + between
+
+    def _backward(self, held: Sequence[tuple[BlockKind, int]], gradients: bool) -> float:
+        """The same of one stage. Blocks that recompute alike count as one run, which keeps all until its end; then it
+        has gradients of its weights instead."""
+        most = given_up = 0.0
+        for _, run in groupby(reversed(held), lambda pair: pair[0].recompute):
+            here = [(self.step.kinds[kind], many) for kind, many in run]
+            inside, stream = (max(parts) for parts in zip(*(kind.backward for kind, _ in here), strict=True))
+            most = max(most, inside + stream - given_up)
+            given_up += sum(many * (kind.kept - (0 if gradients else self._gradients(kind))) for kind, many in here)
+        return most or self.step.stream / self.step.share
+
+    def _gradients(self, kind: BlockBytes) -> float:
+        """Bytes of the gradients of a block's weights."""
+        layout, each = self.layout, 0.0
+        for numbers, (_, ranks) in zip(kind.parameters[:2], self.shards, strict=True):
+            each += numbers * by_stage(layout.zero, ranks, 0, self.step.gradient_width, 0)[1]
+        return each
+
+    def logits(self) -> tuple[float, float]:
+        """Bytes of the logits at the worst moment of the loss, and of what the head reads, twice its norm's."""
+        if not self.last:
+            return 0, 0
+        step, layout = self.step, self.layout
+        rows = table(self.model, layout.tp) // self.model.d_model
+        tokens = min(layout.loss_chunk or step.tokens, step.tokens)
+        wide, narrow = self.memory_profile.split_loss_tensors if layout.tp > 1 else self.memory_profile.loss_tensors
+        # What is in fp32 anyway needs no second form.
+        each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
+        read = 2 * step.stream / step.share + (step.stream if layout.sp and layout.tp > 1 else 0)
+        if layout.loss_chunk:  # of chunks before this one: gradients of what they read, and of the head
+            read += step.stream + table(self.model, layout.tp) * self.width
+        return tokens * rows * each, read
+
+    def whole(self) -> float:
+        """Bytes of parameters that ZeRO-3 has whole and of their gradients on the way; of buckets and dummies."""
+        layout, step, memory_profile = self.layout, self.step, self.memory_profile
+        found = 0.0
+        if memory_profile.dummy_gradients:
+            matrices = sum(kind.parameters.matrices for kind in self.present)
+            found += (matrices + self.last * table(self.model, layout.tp)) * self.width
+        if layout.data_ranks * layout.cp > 1:
+            found += memory_profile.bucket_numbers * step.gradient_width
+        if layout.zero < 3 or layout.shard_ranks == 1:
+            return found
+        if memory_profile.gathers_matrices:
+            matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
+            return found + matrix * 2 * self.width
+        blocks = self.count
+        if layout.reshard and not (memory_profile.whole_under_pp and layout.pp > 1):
+            blocks = min(1 + layout.prefetch, blocks)
+        found += (self.outside + self.last * table(self.model, layout.tp)) * self.width
+        if not self.present:
+            return found
+        gradients = self.width + max(self.width, step.gradient_width)
+        largest = max(self.present, key=lambda kind: sum(kind.parameters[:2]))
+        numbers = sum(largest.parameters[:2])
+        # The first gradients of a block are there when the block's activations are gone.
+        return found + numbers * blocks * self.width + max(0, numbers * gradients - largest.kept)
+
+
+def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
+    """Bytes of state a parameter on each of `ranks` ranks (a number or an array of them), by ZeRO stage (0: none), from
+    those of one copy."""
+    return (
+        parameter / (ranks if zero >= 3 else 1),
+        gradient / (ranks if zero >= 2 else 1),
+        optimizer / (ranks if zero >= 1 else 1),
+    )

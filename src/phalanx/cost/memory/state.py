@@ -1,0 +1,131 @@
+"""Bytes of memory that a rank needs, by formula: parameters, gradients, optimizer state, and what blocks keep for their
+backward passes.
+
+State: with bf16 and Adam 2 + 2 + 12 bytes a parameter, of which ZeRO's stages divide the last, the last two, or all
+three by the ranks (Rajbhandari et al. 2020, section 5). Activations: the list of operators in activations.py. Tests
+hold both to what ranks really have (docs/memory.md); rank_memory.py puts them together over a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from math import prod
+
+from phalanx.blocks.parameters import Shapes
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.cost.memory.activations import activation_bytes
+from phalanx.partition.pipeline import flushes
+from phalanx.partition.stages import stage_shapes
+from phalanx.partition.tensor_slices import groups, is_expert, piece, tile
+from phalanx.schedule.schedule import Schedule
+
+__all__ = [
+    "STATE_WIDTHS",
+    "WIDTHS",
+    "StateBytes",
+    "activation_bytes",
+    "logit_bytes",
+    "peak_in_flight",
+    "state_bytes",
+]
+
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number, by `train.precision`."""
+STATE_WIDTHS = {"fp64": 16, "fp32": 8, "bf16": 12, "fp16": 12}
+"""Bytes of AdamW's state for a parameter: two moments, and for half precisions an fp32 copy (all three in fp32)."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What lives from step to step, and the gradients as they are when the optimizer begins."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(
+    model: ModelConfig,
+    layout: Layout,
+    precision: str = "fp32",
+    gradients: str = "same",
+    vocab: int | None = None,
+    stages: Iterable[range] | None = None,
+) -> StateBytes:
+    """Bytes on the fullest rank: exactly what it holds, padding included. What a `layout.sync` other than bsp keeps
+    besides is not counted. A pipeline without a flush has two versions of the weights besides the optimizer's own, and
+    gradients that wait for their step while the next ones come.
+
+    `precision` and `gradients` are `train`'s, `vocab` the tokenizer's vocabulary where the model leaves it open.
+    `stages` are those that a pipeline rank holds, as runs of layers (phalanx.plan.cut.stages_of): the fullest of the
+    ranks with these; by default the whole model. Raises JobError where nothing says the vocabulary."""
+    shapes = _held_shapes(model, layout, vocab, [range(model.n_layers)] if stages is None else stages)
+    width, state_width = WIDTHS[precision], STATE_WIDTHS[precision]
+    gradient_width = 4 if gradients == "fp32" else width
+    if layout.ep == 1:
+        return _sharded(shapes, layout, width, gradient_width, state_width)
+    # Experts that ranks deal out among them are sharded over fewer.
+    dense = {name: shape for name, shape in shapes.items() if not is_expert(name)}
+    experts = {name: (shape[0] // layout.ep, *shape[1:]) for name, shape in shapes.items() if is_expert(name)}
+    fewer = replace(layout, dp_shard=layout.shard_ranks // layout.ep, cp=1)
+    parts = [
+        _sharded(dense, layout, width, gradient_width, state_width),
+        _sharded(experts, fewer, width, gradient_width, state_width),
+    ]
+    return StateBytes(*(sum(kind) for kind in zip(*map(astuple, parts), strict=True)))
+
+
+def _sharded(shapes: Shapes, layout: Layout, width: int, gradient_width: int, state_width: int) -> StateBytes:
+    """State of parameters of these shapes, in numbers of these many bytes, that are sharded alike."""
+    ranks = layout.shard_ranks
+    if ranks > 1 and layout.zero == 3:
+        # FSDP2 deals out rows, of all experts' matrices together; each rank's memory is that of the fullest.
+        rows = [prod(shape[:2]) if len(shape) == 3 else shape[0] for shape in shapes.values()]
+        share = sum(-(-n // ranks) * (prod(shape) // n) for n, shape in zip(rows, shapes.values(), strict=True))
+        return StateBytes(share * width, share * width, share * state_width)
+    sizes = [prod(shape) for shape in shapes.values()]
+    versions, waiting = (1, 1) if flushes(layout) else (3, 2)
+    sums = layout.dp_replicate > 1 and layout.apart == 1 and layout.data_parallel == "ddp"
+    if ranks == 1 and not sums:
+        return StateBytes(sum(sizes) * width * versions, sum(sizes) * width * waiting, sum(sizes) * state_width)
+    # Flat buckets, each padded to a multiple of the ranks.
+    buckets = groups([size * width for size in sizes][::-1], layout.bucket_mb * 2**20)
+    shares = [-(-sum(sizes[::-1][place] for place in bucket) // ranks) for bucket in buckets]
+    share, padded = sum(shares), sum(shares) * ranks
+    kept = share if layout.zero == 2 and ranks > 1 else padded
+    return StateBytes(padded * width * versions, kept * gradient_width * waiting, share * state_width)
+
+
+def logit_bytes(model: ModelConfig, layout: Layout, micro_batch: int, width: int = 2, vocab: int | None = None) -> int:
+    """Bytes of the logits of a micro-batch, or of `layout.loss_chunk` of its tokens, and of their fp32 copy (fp64 has
+    none) that the loss reads."""
+    tokens = layout.loss_chunk or micro_batch * model.seq_len // layout.cp
+    rows = piece("embed.weight", (vocab or model.vocab_size, model.d_model), model, layout.tp, 0).shape[0]
+    return tokens * rows * (width + (4 if width < 4 else width))
+
+
+def peak_in_flight(schedule: Schedule, rank: int, weights: Sequence[float]) -> float:
+    """The most that a pipeline rank keeps at one time, where stage s keeps `weights[s]` of every micro-batch (of a
+    slice its share) from its forward pass to its backward pass, or to the half of it that is for the weights.
+
+    With the layers of each stage as weights it is the number of `activation_bytes` that the rank needs."""
+    return schedule.peak(rank, weights) / schedule.slices
+
+
+def _held_shapes(model: ModelConfig, layout: Layout, vocab: int | None, stages: Iterable[range]) -> Shapes:
+    """Of every parameter of these stages (of every tile of one), what a tensor rank holds: the first, than which none
+    holds more."""
+    shapes: Shapes = {}
+    for name, whole in stage_shapes(model, stages, vocab).items():
+        if layout.tp > 1:
+            shapes[name] = piece(name, whole, model, layout.tp, 0).shape
+        else:
+            tiles = tile(name, whole, layout.tiles)
+            shapes |= {f"{name}.{number}": part.shape for number, part in enumerate(tiles)}
+    return shapes

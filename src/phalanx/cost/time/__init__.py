@@ -1,0 +1,1 @@
+"""Seconds of a step by formula."""

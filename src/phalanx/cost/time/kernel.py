@@ -1,0 +1,126 @@
+"""Seconds that a device needs for one operation: matrix products by their tiles, attention, and what memory bounds.
+
+A matrix product is cut into tiles, each of which one core computes; cores work in waves, and the last wave leaves some
+idle (NVIDIA, "Matrix Multiplication Background", sections on tile and wave quantisation). Whatever is faster of the
+usual tiles counts, as a library's own heuristics choose. Constants are few, and each has a meaning; the rate of a
+device's cores comes from the best product that was measured on it (`Accelerator.ceiling`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+from phalanx.config.cluster import Accelerator
+
+TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.97),
+    (256, 64, 0.9),
+    (64, 256, 0.9),
+    (128, 64, 0.85),
+    (64, 64, 0.7),
+)
+"""Rows and columns of a tile of the result, and its rate beside the largest: smaller tiles read their operands more
+often from shared memory for each multiplication."""
+SPLITS = (1, 2, 4)
+"""Parts into which the inner dimension may be cut where there are fewer tiles than cores."""
+FILLING = 128
+"""Start and end of a tile (loading the first operands, writing the result), as rows of the inner dimension."""
+BEST_INNER = 5120
+"""Inner dimension of the products that the ceilings were measured with."""
+READ = 0.85
+"""Share of the memory's bandwidth that streaming kernels reach (STREAM on NVIDIA's devices: 0.85 to 0.93)."""
+ALIGNED = 64
+"""Elements whose multiples the fastest kernels want in each dimension of a product: 128 bytes of 16 bits."""
+UNALIGNED_RATE = {32: 0.97, 16: 0.92, 8: 0.65, 4: 0.45, 2: 0.35, 1: 0.25}
+"""Rate of a product whose least aligned dimension is a multiple of only so many elements. Below 8 (16 bytes) tensor
+cores load operands piece by piece (NVIDIA, "Tensor Core requirements")."""
+FLASH = {1: (0.55, 0.45), 2: (0.75, 0.65), 3: (0.95, 0.8)}
+"""Rates of fused attention, forward and backward, beside the best product of the device that the kernel was written
+for, by generation: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023, figures 4 to 7: 0.73 and 0.63 of the
+peak of an A100 at most), FlashAttention-3 and cuDNN 9 (Shah et al. 2024, figures 5 and 6: 640
+and 550 TFLOP/s of an H100 at most)."""
+NEW = 3
+"""From this generation on fused attention uses Hopper's and Blackwell's own instructions."""
+FLASH_HALF = 192
+"""Keys a query sees on average at which a fused attention kernel reaches half of that."""
+
+
+WIDTHS = {"fp4": 0.5, "fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of an operand."""
+FOUR_BITS = 0.75
+"""Rate of products in four bits beside their peak as those in eight bits are beside theirs: scales of sixteen numbers,
+random Hadamard transforms, and some layers that stay in 16 bits (NVIDIA 2025, "Pretraining LLMs with NVFP4", 3)."""
+
+
+def peak_flops(device: Accelerator, products: str) -> float:
+    """FLOP/s of the data sheet in a number format; what a device lacks runs in the next wider one that it has."""
+    ladder = ("fp4", "fp8", "bf16", "fp16", "fp32")
+    start = ladder.index(products)
+    if products == "fp16" and device.fp16_tflops:
+        return device.fp16_tflops * 1e12
+    return next((peak * 1e12 for name in ladder[start:] if (peak := getattr(device, f"{name}_tflops"))), 0.0)
+
+
+def rate(device: Accelerator, products: str) -> float:
+    """FLOP/s of the best matrix product in a number format."""
+    peak = peak_flops(device, products)
+    share = FOUR_BITS if products == "fp4" and device.fp4_tflops else 1.0
+    eight = products in ("fp8", "fp4") and peak > device.bf16_tflops * 1e12
+    return peak * (device.fp8_ceiling if eight else device.ceiling) * device.sustained * share
+
+
+@lru_cache(100_000)
+def product_seconds(device: Accelerator, products: str, m: int, n: int, k: int, count: int = 1) -> float:
+    """`count` products at once of (m × k) by (k × n); operands and result in memory."""
+    if not m or not n or not k or not count:
+        return 0.0
+    moved = count * ((m * k + k * n) * WIDTHS[products] + m * n * max(2, WIDTHS[products]))
+    plain = products == "fp32"  # vector units, of a processor or beside tensor cores: no tile to fill, no alignment
+    filling = 0 if plain else FILLING
+    core = rate(device, products) * (1 + filling / BEST_INNER) / device.cores
+    best = float("inf")
+    for rows, columns, relative in TILES:
+        tiles = count * ceil(m / rows) * ceil(n / columns)
+        for split in SPLITS if tiles < device.cores else SPLITS[:1]:
+            waves = ceil(tiles * split / device.cores)
+            seconds = waves * 2 * rows * columns * (k / split + filling) / (core * relative)
+            best = min(best, seconds)
+    slow = 1.0 if plain else UNALIGNED_RATE.get(min(x & -x for x in (n, k)), 1.0)
+    seconds = max(best / slow, moved / (device.bandwidth_gbs * 1e9 * READ), device.launch_us * 1e-6)
+    return seconds + device.product_us * 1e-6
+
+
+@lru_cache(100_000)
+def attention_seconds(
+    device: Accelerator,
+    products: str,
+    queries: int,
+    keys: int,
+    heads: int,
+    kv_heads: int,
+    head: int,
+    value_head: int,
+    *,
+    backward: bool,
+    generation: int = NEW,
+) -> float:
+    """Fused causal attention of `heads` heads and `kv_heads` key heads, of all sequences together; the mask leaves out
+    half of their pairs of `queries` and `keys`. The backward pass has five products for two. In 16 bits, or in fp32."""
+    products = "fp32" if products == "fp32" else "bf16"
+    work = 2.5 if backward else 1.0
+    flops = work * queries * keys * heads * (head + value_head)
+    full = rate(device, products) * FLASH[generation][backward] * (device.older if generation < NEW else 1.0)
+    narrow = min(1.0, 0.6 + 0.4 * head / 128)
+    slow = UNALIGNED_RATE.get(head & -head, 1.0)
+    seconds = flops / (full * narrow * slow * keys / (keys + 2 * FLASH_HALF))
+    moved = work * WIDTHS[products] * (heads * queries + kv_heads * keys) * (head + value_head)
+    return max(seconds, moved / (device.bandwidth_gbs * 1e9 * READ), device.launch_us * 1e-6)
+
+
+def stream_seconds(device: Accelerator, moved: Any, kernels: float = 1) -> Any:
+    """Reading and writing `moved` bytes (a number or an array of them) of device memory in so many kernels."""
+    return moved / (device.bandwidth_gbs * 1e9 * READ) + kernels * device.launch_us * 1e-6

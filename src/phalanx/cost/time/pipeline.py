@@ -1,0 +1,88 @@
+"""How long a pipeline takes: its slowest rank's work, and what filling and draining leave idle.
+
+The idle time is that of the schedule's own program (phalanx.schedule.timing), run with few micro-batches: beyond a few
+for each rank it stays as it is, or grows evenly with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from phalanx.config.layout import Layout
+from phalanx.partition.pipeline import is_file, schedule_of
+from phalanx.schedule import catalogue
+from phalanx.schedule.timing import time
+
+CLOSED = ("1f1b", "gpipe")
+"""Schedules whose idle time is p - 1 micro-batches, however long their passes are."""
+WIDEST = 16
+"""Ranks of a pipeline up to which its program is run; beyond, idle time grows with p - 1."""
+GRID = 32
+"""Costs of forward passes, and of weight gradients, are rounded to so many parts of a whole micro-batch, so that few
+programs need to be run."""
+
+
+def pipeline_seconds(
+    layout: Layout, micro_batches: int, work: Sequence[float], forward: float, weights: float
+) -> float:
+    """A step of the pipeline, without messages.
+
+    `work` is each rank's time for a micro-batch, all its stages and both passes; `forward` and `weights` are the parts
+    of it, on average over ranks, in forward passes and in weight gradients. With one slowest rank the others' ramps
+    count with their own times: exact for 1F1B where the slowest rank is alone (tests/cost/test_pipeline_time.py)."""
+    slowest = max(work)
+    if len(work) == 1:
+        return micro_batches * slowest
+    others = (sum(work) - slowest) / (len(work) - 1)
+    mean = sum(work) / len(work)
+    first = round(forward / mean * GRID) / GRID
+    second = round(weights / mean * GRID) / GRID
+    return micro_batches * slowest + idle(layout, micro_batches, first, second) * others
+
+
+def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: float = 0.375) -> float:
+    """Time of a step beyond the busiest rank's work, in times of one micro-batch through one rank (both passes), where
+    ranks are alike and messages take no time: p - 1 for 1F1B.
+
+    `forward` and `weights` are the shares of forward passes and of weight gradients in it."""
+    if layout.pp == 1:
+        return 0.0
+    if is_file(layout.schedule):
+        return _run(layout.schedule, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices, forward, weights)
+    if layout.schedule in CLOSED:
+        return float(layout.pp - 1)
+    if layout.pp > WIDEST:
+        # In a pipeline of the same kind with fewer ranks and as many micro-batches for each of them.
+        narrow = replace(layout, pp=WIDEST)
+        fewer = max(1, round(micro_batches * WIDEST / layout.pp))
+        return idle(narrow, fewer, forward, weights) * (layout.pp - 1) / (WIDEST - 1)
+    # Groups of pp micro-batches end where they did: what is left over counts.
+    period = 2 * layout.pp
+    more = period + period + micro_batches % period
+    shape, rest = (layout.schedule, layout.pp), (layout.pp_chunks, layout.pp_slices, forward, weights)
+    if micro_batches <= more:
+        return _run(*shape, _legal(layout, micro_batches), *rest)
+    least, most = (_run(*shape, _legal(layout, number), *rest) for number in (more - period, more))
+    return most + (most - least) * (micro_batches - more) / period
+
+
+def _legal(layout: Layout, micro_batches: int) -> int:
+    """The number itself, or the nearest above that the schedule takes."""
+    for number in range(micro_batches, micro_batches + 2 * layout.pp + 1):
+        if not catalogue.problems(layout.schedule, layout.pp, number, layout.pp_chunks, layout.pp_slices):
+            return number
+    return micro_batches
+
+
+@lru_cache(4096)
+def _run(name: str, pp: int, micro_batches: int, chunks: int, slices: int, forward: float, weights: float) -> float:
+    layout = Layout(pp=pp, schedule=name, pp_chunks=chunks, pp_slices=slices)
+    schedule = schedule_of(layout, micro_batches)
+    actions = [len([1 for kind, *_ in program if kind == "F"]) for program in schedule.programs]
+    each = max(actions) / schedule.micro_batches
+    inputs = 1 - forward - weights
+    costs = {"F": forward / each, "B": (1 - forward) / each, "I": inputs / each, "W": weights / each}
+    timing = time(schedule, costs)
+    return max(0.0, timing.duration - max(timing.work(rank) for rank in range(schedule.ranks))) / schedule.steps

@@ -1,0 +1,98 @@
+"""Seconds of what happens once a step, or once a block, with the state: reducing gradients, gathering parameters, and
+the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from phalanx.config.layout import Layout
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.communication import group
+from phalanx.cost.time.kernel import stream_seconds
+from phalanx.cost.time.link import RankGroup, load, seconds
+
+OPTIMIZER_BYTES = 28
+"""Bytes that AdamW moves for a parameter: reads fp32 weight, two moments and the gradient, writes the three and a
+16-bit copy."""
+CLIP_BYTES = 8
+"""Bytes that clipping moves for a gradient: the norm reads it, and it is set to zero after the step."""
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters that a tensor rank holds, before the data ranks shard them: of all, and of routed experts."""
+
+    dense: int
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class StateSeconds:
+    """The data-parallel traffic of one rank's parameters, if nothing hid it."""
+
+    gather: float = 0.0
+    """Parameters, once."""
+    reduce: float = 0.0
+    """Gradients, once."""
+
+
+@lru_cache(50_000)
+def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> StateSeconds:
+    """Gathering and reducing what is held, in `parts` messages."""
+    layout, cluster = spec.layout, spec.cluster
+    width = spec.width
+    gradient = spec.framework.memory_profile.gradient_bytes or width
+    total_gather = total_reduce = 0.0
+    replicas = group(layout, "replicate")
+    # Experts that no rank has for itself travel with the rest of their block.
+    alike = layout.ep == 1
+    for numbers, shard in (
+        (held.dense + alike * held.experts, group(layout, "shard")),
+        (0 if alike else held.experts, group(layout, "edp")),
+    ):
+        if not numbers:
+            continue
+        each = numbers / parts
+        if shard.ranks > 1:
+            narrow = 1 if spec.framework.gathers_narrow and spec.products in ("fp8", "fp4") else width
+            gather = seconds(cluster, "all_gather", each * narrow, shard)
+            reduce = seconds(cluster, "reduce_scatter", each * gradient, shard)
+            reduce += seconds(cluster, "all_reduce", each * gradient / shard.ranks, replicas)
+        else:
+            gather = 0.0
+            reduce = seconds(cluster, "all_reduce", each * gradient, replicas)
+        total_gather += parts * gather
+        total_reduce += parts * reduce
+    return StateSeconds(total_gather, total_reduce)
+
+
+def twins_seconds(spec: StepSpec, held: ParameterCounts) -> float:
+    """Adding up the gradients of stages of which another pipeline rank holds a second copy (DualPipe), between these
+    two, when the data ranks have theirs: for the pair that is furthest apart."""
+    layout, ranks = spec.layout, group(spec.layout, "pp")
+    mine = held.dense / layout.shard_ranks + held.experts / group(layout, "edp").ranks
+    width = spec.framework.memory_profile.gradient_bytes or spec.width
+    return seconds(spec.cluster, "all_reduce", mine * width, RankGroup(2, ranks.stride * (ranks.ranks - 1)))
+
+
+def interference(spec: StepSpec, held: ParameterCounts, messages: int) -> float:
+    """What a product takes longer, as a share, while the state that is held travels beside it in so many messages."""
+    axis = "shard" if spec.layout.shard_ranks > 1 else "replicate"
+    each = (held.dense + held.experts) * spec.width / messages
+    return (spec.framework.interference - 1) * load(spec.cluster, group(spec.layout, axis), each)
+
+
+def optimizer_seconds(spec: StepSpec, held: ParameterCounts) -> float:
+    """AdamW over the parameters that this rank updates, and clipping."""
+    layout = spec.layout
+    dense = held.dense / layout.shard_ranks
+    experts = held.experts / group(layout, "edp").ranks
+    mine = dense + experts
+    clipped = mine if layout.zero > 1 and layout.shard_ranks > 1 else held.dense + held.experts
+    moved = mine * OPTIMIZER_BYTES + clipped * CLIP_BYTES
+    return stream_seconds(spec.cluster.accelerator, moved, 10)
+
+
+def zero_three(layout: Layout) -> bool:
+    return layout.shard_ranks > 1 and layout.zero == 3

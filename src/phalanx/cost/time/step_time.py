@@ -1,0 +1,91 @@
+"""The time of a step: micro-batches through the pipeline, state that is reduced and gathered, and the optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from phalanx.cost.placed import Content, contents
+from phalanx.cost.prediction import Parts
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.communication import boundary_seconds
+from phalanx.cost.time.pipeline import pipeline_seconds
+from phalanx.cost.time.rank_time import RankTime, held_by, rank_time
+from phalanx.cost.time.state_time import (
+    ParameterCounts,
+    interference,
+    optimizer_seconds,
+    state_seconds,
+    twins_seconds,
+    zero_three,
+)
+from phalanx.schedule import catalogue
+
+
+def step_parts(spec: StepSpec) -> Parts:
+    """Where the time of one step goes. The sum is the step's time."""
+    layout, batch = spec.layout, spec.batch
+    ranks = contents(spec)
+    number = Counter(ranks)
+    alike = {content: rank_time(spec, content) for content in number}
+    times = [alike[content] for content in ranks]
+    busiest = max(range(len(times)), key=lambda rank: times[rank].total)
+    slowest, m = times[busiest], batch.accumulation
+    mean = RankTime()
+    for content, many in number.items():
+        mean += alike[content].scaled(many / len(times))
+    whole = pipeline_seconds(layout, m, [one.total for one in times], mean.forward, mean.weights)
+    held = max((held_by(spec, content) for content in number), key=lambda one: one.dense + one.experts)
+    data, optimizer = _state(spec, ranks[busiest], held, slowest)
+    exposed = {
+        "tp": m * slowest.tp,
+        "cp": m * slowest.cp,
+        "ep": m * slowest.ep,
+        "pp": _boundaries(spec) + (twins_seconds(spec, held) if min(one.share for one in number) < 1 else 0.0),
+        "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + data,
+    }
+    return Parts(
+        products=m * slowest.products,
+        streams=m * slowest.streams,
+        recompute=m * slowest.recompute,
+        host=m * slowest.host,
+        exposed={axis: spent for axis, spent in exposed.items() if spent},
+        bubble=whole - m * slowest.total,
+        optimizer=optimizer,
+    )
+
+
+def _boundaries(spec: StepSpec) -> float:
+    """Messages between stages: hidden but on the way in and out, or in the way of every micro-batch."""
+    layout = spec.layout
+    if layout.pp == 1:
+        return 0.0
+    once = boundary_seconds(spec)
+    ramps = 2 * (layout.pp - 1) * once
+    if spec.framework.pp_overlaps:
+        return ramps
+    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks) if layout.schedule in catalogue.SCHEDULES else 1
+    return ramps + 2 * chunks * spec.batch.accumulation * once
+
+
+def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: RankTime) -> tuple[float, float]:
+    """Once a step: gradients and parameters that nothing hides, and the optimizer."""
+    layout = spec.layout
+    optimizer = optimizer_seconds(spec, held)
+    if zero_three(layout):
+        # Around the blocks, and the first block's gathering: nothing comes before them.
+        first = state_seconds(spec, held, max(1, content.blocks))
+        once = (first.gather + first.reduce) / max(1, content.blocks)
+        return 2 * once, optimizer
+    messages = max(1, round(content.blocks / 4))
+    state = state_seconds(spec, held, messages)
+    if not spec.framework.dp_overlaps:
+        return state.gather + state.reduce, optimizer
+    backward = slowest.total - slowest.forward
+    hidden = backward * (1 - 1 / max(2, content.blocks))
+    ahead = slowest.forward * (1 - 1 / max(2, content.blocks))
+    slower = interference(spec, held, messages)
+    late = max(0.0, state.reduce - hidden) + max(0.0, state.gather - ahead)
+    beside = min(state.reduce, hidden) + min(state.gather, ahead)
+    # The last bucket, and the first block's parameters, wait for nobody.
+    edges = (state.reduce + state.gather) / max(2, content.blocks)
+    return max(late, edges) + slower * beside, optimizer

@@ -1,0 +1,1 @@
+"""Bytes sent per mesh axis and collective, by formula."""

@@ -1,0 +1,181 @@
+"""Bytes that a rank sends for its state in a step: gradients that are summed, parameters that are gathered.
+
+With D bytes of parameters on N ranks: DDP 2 D (N-1)/N; ZeRO-1 and ZeRO-2 the same in a reduce-scatter and an
+all-gather; ZeRO-3 one all-gather more where parameters are given up after the forward pass (Rajbhandari et al. 2020,
+section 7). Here with all that this leaves out: padding, what is gathered for every micro-batch, what is not given up,
+parameters that ranks hold in common.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from phalanx.config.layout import Layout
+from phalanx.cost.memory.state import WIDTHS
+from phalanx.cost.traffic.parameters import HeldParameter, LayerRun
+from phalanx.cost.traffic.passes import RankPasses
+from phalanx.cost.traffic.table import Table
+from phalanx.partition.tensor_slices import BALANCING, MEETING, WITHIN, groups
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How one rank's state is spread, and in how many bytes a number of it travels."""
+
+    layout: Layout
+    width: int
+    """Bytes of a parameter."""
+    gradient_width: int
+    """Of a gradient, while it is summed over data ranks."""
+    master_width: int
+    """Of a parameter as the optimizer has it."""
+    shard_rank: int
+    """The rank's place among those of dp_shard × cp."""
+    drops: bool
+    """Whether the model has dropout."""
+
+    @classmethod
+    def of(cls, layout: Layout, precision: str, gradients: str, shard_rank: int, *, drops: bool) -> Spread:
+        """`precision` and `gradients` are `train`'s."""
+        width = WIDTHS[precision]
+        # Half precisions have masters in fp32.
+        return cls(layout, width, 4 if gradients == "fp32" else width, max(width, 4), shard_rank, drops)
+
+    @property
+    def shard(self) -> tuple[str, int]:
+        """The axis that shards state, and its ranks."""
+        return "dp_shard" if self.layout.cp == 1 else "dp_shard_cp", self.layout.shard_ranks
+
+    @property
+    def replicas(self) -> int:
+        """Those that sum their gradients."""
+        return self.layout.dp_replicate if self.layout.apart == 1 else 1
+
+    def over(self, parameter: HeldParameter) -> tuple[str, int, int]:
+        """The axis that shards a parameter's state, its ranks, and this one's place among them."""
+        if parameter.expert and self.layout.ep > 1:
+            return "edp", self.layout.shard_ranks // self.layout.ep, self.shard_rank // self.layout.ep
+        return *self.shard, self.shard_rank
+
+
+def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Table:
+    """What a rank that holds `runs` sends in one step for all of its state."""
+    table, layout = Table(), spread.layout
+    if layout.zero == 3 and layout.shard_ranks > 1:
+        updated, width = _fsdp(table, runs, spread, work), spread.width
+    elif layout.shard_ranks * spread.replicas > 1:
+        updated, width = _buckets(table, runs, spread, work), spread.gradient_width
+    else:
+        updated, width = Counter[HeldParameter](), spread.width
+        for run in runs:
+            for parameter in run.held:
+                updated[parameter] += run.times * parameter.size
+    _partials(table, updated, layout, width)
+    if layout.apart > 1:
+        # Once every sync_every steps all replicas meet, and average what their optimizers have.
+        replicas, share = layout.dp_replicate, 1 / layout.sync_every
+        table.add("dp_replicate", "all_gather", replicas * MEETING, replicas, share)
+        table.add("dp_replicate", "all_reduce", updated.total() * spread.master_width, replicas, share)
+    return table
+
+
+def _fsdp(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Counter[HeldParameter]:
+    """FSDP and HSDP. Returns of every parameter the elements that this rank updates, over all layers and tiles that are
+    alike."""
+    updated = Counter[HeldParameter]()
+    lost = _mistargeted(runs, spread.layout, work)
+    for run in runs:
+        again = len(lost & set(run.layers))
+        for parameter in run.held:
+            axis, ranks, rank = spread.over(parameter)
+            share = parameter.share(ranks)
+            gathers = run.times * _gathers(parameter, spread, work, run.full)
+            gathers += again if parameter.group in ("block", "experts") else 0
+            reductions = run.times * _reductions(parameter, spread.layout, work)
+            table.add(axis, "all_gather", share * ranks * spread.width, ranks, gathers)
+            table.add(axis, "reduce_scatter", share * ranks * spread.gradient_width, ranks, reductions)
+            table.add("dp_replicate", "all_reduce", share * spread.gradient_width, spread.replicas, run.times)
+            updated[parameter] += run.times * parameter.dealt(ranks, rank)
+    return updated
+
+
+def _gathers(parameter: HeldParameter, spread: Spread, work: RankPasses, full: bool) -> int:
+    """How often FSDP makes a parameter whole in a step; `full`: of a block that is computed again. A pipeline that
+    keeps them does so until the step's end."""
+    layout = spread.layout
+    if parameter.group == "around":
+        return work.renewals if layout.pp == 1 or layout.reshard else 1
+    passes = work.passes[parameter.users[0]]
+    if not layout.reshard:
+        return passes.forward if layout.pp == 1 else 1
+    # A tile is given up again where its block is computed again: but not the last, at which that ends, if no dropout
+    # comes after it.
+    given_up = parameter.group == "tile" or (parameter.group == "last tile" and spread.drops)
+    repeated = full and given_up
+    return passes.forward + passes.backward * (2 if repeated else 1)
+
+
+def _reductions(parameter: HeldParameter, layout: Layout, work: RankPasses) -> int:
+    """How often its gradients leave. Those around a pipeline's blocks may be several stages': they wait for all."""
+    if layout.accumulate == "local" or (parameter.group == "around" and layout.pp > 1):
+        return 1
+    return work.passes[parameter.users[0]].ends
+
+
+def _mistargeted(runs: Sequence[LayerRun], layout: Layout, work: RankPasses) -> frozenset[int]:
+    """Layers that are gathered ahead once too often: a neighbour in another stage of this rank computes last."""
+    if len(work.passes) == 1 or not layout.reshard:
+        return frozenset()
+    of_layer = {layer: work.passes[run.held[0].users[0]] for run in runs for layer in run.layers}
+    layers, found = list(of_layer), set[int]()
+    for here, layer in enumerate(layers):
+        before = layers[max(0, here - layout.prefetch) : here]
+        after = layers[here + 1 : here + 1 + layout.prefetch]
+        ahead = [of_layer[other].last_forward for other in before] + [of_layer[other].last_backward for other in after]
+        if max(ahead, default=0) > of_layer[layer].last_backward:
+            found.add(layer)
+    return frozenset(found)
+
+
+def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Counter[HeldParameter]:
+    """DDP, ZeRO-1 and ZeRO-2 over flat buckets. Returns the same as `_fsdp`."""
+    updated = Counter[HeldParameter]()
+    together: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[str, int, int]], list[HeldParameter]] = {}
+    for run in reversed(runs):  # the backward pass reaches the last layers first
+        for parameter in run.held[::-1] * run.times:
+            together.setdefault((parameter.users, parameter.holders, spread.over(parameter)), []).append(parameter)
+    for (users, _, (axis, ranks, rank)), parameters in together.items():
+        every = spread.layout.accumulate == "sharded" and len(users) == 1 and ranks > 1
+        reductions = work.passes[users[0]].ends if every else 1
+        least = spread.layout.bucket_mb * 2**20 / spread.width
+        for bucket in _filled(tuple(parameter.size for parameter in parameters), least):
+            share = -(-sum(parameters[n].size for n in bucket) // ranks)
+            whole = share * ranks
+            table.add(axis, "reduce_scatter", whole * spread.gradient_width, ranks, reductions)
+            table.add(axis, "all_gather", whole * spread.width, ranks)
+            # Replicas sum their shares once, when all gradients are there.
+            table.add("dp_replicate", "all_reduce", share * spread.gradient_width, spread.replicas)
+            start, first, end = 0, share * rank, share * (rank + 1)
+            for n in bucket:
+                stop = start + parameters[n].size
+                updated[parameters[n]] += max(0, min(stop, end) - max(start, first))
+                start = stop
+    return updated
+
+
+@cache
+def _filled(sizes: tuple[int, ...], least: float) -> tuple[tuple[int, ...], ...]:
+    """The buckets of parameters of so many elements, at least `least` in each but the last."""
+    return tuple(map(tuple, groups(sizes, least)))
+
+
+def _partials(table: Table, updated: Counter[HeldParameter], layout: Layout, width: int) -> None:
+    """Gradients of parameters that several ranks hold alike, of which each has found a part."""
+    for parameter, elements in updated.items():
+        whole = not parameter.cut and not parameter.name.endswith(BALANCING)
+        if parameter.cut or (whole and (layout.sp or parameter.name.endswith(WITHIN))):
+            table.add("tp", "all_reduce", elements * width, parameter.copies)
+        table.add("pp", "all_reduce", elements * width, len(parameter.holders))

@@ -1,0 +1,127 @@
+"""Bytes that a rank sends in one optimizer step, by formula: to the byte what the ledger of a real run counts.
+
+Beside what each technique sends (state.py, blocks.py) there are a pipeline's messages, and three
+numbers over all ranks: loss, norm of the gradients, and whether to stop. No byte depends on the data, but for those
+between experts without a capacity: of these a balanced load is predicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.cost.held import kinds_of
+from phalanx.cost.memory.state import WIDTHS
+from phalanx.cost.traffic.blocks import Micro, around_traffic, balanced_rows, block_traffic, row_traffic
+from phalanx.cost.traffic.parameters import held_parameters
+from phalanx.cost.traffic.passes import pipeline_work
+from phalanx.cost.traffic.state import Spread, state_traffic
+from phalanx.cost.traffic.table import Table, Traffic
+from phalanx.errors import JobError
+from phalanx.partition.batch import Batch
+from phalanx.partition.recompute import alike, written
+
+STATUS = 3 * 8
+"""Loss, square of the gradients' norm, and whether to stop, in fp64."""
+
+
+def step_traffic(
+    model: ModelConfig,
+    layout: Layout,
+    batch: Batch,
+    *,
+    precision: str = "fp32",
+    gradients: str = "same",
+    vocab: int | None = None,
+    stages: Sequence[range] | None = None,
+    rank: int = 0,
+    rows: float | None = None,
+) -> Traffic:
+    """Bytes that `rank` (of all of `layout.world`) sends in one optimizer step, by mesh axis and collective, named as
+    the ledger names them. By default the first rank: it is the one whose ledger `phalanx train` reports.
+
+    Ranks of a pipeline differ; of one pipeline rank those of the shard axis do, where gradients of parameters that they
+    do not share evenly are summed over tp or pp. `precision` and `gradients` are `train`'s, `vocab` the tokenizer's
+    vocabulary where the model leaves it open. `stages` are the layers of each pipeline stage
+    (phalanx.plan.cut.stages_of); None: `layout.pp_cut`'s. `rows` are those that this rank sent to other ranks' experts,
+    or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, where they are known:
+    an equal share of them in each layer, which matters where layers recompute differently.
+
+    Replicas that meet every sync_every steps (local_sgd, diloco) send a share of it each step. A pipeline without a
+    flush sends the mean over a run of steps. Raises JobError for sync=asp, where a step's shares go to whichever
+    replica is ready, where nothing says the vocabulary or the stages, and as schedule_of does.
+    """
+    if layout.sync == "asp":
+        raise JobError(
+            "layout.sync: asp gives each share of a step to whichever replica is ready: what a rank sends is not known "
+            "beforehand; nearest legal: sync=bsp"
+        )
+    if layout.processes == 1:
+        return {}
+    plan = pipeline_work(layout, model.n_layers, batch.accumulation, stages)
+    pp, shard_rank = rank // (layout.world // layout.pp), rank // layout.tp % layout.shard_ranks
+    work = plan.work[pp]
+    runs = held_parameters(model, layout, vocab, plan, pp)
+    spread = Spread.of(layout, precision, gradients, shard_rank, drops=model.dropout > 0)
+    table = state_traffic(runs, spread, work)
+    micro = Micro(model, layout, batch.micro_batch, WIDTHS[precision], plan.slices)
+    last, passed, routed = len(plan.cut) - 1, Table(), Counter[Micro]()
+    for stage, passes in work.passes.items():
+        here = around_traffic(micro, first=stage == 0, last=stage == last)
+        for kind, many in kinds_of(model, written(layout), plan.cut[stage]):
+            alone = replace(micro, layout=alike(layout, kind.recompute))
+            here.take(block_traffic(alone, kind.experts), many)
+            if not kind.experts:
+                continue
+            routed[alone] += many * passes.forward
+            if rows is None:
+                here.take(row_traffic(alone, many * balanced_rows(micro)))
+        passed.take(here, passes.forward / plan.slices)
+    if rows is not None:
+        for alone, blocks in routed.items():
+            passed.take(row_traffic(alone, rows * (blocks / routed.total())))
+    passed.note("pp", "send", work.sends * micro.boundary)
+    table.take(passed, 1 / work.steps)
+    _status(table, layout)
+    return table.traffic()
+
+
+def heaviest_traffic(
+    model: ModelConfig,
+    layout: Layout,
+    batch: Batch,
+    *,
+    precision: str = "fp32",
+    gradients: str = "same",
+    vocab: int | None = None,
+    stages: Sequence[range] | None = None,
+) -> Traffic:
+    """The same for the rank that sends most, of the first ranks of each pipeline rank."""
+    each = layout.world // layout.pp
+    found = [
+        step_traffic(
+            model,
+            layout,
+            batch,
+            precision=precision,
+            gradients=gradients,
+            vocab=vocab,
+            stages=stages,
+            rank=place * each,
+        )
+        for place in range(layout.pp)
+    ]
+    return max(found, key=lambda traffic: sum(sum(by.values()) for by in traffic.values()))
+
+
+def _status(table: Table, layout: Layout) -> None:
+    """The three numbers. Replicas that are apart keep theirs to themselves."""
+    if layout.apart == 1:
+        table.add("world", "all_reduce", STATUS, layout.world)
+        return
+    shard = "dp_shard" if layout.cp == 1 else "dp_shard_cp"
+    for axis, ranks in (("tp", layout.tp), (shard, layout.shard_ranks), ("pp", layout.pp)):
+        table.add(axis, "all_reduce", STATUS, ranks)

@@ -1,0 +1,70 @@
+"""The batch equation, in one place: global batch = micro-batch × accumulation × data ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.config.layout import Layout
+
+DEFAULT_GLOBAL_BATCH = 16
+"""Sequences a step where a job says nothing: independent of the layout, so that the loss curve is too."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The numbers of one optimizer step, in sequences."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    data_ranks: int
+
+    def equation(self) -> str:
+        return (
+            f"global batch {self.global_batch} = micro-batch {self.micro_batch} × accumulation {self.accumulation}"
+            f" × data ranks {self.data_ranks}"
+        )
+
+
+def solve(global_batch: int, layout: Layout) -> Batch:
+    """Derive what was left open (0) in the batch equation.
+
+    Where both the micro-batch and the accumulation are open, a micro-batch is all of a data rank's sequences. A
+    pipeline would then stand still but for one rank at a time: it gets the smallest accumulation that is at least
+    2 × pp and divides those sequences, or, where none does, micro-batches of one sequence.
+
+    Raises ValueError with the equation, its values and the nearest legal global batches where they do not agree.
+    """
+    ranks = layout.data_ranks
+    micro, accumulation = layout.micro_batch, layout.accumulation
+    if not global_batch and not micro:
+        global_batch = DEFAULT_GLOBAL_BATCH
+    if not global_batch:
+        return Batch(micro * (accumulation or 1) * ranks, micro, accumulation or 1, ranks)
+    known = ranks * (micro or 1) * (accumulation or 1)
+    if global_batch % known or (micro and accumulation and global_batch != known):
+        raise ValueError(_disagreement(global_batch, layout, known))
+    rest = global_batch // known
+    if not micro and not accumulation:
+        accumulation = _that_fills(layout.pp, rest)
+        return Batch(global_batch, rest // accumulation, accumulation, ranks)
+    return Batch(global_batch, micro or rest, accumulation or rest, ranks)
+
+
+def _that_fills(pp: int, sequences: int) -> int:
+    """Micro-batches of equal size into which a data rank's sequences are cut, so that a pipeline has work."""
+    if pp == 1:
+        return 1
+    return next((n for n in range(2 * pp, sequences) if sequences % n == 0), sequences)
+
+
+def _disagreement(global_batch: int, layout: Layout, known: int) -> str:
+    micro = f"micro_batch {layout.micro_batch}" if layout.micro_batch else "micro_batch ?"
+    accumulation = f"accumulation {layout.accumulation}" if layout.accumulation else "accumulation ?"
+    ranks = f"data ranks {layout.data_ranks} (dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard})"
+    if layout.micro_batch and layout.accumulation:
+        legal = f"global_batch {known} agrees"
+    else:
+        below = global_batch // known * known
+        legal = f"nearest legal global_batch: {f'{below} or ' if below else ''}{below + known}"
+    return f"global_batch {global_batch} ≠ {micro} × {accumulation} × {ranks}: {legal}"

@@ -1,0 +1,133 @@
+"""Which part of every parameter a tensor-parallel rank holds: arithmetic on names and shapes alone.
+
+Matrices that read the residual stream are cut by rows (their outputs), those that write to it by columns (their
+inputs), so that a block needs no communication between the two (Shoeybi et al. 2019, section 3). The same holds for the
+matrices of experts, which are stacked along a leading dimension. Of latent attention (DeepSeek-V2, section 2.1) what
+makes heads is cut, an equal part of whole heads each; what compresses, and its norms, serve all heads. The vocabulary
+is cut by rows and padded to equal parts. What is in no list is whole on every rank.
+
+Expert parallelism deals out whole experts, in equal runs, whatever tensor parallelism holds of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.config.model import ModelConfig
+
+ROWS = (
+    *("attn.wq.weight", "attn.wq.bias", "attn.wq_b.weight", "attn.wq_b.bias", "attn.wkv_b.weight", "attn.wkv_b.bias"),
+    *("mlp.up.weight", "mlp.up.bias", "mlp.gate.weight", "mlp.gate.bias"),
+    *("moe.shared.up.weight", "moe.shared.up.bias", "moe.shared.gate.weight", "moe.shared.gate.bias"),
+)
+KEY_VALUE_ROWS = ("attn.wk.weight", "attn.wk.bias", "attn.wv.weight", "attn.wv.bias")
+COLUMNS = ("attn.wo.weight", "mlp.down.weight", "moe.shared.down.weight")
+EXPERT_ROWS = ("moe.experts.up.weight", "moe.experts.up.bias", "moe.experts.gate.weight", "moe.experts.gate.bias")
+EXPERT_COLUMNS = ("moe.experts.down.weight",)
+TILED_ROWS = ("mlp.up.weight", "mlp.up.bias", "mlp.gate.weight", "mlp.gate.bias")
+TILED_COLUMNS = ("mlp.down.weight",)
+VOCABULARY_ROWS = ("embed.weight", "head.weight")
+WITHIN = (
+    *("attn.wq_a.weight", "attn.wq_a.bias", "attn.q_norm.weight", "attn.q_norm.bias"),
+    *("attn.wkv_a.weight", "attn.wkv_a.bias", "attn.kv_norm.weight", "attn.kv_norm.bias"),
+    *("moe.router.weight", "moe.experts.down.bias", "moe.shared.down.bias"),
+)
+"""Parameters that are whole on every rank but lie between cut ones: each rank finds its own part of their gradients."""
+BALANCING = "router.bias"
+"""How the names of balancing biases end: every rank that computes a router finds the whole of their gradients."""
+MEETING = 256
+"""Bytes that each replica says when replicas that work apart meet: one for the request to stop, then text."""
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """What one tensor rank holds of a parameter."""
+
+    whole: tuple[int, ...]
+    """Shape of the whole parameter."""
+    dim: int | None = None
+    """The dimension that is cut; None where every rank holds all of it."""
+    start: int = 0
+    """First row (column) held, in the whole."""
+    size: int = 0
+    """Rows (columns) held, padding included."""
+    copies: int = 1
+    """How many neighbouring tensor ranks hold the same part."""
+    first: bool = True
+    """Whether this rank is the first of those: the one that counts in norms."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what is held."""
+        return tuple(self.size if dim == self.dim else n for dim, n in enumerate(self.whole))
+
+    @property
+    def real(self) -> int:
+        """Rows (columns) held that exist in the whole: the rest is padding."""
+        assert self.dim is not None, "only a cut dimension is padded"
+        return max(0, min(self.size, self.whole[self.dim] - self.start))
+
+
+def piece(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: int) -> TensorSlice:
+    """The part of the parameter `name` that tensor rank `rank` of `tp` holds.
+
+    Key/value heads fewer than tensor ranks are held by several ranks each. The layout has been checked: heads and the
+    widths of MLP and experts divide by tp, and of key/value heads and tp one divides the other."""
+    if tp == 1:
+        return TensorSlice(whole)
+    if name.endswith(VOCABULARY_ROWS):
+        size = padded_vocabulary(whole[0], tp) // tp
+        return TensorSlice(whole, 0, rank * size, size)
+    if name.endswith(KEY_VALUE_ROWS) and model.kv_heads < tp:
+        copies = tp // model.kv_heads
+        return TensorSlice(whole, 0, rank // copies * model.head_size, model.head_size, copies, rank % copies == 0)
+    for dim, names in enumerate((ROWS + KEY_VALUE_ROWS, COLUMNS + EXPERT_ROWS, EXPERT_COLUMNS)):
+        if name.endswith(names):
+            size = whole[dim] // tp
+            return TensorSlice(whole, dim, rank * size, size)
+    return TensorSlice(whole, copies=tp, first=rank == 0)
+
+
+def is_expert(name: str) -> bool:
+    """Whether the parameter `name` is one of routed experts, stacked along its leading dimension."""
+    return "moe.experts." in name
+
+
+def experts_of(n_experts: int, ep: int, rank: int) -> range:
+    """The routed experts that rank `rank` of `ep` expert-parallel ranks holds: equal runs in their order.
+
+    The layout has been checked: the experts divide by ep."""
+    each = n_experts // ep
+    return range(rank * each, (rank + 1) * each)
+
+
+def tile(name: str, whole: tuple[int, ...], tiles: int) -> tuple[TensorSlice, ...]:
+    """What each of the tiles of a matrix holds of the parameter `name`, where the MLP runs in `tiles` tiles.
+
+    One piece, the whole, of what is not cut; the bias of the matrix that is cut by columns belongs to its first tile.
+    The layout has been checked: the MLP's width divides by the tiles."""
+    if tiles == 1 or not name.endswith(TILED_ROWS + TILED_COLUMNS):
+        return (TensorSlice(whole),)
+    dim = 0 if name.endswith(TILED_ROWS) else 1
+    size = whole[dim] // tiles
+    return tuple(TensorSlice(whole, dim, number * size, size) for number in range(tiles))
+
+
+def groups(sizes: Sequence[int], least: float) -> list[list[int]]:
+    """Group parameters of `sizes` bytes, in their order and by their places, so that each group but the last reaches at
+    least `least` bytes."""
+    found: list[list[int]] = [[]]
+    size = 0
+    for place, more in enumerate(sizes):
+        if size >= least:
+            found.append([])
+            size = 0
+        found[-1].append(place)
+        size += more
+    return found
+
+
+def padded_vocabulary(vocab: int, tp: int) -> int:
+    """Rows of an embedding or head on all tensor ranks together: the vocabulary, rounded up to a multiple of tp."""
+    return -(-vocab // tp) * tp

@@ -1,0 +1,1 @@
+"""Every SVG and HTML page, in one style."""

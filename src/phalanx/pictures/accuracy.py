@@ -1,0 +1,122 @@
+"""Predicted against measured, each row a point: time and memory on logarithmic axes, a colour a source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
+from phalanx.validation.accuracy import GradedRow, by
+
+_SIDE, _LEFT, _TOP, _GAP, _BOTTOM, _LEGEND = 420, 70, 64, 90, 60, 18
+_BAND = 0.1
+"""Where a prediction is this much off: the band around the diagonal."""
+_SHAPES = ("circle", "square")
+"""More sources than colours: the next ones have another shape."""
+
+
+@dataclass(frozen=True)
+class AccuracyPanel:
+    """One pair of axes with its points."""
+
+    title: str
+    unit: str
+    points: dict[str, list[tuple[float, float]]]
+    """Measured and predicted, by source."""
+
+
+def svg(found: Sequence[GradedRow], title: str = "predicted against measured") -> str:
+    """The pictures as an SVG document. Raises ValueError where nothing was measured."""
+    panels = [panel for panel in (_times(found), _memory(found)) if panel.points]
+    if not panels:
+        raise ValueError("no row with a measured time or memory")
+    return scatter(panels, title)
+
+
+def scatter(panels: Sequence[AccuracyPanel], title: str) -> str:
+    """The panels side by side under one legend, as an SVG document."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.points))
+    legend = -(-len(names) // 4) * _LEGEND
+    width = _LEFT + len(panels) * (_SIDE + _GAP)
+    height = _TOP + legend + _SIDE + _BOTTOM
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
+        f"role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
+        f"<title>{escape(title)}</title>",
+        f"<text x='16' y='22' font-size='15' font-weight='600'>{escape(title)}</text>",
+    ]
+    for number, name in enumerate(names):
+        x, y = 22 + number % 4 * (width - 40) / 4, 44 + number // 4 * _LEGEND
+        parts.append(_mark(x, y - 4, names, name, 4))
+        parts.append(f"<text x='{x + 10:.0f}' y='{y}'>{escape(name)}</text>")
+    for number, panel in enumerate(panels):
+        parts.append(f"<g transform='translate({_LEFT + number * (_SIDE + _GAP)} {_TOP + legend})'>")
+        parts += [*_drawn(panel, names), "</g>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _times(found: Sequence[GradedRow]) -> AccuracyPanel:
+    points = {
+        name: [(one.measured_s, one.predicted_s) for one in group if one.measured_s]
+        for name, group in by(found, lambda one: one.source).items()
+    }
+    return AccuracyPanel("step time", "s", {name: some for name, some in points.items() if some})
+
+
+def _memory(found: Sequence[GradedRow]) -> AccuracyPanel:
+    points = {
+        name: [
+            (one.measured_bytes / 2**30, one.predicted_bytes / 2**30)
+            for one in group
+            if one.measured_bytes and one.predicted_bytes
+        ]
+        for name, group in by(found, lambda one: one.source).items()
+    }
+    return AccuracyPanel("memory of the fullest device", "GiB", {name: some for name, some in points.items() if some})
+
+
+def _drawn(panel: AccuracyPanel, names: Sequence[str]) -> list[str]:
+    values = [value for some in panel.points.values() for point in some for value in point]
+    low, high = math.log10(min(values)) - 0.05, math.log10(max(values)) + 0.05
+
+    def at(value: float) -> float:
+        return (math.log10(value) - low) / (high - low) * _SIDE
+
+    parts = [f"<text x='{_SIDE / 2}' y='-10' text-anchor='middle' font-weight='600'>{panel.title}</text>"]
+    off = math.log10(1 + _BAND) / (high - low) * _SIDE
+    corners = f"0,{_SIDE} 0,{_SIDE - off:.1f} {_SIDE - off:.1f},0 {_SIDE},0 {_SIDE},{off:.1f} {off:.1f},{_SIDE}"
+    parts.append(f"<polygon points='{corners}' fill='{NEUTRAL}' fill-opacity='.15'/>")
+    parts.append(f"<line x1='0' y1='{_SIDE}' x2='{_SIDE}' y2='0' stroke='{NEUTRAL}'/>")
+    for tick in _ticks(low, high):
+        x, y = at(tick), _SIDE - at(tick)
+        parts.append(f"<line x1='{x:.1f}' y1='0' x2='{x:.1f}' y2='{_SIDE}' stroke='{NEUTRAL}' stroke-opacity='.2'/>")
+        parts.append(f"<line x1='0' y1='{y:.1f}' x2='{_SIDE}' y2='{y:.1f}' stroke='{NEUTRAL}' stroke-opacity='.2'/>")
+        parts.append(f"<text x='{x:.1f}' y='{_SIDE + 16}' text-anchor='middle'>{tick:g}</text>")
+        parts.append(f"<text x='-6' y='{y + 4:.1f}' text-anchor='end'>{tick:g}</text>")
+    parts.append(f"<text x='{_SIDE / 2}' y='{_SIDE + 40}' text-anchor='middle'>measured, {panel.unit}</text>")
+    parts.append(
+        f"<text transform='translate(-48 {_SIDE / 2}) rotate(-90)' text-anchor='middle'>predicted, {panel.unit} "
+        f"(grey: within {_BAND:.0%})</text>"
+    )
+    for name, some in panel.points.items():
+        parts += [_mark(at(measured), _SIDE - at(predicted), names, name, 2.5) for measured, predicted in some]
+    return parts
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten, or the powers alone where these are many."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    steps = (1, 2, 5) if high - low < 2.5 else (1,)
+    every = [step * 10.0**power for power in powers for step in steps]
+    return [tick for tick in every if low <= math.log10(tick) <= high]
+
+
+def _mark(x: float, y: float, names: Sequence[str], name: str, size: float) -> str:
+    number = names.index(name)
+    colour = COLOURS[number % len(COLOURS)]
+    if number // len(COLOURS) % len(_SHAPES) == 0:
+        return f"<circle cx='{x:.1f}' cy='{y:.1f}' r='{size}' fill='{colour}' fill-opacity='.7'/>"
+    corner = f"x='{x - size:.1f}' y='{y - size:.1f}' width='{2 * size}' height='{2 * size}'"
+    return f"<rect {corner} fill='{colour}' fill-opacity='.7'/>"

@@ -1,0 +1,201 @@
+"""A picture of context parallelism: who holds which tokens of a sequence, who meets which keys when, and whether all
+have the same to do.
+
+    python -m phalanx.cost.context_picture cp=4 seq_len=64 > context.svg
+
+Drawn from the arithmetic that training itself uses (partition/sequence.py), of a sequence that does not travel in
+slices.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from html import escape
+from math import ceil, sqrt
+
+from phalanx.check.load import load_words
+from phalanx.config import overrides
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.errors import JobError, PhalanxError
+from phalanx.partition.sequence import grid, group_places, places
+from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
+from phalanx.units import counted
+
+_WIDTH, _MARGIN, _TOP = 1000, 24, 128
+_SIDE = 340  # of the space for the matrices, and the height of the strip
+_MATRICES, _BARS = 216, 626  # where the two begin
+_LONGEST = 220  # bar
+
+
+def svg(job: Job) -> str:
+    """The picture of how `job`'s layout deals out sequences, as an SVG document. Raises JobError without cp."""
+    layout, tokens = job.layout, job.model.seq_len
+    if layout.cp == 1:
+        raise JobError("layout.cp is 1: every rank holds whole sequences, and there is nothing to draw; such as cp=4")
+    matrices, bottom = _matrices(layout, job.model)
+    bars, lowest = _bars(layout, job.model)
+    height = int(max(bottom, lowest, _TOP + _SIDE)) + 16
+    title = f"layout {layout.line()}: {tokens:,} tokens on {layout.cp} context-parallel ranks"
+    return "\n".join(
+        [
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' "
+            f"height='{height}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
+            f"<title>{escape(title)}</title>",
+            _text(_MARGIN, 26, title, "font-size='15' font-weight='600'"),
+            *(_text(_MARGIN, 48 + 17 * number, line) for number, line in enumerate(_caption(layout))),
+            *_strip(layout, tokens),
+            *matrices,
+            *bars,
+            "</svg>\n",
+        ]
+    )
+
+
+def pairs(runs: Sequence[range]) -> int:
+    """How many keys the queries at some positions see under a causal mask, all together."""
+    return sum((run.start + 1 + run.stop) * len(run) // 2 for run in runs)
+
+
+def contiguous(layout: Layout, tokens: int, place: int) -> list[range]:
+    """What a place of the ring would hold if sequences were simply cut in as many runs."""
+    share = tokens // layout.ring
+    return [range(place * share, (place + 1) * share)]
+
+
+def _caption(layout: Layout) -> Iterator[str]:
+    yield "A colour is a rank. In the matrix: who computes a query's scores with a key. Nobody sees later keys."
+    if layout.ring > 1:
+        groups = "rank" if layout.cp_ulysses == 1 else f"group of {layout.cp_ulysses} ranks"
+        yield (
+            f"Numbers are steps of the ring: in step 1 each {groups} has its own keys, then those of the one before, "
+            f"and so on, with {counted(layout.ring - 1, 'message')}."
+        )
+    if layout.cp_ulysses > 1:
+        whole = "whole sequences" if layout.ring == 1 else "all tokens of their group"
+        yield f"Ulysses: {layout.cp_ulysses} ranks have a part of the heads each, of {whole}, while attention computes."
+
+
+def _strip(layout: Layout, tokens: int) -> Iterator[str]:
+    """The sequence from top to bottom, each run in its rank's colour."""
+    yield _title(_MARGIN, "Tokens held")
+    scale = _SIDE / tokens
+    for rank in range(layout.cp):
+        for run in places(layout, tokens, rank):
+            y, height = _TOP + run.start * scale, len(run) * scale
+            yield _box(_MARGIN, y, 22, height, _colour(rank))
+            if height >= 11:
+                shown = f"{run.start:,}" if len(run) == 1 else f"{run.start:,}–{run.stop - 1:,}"
+                yield _text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {shown}", "font-size='11'")
+
+
+def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
+    """Queries × keys, once for each rank's part of the heads; and where the lowest ends."""
+    drawn, parts = [_title(_MATRICES, "Attention: queries ↓ × keys →")], layout.cp_ulysses
+    if parts == 1:
+        return [*drawn, *_matrix(layout, 0, (_MATRICES, _TOP, _SIDE))], _TOP + _SIDE
+    heads, columns = model.n_heads // layout.tp // parts, ceil(sqrt(parts))
+    each = (_SIDE + 40 - 16 * (columns - 1)) / columns
+    y = _TOP
+    for part in range(parts):
+        x, y = _MATRICES + part % columns * (each + 16), _TOP + part // columns * (each + 26)
+        first, last = part * heads, (part + 1) * heads - 1
+        name = f"head {first}" if heads == 1 else f"heads {first}–{last}"
+        drawn += [_text(x, y + 8, name, "font-size='11'"), *_matrix(layout, part, (x, y + 14, each))]
+    return drawn, y + 14 + each
+
+
+def _matrix(layout: Layout, part: int, box: tuple[float, float, float]) -> Iterator[str]:
+    """One square: of ring places' chunks of queries and of keys, the pairs that meet."""
+    x, y, side = box
+    rank_of = {grid(layout, rank): rank for rank in range(layout.cp)}
+    # With as many tokens as there are chunks, positions are the chunks' numbers.
+    chunks = 2 * layout.ring if layout.ring > 1 else 1
+    place_of = {
+        run.start: place for place in range(layout.ring) for run in _single(group_places(layout, chunks, place))
+    }
+    cell = side / chunks
+    for query, place in place_of.items():
+        colour = _colour(rank_of[place, part])
+        for key in range(query + 1):
+            left, top = x + key * cell, y + query * cell
+            if key == query:
+                corner = f"{left:.1f},{top:.1f} {left:.1f},{top + cell:.1f} {left + cell:.1f},{top + cell:.1f}"
+                yield f"<polygon points='{corner}' fill='{colour}'/>"
+            else:
+                yield _box(left, top, cell - 1, cell - 1, colour)
+            if layout.ring > 1 and cell >= 16:
+                step = (place - place_of[key]) % layout.ring + 1
+                down, across = (0.72, 0.3) if key == query else (0.5, 0.5)
+                where = f"text-anchor='middle' font-size='{min(12, cell / 2.2):.0f}' fill='#fff'"
+                yield _text(left + across * cell, top + down * cell + 4, str(step), where)
+    yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{side:.1f}' height='{side:.1f}' fill='none' stroke='{NEUTRAL}'/>"
+
+
+def _single(runs: Sequence[range]) -> Iterator[range]:
+    return (range(position, position + 1) for run in runs for position in run)
+
+
+def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
+    """What every rank computes, dealt out in zig-zag and, for comparison, in runs; and where the bars end."""
+    heads, tokens = model.n_heads // layout.tp // layout.cp_ulysses, model.seq_len
+    kinds = {"zig-zag": group_places, "contiguous": contiguous} if layout.ring > 1 else {"": group_places}
+    counts = {
+        name: [heads * pairs(held(layout, tokens, grid(layout, rank)[0])) for rank in range(layout.cp)]
+        for name, held in kinds.items()
+    }
+    widest = max(count for each in counts.values() for count in each)
+    parts, y = [_title(_BARS, "Query × key pairs of a rank, all its heads")], _TOP
+    for rank in range(layout.cp):
+        parts.append(_text(_BARS, y + 12, f"rank {rank}"))
+        for name, each in counts.items():
+            width, hollow = _LONGEST * each[rank] / widest, name == "contiguous"
+            parts.append(_box(_BARS + 56, y, width, 13, _colour(rank), hollow=hollow))
+            parts.append(_text(_BARS + 64 + width, y + 11, _number(each[rank]), "font-size='11'"))
+            y += 17
+        y += 7
+    y += 12
+    for name, each in counts.items():
+        most = f"the most a rank has is {max(each) * len(each) / sum(each):.2f} × the mean"
+        if name:
+            parts.append(_box(_BARS, y - 10, 12, 12, NEUTRAL, hollow=name == "contiguous"))
+        parts.append(_text(_BARS + (20 if name else 0), y, f"{name}: {most}" if name else most))
+        y += 20
+    return parts, y
+
+
+def _colour(rank: int) -> str:
+    return COLOURS[rank % len(COLOURS)]
+
+
+def _number(count: int) -> str:
+    return f"{count:,}" if count < 10**9 else f"{count:.3e}"
+
+
+def _title(x: float, text: str) -> str:
+    return _text(x, _TOP - 14, text, "font-weight='600'")
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str, *, hollow: bool = False) -> str:
+    paint = f"fill='none' stroke='{colour}' stroke-width='1.5'" if hollow else f"fill='{colour}'"
+    return f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' {paint}/>"
+
+
+def _text(x: float, y: float, text: str, style: str = "") -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' {style}>{escape(text)}</text>"
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the picture of the job that `words` describe. Returns the exit code."""
+    try:
+        print(svg(load_words(overrides.parse(words)).job), end="")
+    except PhalanxError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,205 @@
+"""A picture of a layout: who holds what of a block's matrices, and the bytes of state on a rank under each ZeRO stage.
+
+    python -m phalanx.cost.layout_picture model=gpt2 layout.tp=2 layout.dp_shard=2 layout.zero=3 > layout.svg
+
+Drawn from the arithmetic that training itself uses (partition/tensor_slices.py, cost/memory/state.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from itertools import accumulate, pairwise
+from math import prod
+
+from phalanx.blocks.parameters import Shapes, block_shapes, parameter_shapes, vocabulary
+from phalanx.check.load import load_words
+from phalanx.config import overrides
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
+from phalanx.partition.stages import even
+from phalanx.partition.tensor_slices import TensorSlice, groups, is_expert, piece
+from phalanx.units import gib
+
+# Of tensor ranks: legible on white and on black.
+_COLOURS = ("#3b76c4", "#c4513d", "#2f8f57", "#8e5fc0", "#b0741a", "#1d8c9c", "#bd4a8a", "#74801f")
+_PARTS = {"parameters": "#3b76c4", "gradients": "#b0741a", "optimizer": "#2f8f57"}
+_GREY = "#808890"
+_WIDTH, _MARGIN, _LARGEST = 900, 24, 150
+_STAND_IN_VOCABULARY = 256
+"""Where the tokenizer decides and none is at hand."""
+
+
+def svg(job: Job) -> str:
+    """The picture of `job`'s layout as an SVG document."""
+    model, layout = job.model, job.layout
+    vocab = vocabulary(model, model.vocab_size or _STAND_IN_VOCABULARY)
+    drawn, bottom = _matrices(_drawn(model, vocab), job, vocab)
+    bars, height = _bars(job, vocab, bottom + 60)
+    title = f"layout {layout.line()}: {layout.world} ranks"
+    return "\n".join(
+        [
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' "
+            f"height='{height}' role='img' font-family='system-ui, sans-serif' font-size='12' fill='{_GREY}'>",
+            f"<title>{escape(title)}</title>",
+            _text(_MARGIN, 26, title, size=15, weight=600),
+            *(_text(_MARGIN, 46 + 16 * number, line) for number, line in enumerate(_caption(job))),
+            *drawn,
+            *bars,
+            "</svg>\n",
+        ]
+    )
+
+
+def _drawn(model: ModelConfig, vocab: int) -> Shapes:
+    """The embedding, the matrices of the first block, and of the first one with experts those of these."""
+    found = {"embed.weight": parameter_shapes(model, vocab)["embed.weight"]}
+    experts = next((layer for layer in range(model.n_layers) if model.is_moe_layer(layer)), 0)
+    for layer in sorted({0, experts}):
+        for name, shape in block_shapes(model, layer).items():
+            if name.endswith(".weight") and len(shape) > 1 and (layer == 0 or name.startswith("moe.")):
+                found[f"blocks.{layer}.{name}"] = shape
+    return found
+
+
+def _caption(job: Job) -> list[str]:
+    layout = job.layout
+    lines = ["The embedding and the matrices of the first block, outputs downwards (long sides are cut short)."]
+    if job.model.moe.n_experts:
+        dealt = f", which {layout.ep} ep ranks deal out: a shade is one of them" if layout.ep > 1 else ""
+        lines.append(f"Of experts' matrices each row is an expert{dealt}.")
+    if layout.tp > 1:
+        lines[0] += " A colour is a tensor rank."
+    if layout.pp > 1:
+        lines.append(f"Below: the first of {layout.pp} pipeline ranks with equal numbers of layers.")
+    if layout.shard_ranks > 1:
+        of = "dp_shard" if layout.cp == 1 else "dp_shard × cp"
+        what = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
+        lines.append(f"A shade is what one of the {of} ranks keeps of the {what[layout.zero - 1]}.")
+    return lines
+
+
+def _matrices(matrices: dict[str, tuple[int, ...]], job: Job, vocab: int) -> tuple[list[str], int]:
+    """Every matrix as a rectangle of its proportions, and where the lowest ends."""
+    model, layout = job.model, job.layout
+    shards = _shards(job, vocab)
+    scale = _LARGEST / max(model.d_model, model.ff_size, model.n_heads * model.head_size)
+    parts, x, top, lowest = [], _MARGIN, max(100, 52 + 16 * len(_caption(job))), 0
+    for name, whole in matrices.items():
+        height, width = (max(6, min(side * scale, _LARGEST)) for side in whole[-2:])
+        if is_expert(name):
+            height, width = _LARGEST * 2 / 3, max(height, width)
+        if x + width > _WIDTH - _MARGIN:
+            x, top = _MARGIN, lowest + 40
+        label = ".".join(name.removesuffix(".weight").split(".")[2 if name.startswith("blocks.") else 0 :])
+        parts.append(_text(x, top - 6, label))
+        for rank in range(layout.tp):
+            held = piece(name, whole, model, layout.tp, rank)
+            if held.first:
+                parts += _share(held, shards[name], rank, (x, top, width, height))
+        parts.append(_box(x, top, width, height, "none", stroke=True))
+        x += int(max(width, 7.5 * len(label))) + 22
+        lowest = max(lowest, top + int(height))
+    return parts, lowest
+
+
+def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
+    """By parameter, where each dp_shard (× cp) rank's share of what a tensor rank holds of it ends, as a part of its
+    rows: rank r keeps what lies between the r-th number and the one before it. Of experts, where each ep rank's end."""
+    layout, ranks = job.layout, job.layout.shard_ranks
+    whole = parameter_shapes(job.model, vocab)
+    shapes = {name: piece(name, shape, job.model, layout.tp, 0).shape for name, shape in whole.items()}
+    if layout.zero == 3 or ranks == 1:
+        counts = {name: prod(shape[:2]) if len(shape) == 3 else shape[0] for name, shape in shapes.items()}
+        rows = {name: (count, -(-count // ranks)) for name, count in counts.items()}
+        found = {name: [min(1, each * (r + 1) / n) for r in range(ranks)] for name, (n, each) in rows.items()}
+        return found | _dealt_out(shapes, layout)
+    names, found = list(shapes)[::-1], {}
+    sizes = [prod(shapes[name]) for name in names]
+    width = WIDTHS[job.train.precision]
+    for group in groups([size * width for size in sizes], layout.bucket_mb * 2**20):
+        each = -(-sum(sizes[place] for place in group) // ranks)
+        start = 0
+        for place in group:
+            ends = [(each * (r + 1) - start) / sizes[place] for r in range(ranks)]
+            found[names[place]] = [min(1, max(0, end)) for end in ends]
+            start += sizes[place]
+    return found | _dealt_out(shapes, layout)
+
+
+def _dealt_out(names: Iterable[str], layout: Layout) -> dict[str, list[float]]:
+    ends = [(rank + 1) / layout.ep for rank in range(layout.ep)]
+    return {name: ends for name in names if layout.ep > 1 and is_expert(name)}
+
+
+def _share(
+    held: TensorSlice, ends: Sequence[float], rank: int, box: tuple[float, float, float, float]
+) -> Iterator[str]:
+    """A tensor rank's part of a matrix, in shades for the ranks that keep its rows."""
+    x, y, width, height = box
+    if held.dim is not None and len(held.whole) == 3:  # experts: whichever side of their matrices is cut
+        x, width = x + width * held.start / held.whole[held.dim], width * held.real / held.whole[held.dim]
+    elif held.dim == 0:
+        y, height = y + height * held.start / held.whole[0], height * held.real / held.whole[0]
+    elif held.dim == 1:
+        x, width = x + width * held.start / held.whole[1], width * held.real / held.whole[1]
+    for shard, (start, end) in enumerate(pairwise([0, *ends])):
+        opacity = 1 - 0.75 * shard / len(ends)
+        if end > start:
+            colour = _COLOURS[rank % len(_COLOURS)]
+            yield _box(x, y + start * height, width, (end - start) * height, colour, opacity=opacity)
+
+
+def _bars(job: Job, vocab: int, top: int) -> tuple[list[str], int]:
+    """Bytes of state a rank has without dp_shard's help and with each ZeRO stage, one bar each, and where they end."""
+    rows = list(_stages(job, vocab))
+    widest = max(state.total for _, state in rows)
+    parts = [_text(_MARGIN, top, f"State on a rank, {job.train.precision}, by stage", weight=600)]
+    for number, (name, state) in enumerate(rows):
+        y = top + 16 + 30 * number
+        parts.append(_text(_MARGIN, y + 14, name))
+        values = dataclasses.astuple(state)
+        starts = [0, *accumulate(values)]
+        for colour, value, start in zip(_PARTS.values(), values, starts[:-1], strict=True):
+            parts.append(_box(150 + 560 * start / widest, y, 560 * value / widest, 20, colour))
+        parts.append(_text(160 + 560 * state.total / widest, y + 14, gib(state.total)))
+    legend = top + 34 + 30 * len(rows)
+    for number, (name, colour) in enumerate(_PARTS.items()):
+        parts += [_box(150 + 130 * number, legend - 10, 12, 12, colour), _text(168 + 130 * number, legend, name)]
+    return parts, legend + _MARGIN
+
+
+def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
+    layout = job.layout
+    ranks = layout.shard_ranks
+    alone = dataclasses.replace(layout, dp_shard=1, cp=1, cp_ulysses=1, ep=1)
+    stages = [("replicated", dataclasses.replace(alone, dp_replicate=layout.dp_replicate * ranks))]
+    if ranks > 1:
+        stages += [(f"ZeRO-{zero}, N={ranks}", dataclasses.replace(layout, zero=zero)) for zero in (1, 2, 3)]
+    for name, stage in stages:
+        mark = " ◂" if stage == layout else ""
+        held = even(job.model.n_layers, layout.pp)[:1] if layout.pp > 1 else None
+        yield name + mark, state_bytes(job.model, stage, job.train.precision, job.train.gradients, vocab, held)
+
+
+def _box(x: float, y: float, width: float, height: float, fill: str, opacity: float = 1, stroke: bool = False) -> str:
+    line = f" stroke='{_GREY}'" if stroke else ""
+    shade = f" fill-opacity='{opacity:.2f}'" if opacity < 1 else ""
+    return f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{fill}'{shade}{line}/>"
+
+
+def _text(x: float, y: float, text: str, size: int = 12, weight: int = 400) -> str:
+    return f"<text x='{x:g}' y='{y:g}' font-size='{size}' font-weight='{weight}'>{escape(text)}</text>"
+
+
+def main(words: Sequence[str]) -> None:
+    """Print the picture of the job that `words` describe."""
+    print(svg(load_words(overrides.parse(words)).job), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

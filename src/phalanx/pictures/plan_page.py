@@ -1,0 +1,234 @@
+"""The plan as one page for a browser: it loads nothing, is read without scripts, and is light or dark as the reader
+prefers."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+import yaml
+
+from phalanx.config.fields import short_names
+from phalanx.config.layout import Layout
+from phalanx.cost.breakdown import duration
+from phalanx.pictures.page_style import CSS, SCRIPT
+from phalanx.pictures.plan_pictures import memory_picture, time_picture
+from phalanx.pictures.space import space_picture
+from phalanx.plan.plan import Candidate, Plan
+from phalanx.plan.report.advice import shortfall
+from phalanx.plan.report.report import (
+    COLUMNS,
+    batch,
+    cells,
+    differing,
+    effort,
+    headline,
+    largest_first,
+    slower,
+    verdict,
+)
+from phalanx.units import gib
+
+_DRAWN = 10  # layouts in the pictures of time and memory
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_EXPLAINED = {
+    "micro-batches": "micro-batches of a data rank and step, and sequences in each",
+    "step": "simulated time of an optimizer step",
+    "tps": "tokens a second and device",
+    "MFU": "model FLOPs, attention counted in full, over the data sheet's peak",
+    "memory": "of the fullest rank at its fullest moment, and its share of what the device has",
+    "bubble": "waiting for other pipeline ranks, over the rest of the step",
+}
+
+
+def html(plan: Plan, timeline_svg: str | None = None) -> str:
+    """The page. `timeline_svg` is the picture of the best layout's step (phalanx.simulate), an SVG document."""
+    title = f"Plan: {headline(plan)}"
+    shown = plan.best[:_DRAWN] or ([plan.nearest] if plan.nearest else [])
+    sections = [
+        *(_chosen(plan.best[0]) if plan.best else _nothing(plan)),
+        *(_section("best", "The best layouts", _table(plan.best)) if plan.best else []),
+        *(_section("parts", "Where time and memory go", _parts(shown)) if shown else []),
+        *(_section("why", "Why" if plan.best else "More devices", _list(plan.notes)) if plan.notes else []),
+        *(_section("instead", "What one would take instead", _alternatives(plan)) if plan.alternatives else []),
+        *(
+            _section("timeline", "The step of the best, simulated", _figure(timeline_svg, "wide"))
+            if timeline_svg
+            else []
+        ),
+        *(_section("space", "The space", _figure(space_picture(plan), "map")) if shown or plan.points else []),
+        *(_section("rejected", "Left out", _rejected(plan)) if plan.rejected else []),
+    ]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            "<html lang='en'>",
+            "<head>",
+            "<meta charset='utf-8'>",
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+            f"<title>{escape(title)}</title>",
+            f"<style>{CSS}</style>",
+            "</head>",
+            "<body>",
+            "<header>",
+            f"<h1>{escape(headline(plan))}</h1>",
+            f"<p class='soft'>{escape(f'{batch(plan)}; {effort(plan)}')}</p>",
+            "</header>",
+            "<main>",
+            *sections,
+            "</main>",
+            f"<script>{SCRIPT}</script>",
+            "</body>",
+            "</html>\n",
+        ]
+    )
+
+
+def job_section(layout: Layout) -> str:
+    """The layout as a job file has it (YAML)."""
+    return yaml.safe_dump({"layout": differing(layout)}, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def command(layout: Layout) -> str:
+    """What trains with that layout; JOB stands for the job file."""
+    known = short_names()
+    words = [
+        f"{name if known.get(name) == f'layout.{name}' else f'layout.{name}'}={_word(value)}"
+        for name, value in differing(layout).items()
+    ]
+    return " ".join(["phalanx train JOB", *(shlex.quote(word) for word in words)])
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _section(name: str, heading: str, parts: Iterator[str]) -> Iterator[str]:
+    yield f"<section id='{name}'>"
+    yield f"<h2>{escape(heading)}</h2>"
+    yield from parts
+    yield "</section>"
+
+
+def _chosen(first: Candidate) -> Iterator[str]:
+    """The best layout: its line, its figures, and how to run it."""
+    prediction = first.prediction
+    low, high = (duration(factor * first.seconds) for factor in prediction.spread)
+    share = prediction.fullest.peak / prediction.memory_limit
+    figures = {
+        duration(first.seconds): f"a step; {low} to {high}",
+        f"{first.tokens_per_s_per_device:,.0f}": "tokens/s a device",
+        f"{first.mfu:.1%}": "MFU",
+        gib(prediction.fullest.peak): f"of a device's {gib(prediction.memory_limit)}, {share:.0%}",
+        f"{prediction.bubble:.1%}": "bubble",
+    }
+    yield "<section id='chosen'>"
+    yield f"<p class='layout'><code>{_breakable(first.layout.line())}</code></p>"
+    yield f"<p class='soft'>{escape(first.spec.batch.equation())}</p>"
+    yield "<div class='figures'>"
+    yield from (f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in figures.items())
+    yield "</div>"
+    yield "<div class='pair'>"
+    yield f"<div><span class='soft'>in the job file</span><pre>{escape(job_section(first.layout))}</pre></div>"
+    yield "<div><span class='soft'>on the command line</span>"
+    yield f"<pre class='wrap'>{escape(command(first.layout))}</pre></div>"
+    yield "</div>"
+    yield "</section>"
+
+
+def _nothing(plan: Plan) -> Iterator[str]:
+    """By how much the layout that needs least does not fit, and what would help."""
+    yield "<section id='chosen'>"
+    if plan.nearest is None:
+        yield "<p class='bad'><b>No layout is legal.</b></p>"
+    else:
+        yield "<p><b class='bad'>No layout fits.</b> The one that needs least:</p>"
+        yield f"<p class='layout'><code>{_breakable(plan.nearest.layout.line())}</code></p>"
+        yield f"<pre class='wrap'>{escape(shortfall(plan.nearest.spec))}</pre>"
+    yield "</section>"
+
+
+def _table(best: Sequence[Candidate]) -> Iterator[str]:
+    """The best layouts, a row each; its columns sort."""
+    yield "<div class='scroll'><table class='sorts'><thead><tr><th data-sort>#</th>"
+    for name in COLUMNS:
+        words = " class='words'" if name == "layout" else ""
+        tip = f" title='{escape(_EXPLAINED[name])}'" if name in _EXPLAINED else ""
+        yield f"<th data-sort{words}{tip}>{escape(name)}</th>"
+    yield "</tr></thead><tbody>"
+    for rank, each in enumerate(best, 1):
+        layout, *others = cells(each)
+        values = [
+            each.spec.batch.accumulation,
+            each.seconds,
+            each.tokens_per_s_per_device,
+            each.mfu,
+            each.prediction.fullest.peak,
+            each.prediction.bubble,
+        ]
+        yield f"<tr{' class=first' if rank == 1 else ''}><td>{rank}</td>"
+        yield f"<td class='words'><code>{_breakable(layout)}</code></td>"
+        for cell, value in zip(others, values, strict=True):
+            yield f"<td data-value='{value:.9g}'>{escape(cell)}</td>"
+        yield "</tr>"
+    yield "</tbody></table></div>"
+
+
+def _parts(shown: Sequence[Candidate]) -> Iterator[str]:
+    yield "<div class='pair'>"
+    yield from _figure(time_picture(shown), "bars")
+    yield from _figure(memory_picture(shown), "bars")
+    yield "</div>"
+
+
+def _figure(svg: str, kind: str) -> Iterator[str]:
+    yield f"<figure class='{kind}'>{svg}</figure>"
+
+
+def _list(sentences: Sequence[str]) -> Iterator[str]:
+    yield "<ul>"
+    yield from (f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    yield "</ul>"
+
+
+def _alternatives(plan: Plan) -> Iterator[str]:
+    """A row each, its bar as long as its step beside the slowest."""
+    factors = [slower(each, plan) for each in plan.alternatives]
+    longest = max([1.0, *(factor for factor in factors if factor)])
+    yield "<div class='scroll'><table class='stacks'><thead><tr><th class='words'>layout</th><th>step</th>"
+    yield "<th>against the best</th><th></th><th class='words'>why</th></tr></thead><tbody>"
+    if plan.best:
+        yield "<tr class='first'><td class='words'>the plan</td>"
+        yield f"<td>{duration(plan.best[0].seconds)}</td><td>1.00 ×</td>"
+        yield f"<td class='track'>{_bar(1 / longest, 'bar best')}</td><td class='words'></td></tr>"
+    for each, factor in zip(plan.alternatives, factors, strict=True):
+        time, compared = verdict(each, plan)
+        line = escape(each.candidate.layout.line() if each.candidate else "")
+        bar = _bar(factor / longest, "bar") if factor else ""
+        yield f"<tr><td class='words' title='{line}'>{escape(each.name)}</td><td>{escape(time)}</td>"
+        yield f"<td{'' if factor else ' class=bad'}>{escape(compared)}</td><td class='track'>{bar}</td>"
+        yield f"<td class='words'>{escape(each.why)}</td></tr>"
+    yield "</tbody></table></div>"
+
+
+def _rejected(plan: Plan) -> Iterator[str]:
+    """A row a reason, its bar as long as its count beside the largest."""
+    reasons = largest_first(plan.rejected)
+    most = max(1, reasons[0][1])
+    yield "<div class='scroll'><table class='stacks'><tbody>"
+    for reason, count in reasons:
+        yield f"<tr><td class='count'>{count:,}</td><td class='track'>{_bar(count / most, 'bar')}</td>"
+        yield f"<td class='words'>{escape(reason)}</td></tr>"
+    yield "</tbody></table></div>"
+
+
+def _bar(share: float, kind: str) -> str:
+    return f"<span class='{kind}' style='width:{100 * share:.1f}%'></span>"
+
+
+def _breakable(line: str) -> str:
+    """A layout's line, which may be broken after its commas."""
+    return escape(line).replace(",", ",<wbr>")

@@ -1,0 +1,142 @@
+"""Bars side by side of several layouts: the time of a step by part, the memory of the fullest rank by part.
+
+Without a background and in colours of middle lightness, so that a page may be light or dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL, ticks
+from phalanx.pictures.prediction import box, memory_fill, time_fill
+from phalanx.pictures.roofline import rule, seconds, text
+from phalanx.plan.plan import Candidate
+from phalanx.plan.report.report import short_line
+from phalanx.units import gib
+
+_WIDTH, _LEFT, _RIGHT, _TOP = 600, 8, 524, 34  # pixels; the bars end at _RIGHT, beside them stand their ends in words
+_ROW, _BAR = 40, 15  # from row to row; the height of a bar
+_LETTER = 6.0  # pixels of a letter of size 11
+_LIMIT = COLOURS[1]
+
+
+class _LayoutRow(NamedTuple):
+    """A bar: what it is of, its parts in order, its end in words."""
+
+    label: str
+    parts: list[tuple[str, float]]
+    whole: str
+    mark: float = 0.0
+    """Where a mark stands; none at 0."""
+
+
+def time_picture(shown: Sequence[Candidate]) -> str:
+    """The parts of a step's time, a bar a layout, and a mark at the simulated time, as an SVG document."""
+    rows = [
+        _LayoutRow(_label(rank, each), each.prediction.parts.items(), seconds(each.seconds), each.seconds)
+        for rank, each in enumerate(shown, 1)
+    ]
+    foot = "The parts are the cost model's; the upright mark is the time that the simulation finds."
+    return _stacked("Time of a step by part, in seconds", rows, 1.0, time_fill, seconds, 0.0, foot)
+
+
+def memory_picture(shown: Sequence[Candidate]) -> str:
+    """The memory of the fullest rank by part, a bar a layout, and the device's memory as a line, as an SVG document."""
+    rows = [
+        _LayoutRow(_label(rank, each), [*each.prediction.fullest.parts()], gib(each.prediction.fullest.peak))
+        for rank, each in enumerate(shown, 1)
+    ]
+    limit = shown[0].prediction.memory_limit
+    foot = f"Of the fullest rank of each at its fullest moment; the dashed line is what a device has, {gib(limit)}."
+    return _stacked("Memory of a device by part, in GiB", rows, 2.0**30, memory_fill, gib, limit, foot)
+
+
+def framed(title: str, width: float, height: float, parts: Iterable[str]) -> str:
+    """An SVG document of parts."""
+    return "\n".join(
+        [
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
+            f"height='{height:.0f}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
+            f"<title>{escape(title)}</title>",
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def shorten(words: str, letters: int) -> str:
+    """The beginning of what is longer than that."""
+    return words if len(words) <= letters else words[: letters - 1] + "…"
+
+
+def _label(rank: int, candidate: Candidate) -> str:
+    return f"{rank}  {short_line(candidate.layout)}"
+
+
+def _stacked(
+    title: str,
+    rows: Sequence[_LayoutRow],
+    unit: float,
+    fill: Callable[[str], str],
+    shown: Callable[[float], str],
+    limit: float,
+    foot: str,
+) -> str:
+    """Rows of stacked bars over one axis in `unit`, with a line at `limit` unless it is 0."""
+    longest = max([limit, *(max(row.mark, sum(size for _, size in row.parts)) for row in rows)])
+    scale = (_RIGHT - _LEFT) / (1.02 * longest)
+    bottom = _TOP + len(rows) * _ROW + 4
+    parts = [text(_LEFT, 18, title, "font-size='14' font-weight='600'")]
+    for tick in ticks(0, longest / unit):
+        x = _LEFT + tick * unit * scale
+        parts.append(rule(x, _TOP, x, bottom, "stroke-opacity='.2'"))
+        parts.append(text(x, bottom + 15, f"{tick:g}", f"text-anchor='{'middle' if tick else 'start'}'"))
+    for number, row in enumerate(rows):
+        parts.append(f"<g class='row'>{''.join(_bar(row, _TOP + number * _ROW, scale, fill, shown))}</g>")
+    if limit:
+        x = _LEFT + limit * scale
+        dashes = f"stroke='{_LIMIT}' stroke-width='2' stroke-dasharray='6 4'"
+        parts.append(f"<line class='limit' x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{bottom}' {dashes}/>")
+    keys, y = _keys(rows, fill, longest, bottom + 38)
+    parts += [*keys, text(_LEFT, y + 22, foot, "font-size='11'")]
+    return framed(title, _WIDTH, y + 34, parts)
+
+
+def _bar(
+    row: _LayoutRow, top: float, scale: float, fill: Callable[[str], str], shown: Callable[[float], str]
+) -> Iterator[str]:
+    """The label, the end in words, and below them the bar."""
+    room = int((_WIDTH - 2 * _LEFT) / _LETTER)
+    yield f"<title>{escape(row.label)}</title>"
+    yield text(_LEFT, top + 13, shorten(row.label, room), "font-size='11'")
+    yield text(_RIGHT + 8, top + 30, row.whole, "font-size='11' font-weight='600'")
+    x, whole = float(_LEFT), sum(size for _, size in row.parts)
+    for name, size in row.parts:
+        if size > 0:
+            yield box(x, top + 18, size * scale, _BAR, fill(name), f"{name}: {shown(size)}, {size / whole:.1%}")
+        x += size * scale
+    if row.mark:
+        x = _LEFT + row.mark * scale
+        yield rule(x, top + 15, x, top + 21 + _BAR, "class='mark' stroke-width='2.5'")
+
+
+def _keys(rows: Sequence[_LayoutRow], fill: Callable[[str], str], longest: float, y: float) -> tuple[list[str], float]:
+    """The colours of all parts that can be seen, in lines; and where they end."""
+    seen = {_kind(name) for row in rows for name, size in row.parts if size > 1e-3 * longest}
+    drawn, x = [], float(_LEFT)
+    for name in dict.fromkeys(_kind(name) for row in rows for name, _ in row.parts):
+        if name not in seen:
+            continue
+        width = 32 + 7.2 * len(name)
+        if x + width > _WIDTH:
+            x, y = float(_LEFT), y + 20
+        drawn += [box(x, y - 10, 12, 12, fill(name)), text(x + 17, y, name)]
+        x += width
+    return drawn, y
+
+
+def _kind(name: str) -> str:
+    """Communication of all axes has one colour, and one key."""
+    return "communication exposed" if name.endswith(" exposed") else name

@@ -1,0 +1,196 @@
+"""A picture of a schedule: a row a rank, time to the right, a cell an action with the number of its micro-batch.
+
+Without a background and in colours of middle lightness, so that a page may be light or dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from html import escape
+
+from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL, ticks
+from phalanx.schedule.check import in_flight
+from phalanx.schedule.schedule import Action, Schedule
+from phalanx.schedule.timing import Timing
+from phalanx.units import counted
+
+_KINDS = {
+    "F": (COLOURS[0], "forward pass"),
+    "B": (COLOURS[2], "backward pass"),
+    "I": (COLOURS[6], "gradients of inputs"),
+    "W": (COLOURS[4], "gradients of weights"),
+}
+_LEFT, _RIGHT, _MARGIN, _TOP = 72, 104, 16, 68  # pixels
+_ROW, _CELL = 28, 22  # from row to row; the height of a cell
+_WIDEST = 2400  # of the cells together, where they need not be narrower than a pixel a unit of time
+DIGIT = 6.2
+"""Pixels of a digit in a cell."""
+
+
+def svg(timing: Timing) -> str:
+    """The picture of a schedule that was run through, as an SVG document."""
+    schedule, duration = timing.schedule, timing.duration
+    # As wide as the longest number needs in the shortest cell, in a picture that is not too wide.
+    longest = max(len(number(action, schedule)) for program in schedule.programs for action in program)
+    unit = max(1.0, min(max(16.0, longest * DIGIT + 7), _WIDEST / duration))
+    bottom = _TOP + schedule.ranks * _ROW
+    legend, foot, title = list(_keys(schedule)), _foot(timing), f"{schedule.name}: {size(schedule)}"
+    words = max(8.5 * len(title), 7 * len(summary(timing)), 7 * len(foot))
+    width = max(_LEFT + duration * unit + _RIGHT, _MARGIN + words, legend[-1][0])
+    height = bottom + 72
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height}' width='{width:.0f}' "
+        f"height='{height}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
+        f"<title>{escape(title)}</title>",
+        f"<text x='{_MARGIN}' y='24' font-size='15' font-weight='600'>{escape(title)}</text>",
+        f"<text x='{_MARGIN}' y='43'>{escape(summary(timing))}</text>",
+        f"<text x='{_LEFT + duration * unit + 10:.1f}' y='{_TOP - 8}'>peak in flight</text>",
+    ]
+    for rank, most in enumerate(in_flight(schedule)):
+        parts.extend(_rank(timing, rank, most, unit))
+    for tick in ticks(0, duration, max(2, int(duration * unit / 90))):
+        x = _LEFT + tick * unit
+        parts.append(f"<line x1='{x:.1f}' y1='{bottom}' x2='{x:.1f}' y2='{bottom + 4}' stroke='{NEUTRAL}'/>")
+        parts.append(f"<text x='{x:.1f}' y='{bottom + 16}' text-anchor='middle'>{tick:g}</text>")
+    parts.append(f"<text x='{_MARGIN}' y='{bottom + 36}'>{foot}</text>")
+    parts.append(f"<g class='keys' transform='translate(0 {bottom + 48})'>{''.join(key for _, key in legend)}</g>")
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def summary(timing: Timing) -> str:
+    """One line of a schedule's figures."""
+    bubble = timing.bubble
+    return f"bubble {bubble:.1%} of the work, {bubble / (1 + bubble):.1%} of the whole; duration {timing.duration:g}"
+
+
+def _used(schedule: Schedule) -> list[str]:
+    """The kinds of a schedule's actions, F first."""
+    found = {action.kind for program in schedule.programs for action in program}
+    return [kind for kind in _KINDS if kind in found]
+
+
+def variants(schedule: Schedule) -> list[list[int]]:
+    """By direction and stage, which of the stages of its rank it is, those of a second direction after those of the
+    first: what is told apart by shades."""
+    found: list[list[int]] = []
+    first = 0
+    for placement in schedule.placements:
+        found.append([first + placement[:stage].count(rank) for stage, rank in enumerate(placement)])
+        first = 1 + max(found[-1])
+    return found
+
+
+@cache
+def shade(kind: str, variant: int, count: int) -> tuple[str, str]:
+    """The colour of a cell and that of the text on it: the further the variant from the first, the lighter."""
+    lighter = (0.5 if count == 2 else 0.66) * variant / max(1, count - 1)
+    channels = (int(_KINDS[kind][0][place : place + 2], 16) for place in (1, 3, 5))
+    fill = "#" + "".join(f"{round(channel + (255 - channel) * lighter):02x}" for channel in channels)
+    return fill, "#ffffff" if lighter < 0.2 else "#1a1a1a"
+
+
+def size(schedule: Schedule) -> str:
+    """How large a schedule is, in words."""
+    batches = "1 micro-batch" if schedule.micro_batches == 1 else f"{schedule.micro_batches} micro-batches"
+    words = [counted(schedule.ranks, "rank"), batches]
+    if schedule.stages != schedule.ranks:
+        words.append(counted(schedule.stages, "stage"))
+    if schedule.slices > 1:
+        words.append(f"{schedule.slices} slices a sequence")
+    if schedule.steps > 1:
+        words.append(f"{schedule.steps} steps")
+    return ", ".join(words)
+
+
+def _foot(timing: Timing) -> str:
+    costs = ", ".join(f"{kind} takes {timing.costs[kind]:g}" for kind in _used(timing.schedule))
+    return f"time: for one stage {costs}; messages take none"
+
+
+def number(action: Action, schedule: Schedule) -> str:
+    """What stands in a cell."""
+    return f"{action.micro}.{action.slice}" if schedule.slices > 1 else str(action.micro)
+
+
+def _rank(timing: Timing, rank: int, most: int, unit: float) -> Iterator[str]:
+    """A rank's row: a pale line as long as the whole, on which what is left free is the bubble, and its cells."""
+    schedule = timing.schedule
+    top = _TOP + rank * _ROW
+    middle, text = top + _CELL / 2, top + _CELL / 2 + 4
+    right = _LEFT + timing.duration * unit
+    found = variants(schedule)
+    count = 1 + max(found[-1])
+    yield f"<g class='rank'><text x='{_MARGIN}' y='{text:g}'>rank {rank}</text>"
+    yield (
+        f"<line x1='{_LEFT}' y1='{middle:g}' x2='{right:.1f}' y2='{middle:g}' stroke='{NEUTRAL}' "
+        f"stroke-opacity='.18' stroke-width='{_CELL}'/>"
+    )
+    yield "<g text-anchor='middle' font-size='11'>"
+    gap = min(1.0, unit / 8)
+    for action, start in zip(schedule.programs[rank], timing.starts[rank], strict=True):
+        cost = timing.costs[action.kind]
+        x, width = _LEFT + start * unit, cost * unit
+        fill, ink = shade(action.kind, found[schedule.direction(action.micro)][action.stage], count)
+        label = number(action, schedule)
+        yield (
+            f"<rect x='{x + gap / 2:.2f}' y='{top}' width='{width - gap:.2f}' height='{_CELL}' fill='{fill}'>"
+            f"<title>{action}: {start:g} to {start + cost:g}</title></rect>"
+        )
+        if len(label) * DIGIT + 2 <= width:
+            yield f"<text x='{x + width / 2:.1f}' y='{text:g}' fill='{ink}'>{label}</text>"
+    yield "</g>"
+    if schedule.steps > 1:
+        for end in _updates(timing, rank):
+            x = _LEFT + end * unit
+            yield _update(x, top)
+    yield f"<text x='{right + 10:.1f}' y='{text:g}'>{most}</text></g>"
+
+
+def _updates(timing: Timing, rank: int) -> Iterator[float]:
+    """When a rank's last backward pass of each optimizer step ends."""
+    schedule = timing.schedule
+    ends: dict[int, float] = {}
+    for action, start in zip(schedule.programs[rank], timing.starts[rank], strict=True):
+        if action.kind in ("B", "W"):
+            ends[action.micro * schedule.steps // schedule.micro_batches] = start + timing.costs[action.kind]
+    yield from ends.values()
+
+
+def _update(x: float, top: float) -> str:
+    """The mark of an optimizer step: a line with a head, in the middle tone that both pages bear."""
+    return (
+        f"<path class='update' d='M{x - 4:.1f},{top - 3:g} h8 l-4,5 z M{x:.1f},{top:g} v{_CELL}' fill='{COLOURS[1]}' "
+        f"stroke='{COLOURS[1]}' stroke-width='2'/>"
+    )
+
+
+def keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
+    """The legend of the passes: each entry and where it ends."""
+    found = variants(schedule)
+    count = 1 + max(found[-1])
+    x = float(_MARGIN)
+    for kind in _used(schedule):
+        squares = "".join(
+            f"<rect x='{x + 15 * variant:g}' y='0' width='14' height='14' fill='{shade(kind, variant, count)[0]}'/>"
+            for variant in range(count)
+        )
+        x += 15 * count + 5
+        label = f"{kind}: {_KINDS[kind][1]}"
+        key = f"{squares}<text x='{x:g}' y='11'>{label}</text>"
+        x += 7 * len(label) + 12
+        yield x, key
+    if count > 1:
+        by = "direction" if len(schedule.placements) > 1 else "stage of the rank"
+        label = f"the lighter, the later the {by}" if count > 2 else f"lighter: second {by}"
+        yield x + 7 * len(label), f"<text x='{x:g}' y='11'>{label}</text>"
+
+
+def _keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
+    """The legend: each entry and where it ends."""
+    x = float(_MARGIN)
+    for x, key in keys(schedule):
+        yield x, key
+    if schedule.steps > 1:
+        label = "optimizer step"
+        yield x + 20 + 7 * len(label), f"{_update(x + 6, -4)}<text x='{x + 16:g}' y='11'>{label}</text>"

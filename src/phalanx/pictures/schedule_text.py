@@ -1,0 +1,116 @@
+"""A schedule as a grid of characters: a row a rank, each action as wide as its time, in bands as wide as the terminal.
+
+`F3` is the forward pass of micro-batch 3, `F3b` that of the rank's second stage (or of the second direction), `F3.1`
+that of slice 1; dots are bubbles.
+"""
+
+from __future__ import annotations
+
+import shutil
+import string
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from phalanx.pictures.schedule import shade, variants
+from phalanx.schedule.schedule import Action, Schedule
+from phalanx.schedule.timing import Timing
+
+_TICK = 5  # units of time between the numbers above a band
+_MOST_LINES = 600
+
+
+class _Piece(NamedTuple):
+    """What a rank does from one unit of time to another: an action, or nothing."""
+
+    begin: int
+    end: int
+    label: str
+    kind: str
+    variant: int
+
+
+def show(timing: Timing) -> None:
+    """Print the grid on standard output, in colours where that is a terminal."""
+    width = shutil.get_terminal_size((120, 24)).columns
+    if not sys.stdout.isatty():
+        print(text(timing, width))
+        return
+    from rich.console import Console  # here, because a pipe need not wait for it
+    from rich.text import Text
+
+    count = _count(timing.schedule)
+    console = Console(highlight=False)
+    for line in _lines(timing, width):
+        printed = Text(no_wrap=True)
+        for words, piece in line:
+            if piece is None or not piece.label:
+                printed.append(words, "" if piece is None else "dim")
+            else:
+                fill, ink = shade(piece.kind, piece.variant, count)
+                printed.append(words[:-1].replace("-", " "), f"{ink} on {fill}")
+                printed.append(" ")
+        console.print(printed)
+
+
+def text(timing: Timing, width: int = 120) -> str:
+    """The grid in plain characters, in bands of at most `width` of them. For times in whole units."""
+    return "\n".join("".join(words for words, _ in line).rstrip() for line in _lines(timing, width))
+
+
+def _lines(timing: Timing, width: int) -> Iterator[list[tuple[str, _Piece | None]]]:
+    """The lines, each in parts: the words, and the piece of a rank's time that they stand for (None: a heading)."""
+    rows = [list(_pieces(timing, rank)) for rank in range(timing.schedule.ranks)]
+    cell = 1 + max(len(piece.label) for row in rows for piece in row)
+    names = [f"rank {rank}" for rank in range(len(rows))]
+    left = 2 + max(map(len, names))
+    units = max(1, (width - left) // cell)
+    duration = round(timing.duration)
+    bands = range(0, duration, units)
+    if len(bands) * (len(rows) + 2) > _MOST_LINES:
+        yield [(f"({len(bands)} bands of {len(rows)} ranks: too large for a terminal; --svg FILE draws it)", None)]
+        return
+    for begin in bands:
+        end = min(begin + units, duration)
+        ticks = range(-(-begin // _TICK) * _TICK, end, _TICK)
+        heading = " " * left
+        for tick in ticks:
+            heading = heading.ljust(left + (tick - begin) * cell) + str(tick)
+        if begin:
+            yield []
+        yield [(heading, None)]
+        for name, row in zip(names, rows, strict=True):
+            inside = [piece for piece in row if piece.begin < end and piece.end > begin]
+            yield [(name.ljust(left), None), *((_words(piece, begin, end, cell), piece) for piece in inside)]
+
+
+def _words(piece: _Piece, begin: int, end: int, cell: int) -> str:
+    """A piece's part in a band, with a space after it. What begins in the band before has its label there."""
+    wide = (min(end, piece.end) - max(begin, piece.begin)) * cell
+    if not piece.label:
+        return "." * (wide - 1) + " "
+    label = piece.label if piece.begin >= begin else ""
+    return label.ljust(wide - 1, "-") + " "
+
+
+def _pieces(timing: Timing, rank: int) -> Iterator[_Piece]:
+    schedule, clock = timing.schedule, 0
+    found, count = variants(schedule), _count(schedule)
+    for action, start in zip(schedule.programs[rank], timing.starts[rank], strict=True):
+        begin, end = round(start), round(start + timing.costs[action.kind])
+        if begin > clock:
+            yield _Piece(clock, begin, "", "", 0)
+        variant = found[schedule.direction(action.micro)][action.stage]
+        yield _Piece(begin, end, _label(action, schedule, variant, count), action.kind, variant)
+        clock = end
+    if (duration := round(timing.duration)) > clock:
+        yield _Piece(clock, duration, "", "", 0)
+
+
+def _label(action: Action, schedule: Schedule, variant: int, count: int) -> str:
+    letter = string.ascii_lowercase[variant % 26] if count > 1 else ""
+    return f"{action.kind}{action.micro}{f'.{action.slice}' if schedule.slices > 1 else ''}{letter}"
+
+
+def _count(schedule: Schedule) -> int:
+    return 1 + max(variants(schedule)[-1])

@@ -1,0 +1,249 @@
+"""A picture of a simulated step: two rows a pipeline rank, above its device, below what it sends; time to the right.
+
+Without a background and in colours of middle lightness, so that a page may be light or dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from html import escape
+from itertools import chain, count
+from typing import NamedTuple, cast
+
+from phalanx.errors import JobError
+from phalanx.pictures import schedule as schedule_picture
+from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL, ticks
+from phalanx.pictures.roofline import rule, text
+from phalanx.pictures.roofline import seconds as duration
+from phalanx.pictures.timeline_cells import NARROWEST, Cell, Window, cells
+from phalanx.schedule.schedule import Action, Kind
+from phalanx.simulate.timeline import Span, Timeline
+from phalanx.simulate.trace import span_name
+from phalanx.units import counted
+
+_OTHERS = {
+    "optimizer": (COLOURS[1], "optimizer"),
+    "send": (COLOURS[5], "message to another stage"),
+    "gather": (COLOURS[3], "gather parameters"),
+    "reduce": (COLOURS[7], "reduce gradients"),
+}
+_LARGEST = 1_000_000  # bytes of a document, about
+_MOST, _FEWER = 32, 16  # ranks shown; where the document would be too large with all of them
+_LEFT, _MARGIN, _TOP = 72, 16, 76  # pixels
+_NARROW, _WIDE, _PASS = 800, 1600, 22  # of the plot: at least, at most, and for each pass between
+_COLUMNS = {"busy": 48, "exposed": 112, "idle": 164, "peak in flight": 254}
+"""The figures of a rank: where they end, from the right end of the plot on."""
+_TO_THE_LEFT = "text-anchor='end'"
+_DARKER = "fill='#000' fill-opacity='.38'"
+
+
+def svg(timeline: Timeline, begin: float | None = None, end: float | None = None) -> str:
+    """The picture of a step, or of its seconds from `begin` to `end`, as an SVG document of less than a megabyte.
+
+    Raises JobError where the window is empty."""
+    shown = Window(begin or 0.0, timeline.seconds if end is None else min(end, timeline.seconds), 1.0)
+    if not 0 <= shown.begin < shown.end:
+        raise JobError(
+            f"nothing happens from {shown.begin:g} s to {shown.end if end is None else end:g} s: the step takes "
+            f"{timeline.seconds:g} s; give a beginning before that, and an end after the beginning"
+        )
+    # First fewer ranks, whose passes stay whole; then coarser in time.
+    ways = chain([(_MOST, NARROWEST)], ((_FEWER, NARROWEST * 2**more) for more in count()))
+    figures = [_Figures.of(timeline, rank) for rank in range(timeline.schedule.ranks)]
+    return next(drawn for way in ways if (drawn := _Picture(timeline, figures, shown, *way).draw()))
+
+
+class _Figures(NamedTuple):
+    """Seconds of a rank, which take a while to add up."""
+
+    busy: float
+    exposed: float
+    idle: float
+
+    @classmethod
+    def of(cls, timeline: Timeline, rank: int) -> _Figures:
+        busy, exposed = timeline.busy(rank), timeline.communication(rank)
+        return cls(busy, exposed, timeline.seconds - busy - exposed)
+
+
+class _Picture:
+    """One way to draw a timeline: so many ranks at most, spans narrower than so many pixels put together."""
+
+    def __init__(self, timeline: Timeline, figures: Sequence[_Figures], shown: Window, most: int, narrow: float):
+        self.timeline, self.schedule, self.figures, self.narrow = timeline, timeline.schedule, figures, narrow
+        every = -(-self.schedule.ranks // most)
+        self.ranks = sorted({*range(0, self.schedule.ranks, every), self.schedule.ranks - 1})
+        self.every = every
+        passes = max(sum(1 for _ in shown.cut(timeline.device[rank])) for rank in self.ranks)
+        self.width = min(_WIDE, max(_NARROW, _PASS * passes))
+        self.window = Window(shown.begin, shown.end, self.width / (shown.end - shown.begin))
+        # Heights of the device's row, of a strip of the network's, and from rank to rank.
+        self.device, self.strip, self.row = (20, 4, 38) if len(self.ranks) <= _FEWER + 1 else (14, 3, 26)
+        self.bottom = _TOP + len(self.ranks) * self.row
+        length = shown.end - shown.begin
+        self.scale, self.unit = next(
+            ((scale, unit) for scale, unit in ((1.0, "s"), (1e3, "ms")) if length * scale >= 1), (1e6, "µs")
+        )
+        self.numbered = self.shared = False
+        """Whether cells have numbers, and whether passes share columns: known when they are drawn."""
+        self.decimals = max(0, 4 - math.floor(math.log10(length * self.scale)))
+
+    def draw(self) -> str | None:
+        """The document, or None where it is too large."""
+        title = f"{self.schedule.name}: {schedule_picture.size(self.schedule)}"
+        rows: list[str] = []
+        for place, rank in enumerate(self.ranks):
+            rows += self._rank(rank, _TOP + place * self.row)
+            if sum(map(len, rows)) > _LARGEST:
+                return None
+        below, right, height = self._below()
+        width = max(_LEFT + self.width + max(_COLUMNS.values()) + _MARGIN, right)
+        parts = [
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
+            f"height='{height:.0f}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
+            f"<title>{escape(title)}</title>",
+            text(_MARGIN, 24, title, "font-size='15' font-weight='600'"),
+            text(_MARGIN, 43, self._summary()),
+            *(text(_LEFT + self.width + end, _TOP - 10, name, _TO_THE_LEFT) for name, end in _COLUMNS.items()),
+            *rows,
+            *self._axis(),
+            *below,
+        ]
+        return "\n".join([*parts, "</svg>"]) + "\n"
+
+    def _summary(self) -> str:
+        timeline = self.timeline
+        idle = max(range(self.schedule.ranks), key=lambda rank: self.figures[rank].idle)
+        words = [f"{counted(self.schedule.steps, 'step')} in {duration(timeline.seconds)}"]
+        words.append(f"rank {idle} is idle longest, {self.figures[idle].idle / timeline.seconds:.1%} of it")
+        if self.window.end - self.window.begin < timeline.seconds:
+            words.append(f"shown: {self._time(self.window.begin)} to {self._time(self.window.end)} {self.unit}")
+        return "; ".join(words)
+
+    def _time(self, seconds: float) -> str:
+        return f"{seconds * self.scale:.{self.decimals}f}"
+
+    @cached_property
+    def _variants(self) -> tuple[list[list[int]], int]:
+        found = schedule_picture.variants(self.schedule)
+        return found, 1 + max(found[-1])
+
+    def _colours(self, span: Span) -> tuple[str, str]:
+        """The colour of a span's cell and that of the text on it."""
+        if span.kind in _OTHERS:
+            return _OTHERS[span.kind][0], "#ffffff"
+        found, count = self._variants
+        return schedule_picture.shade(span.kind, found[self.schedule.direction(span.micro)][span.stage], count)
+
+    def _rank(self, rank: int, top: float) -> Iterator[str]:
+        middle = self.device / 2
+        yield f"<g class='rank' transform='translate({_LEFT} {top:g})'>"
+        yield text(_MARGIN - _LEFT, middle + 4, f"rank {rank}")
+        yield f"<path d='M0 0h{self.width:g}v{self.device}H0z' fill-opacity='.18'/>"
+        device = list(cells(self.timeline.device[rank], self.window, self.narrow, self._colours))
+        yield from self._boxes(device, 0, self.device)
+        yield from self._numbers(device, middle + 4)
+        network = self.timeline.network[rank]
+        for strip, kinds in enumerate((("send",), ("gather", "reduce"))):
+            spans = [span for span in network if span.kind in kinds]
+            at = self.device + 1 + strip * (self.strip + 1)
+            yield from self._boxes(cells(spans, self.window, self.narrow, self._colours), at, self.strip)
+        whole = self.timeline.seconds
+        figures = [*(f"{seconds / whole:.1%}" for seconds in self.figures[rank]), f"{self.schedule.peak(rank):g}"]
+        for right, figure in zip(_COLUMNS.values(), figures, strict=True):
+            yield text(self.width + right, middle + 4, figure, _TO_THE_LEFT)
+        yield "</g>"
+
+    def _boxes(self, found: Iterator[Cell] | Sequence[Cell], top: float, height: float) -> Iterator[str]:
+        """The cells colour by colour, and over them what of them is exposed."""
+        by_colour: defaultdict[str, list[str]] = defaultdict(list)
+        exposed = []
+        for cell in found:
+            gap = min(1.0, cell.width / 8) if len(cell.spans) == 1 and cell.width > NARROWEST else 0.0
+            y, high = top + cell.top * height, cell.height * height
+            box = _box(cell.x + gap / 2, cell.width - gap, y, high)
+            by_colour[self._colours(cell.spans[0])[0]].append(
+                f"<path d='{box}'><title>{escape(self._words(cell))}</title></path>"
+            )
+            if cell.exposed > 0.5:
+                exposed.append(_box(cell.x + cell.width - gap / 2 - cell.exposed, cell.exposed, y, high))
+        for colour, boxes in by_colour.items():
+            yield f"<g fill='{colour}'>{''.join(boxes)}</g>"
+        if exposed:
+            yield f"<path class='exposed' d='{''.join(exposed)}' {_DARKER} pointer-events='none'/>"
+
+    def _words(self, cell: Cell) -> str:
+        first, last = cell.spans[0], cell.spans[-1]
+        name = span_name(self.timeline, first)
+        if len(cell.spans) > 1:
+            name = f"{len(cell.spans)} × {first.kind}" if first.micro >= 0 else f"{len(cell.spans)} times {first.kind}"
+        words = f"{name}: {self._time(first.start)} to {self._time(last.end)} {self.unit}"
+        inside = sum(span.exposed for span in cell.spans)
+        return words + (f", {self._time(inside)} exposed" if inside else "")
+
+    def _numbers(self, found: Sequence[Cell], y: float) -> Iterator[str]:
+        by_ink: defaultdict[str, list[str]] = defaultdict(list)
+        for cell in found:
+            span = cell.spans[0]
+            if len(cell.spans) > 1:
+                self.shared = True
+            elif self.narrow == NARROWEST and span.kind not in _OTHERS:
+                action = Action(cast("Kind", span.kind), span.stage, span.micro, span.part)
+                label = schedule_picture.number(action, self.schedule)
+                if len(label) * schedule_picture.DIGIT + 2 <= cell.width:
+                    at = f"x='{cell.x + cell.width / 2:.1f}' y='{y:g}'"
+                    by_ink[self._colours(span)[1]].append(f"<text {at}>{label}</text>")
+        self.numbered = self.numbered or bool(by_ink)
+        for ink, texts in by_ink.items():
+            yield f"<g class='numbers' text-anchor='middle' font-size='11' fill='{ink}'>{''.join(texts)}</g>"
+
+    def _axis(self) -> Iterator[str]:
+        y = self.bottom
+        yield text(_MARGIN, y + 16, self.unit)
+        low, high = self.window.begin * self.scale, self.window.end * self.scale
+        for tick in ticks(low, high, self.width // 90):
+            x = _LEFT + self.window.x(tick / self.scale)
+            yield rule(x, y, x, y + 4)
+            yield text(x, y + 16, f"{tick:g}", "text-anchor='middle'")
+
+    def _below(self) -> tuple[list[str], float, float]:
+        """What stands under the plot, how far it goes to the right, and where it ends."""
+        words = ["Upper row: the device"]
+        if self.numbered:
+            words[0] += ", with the numbers of micro-batches"
+        words.append("lower row: what the rank sends")
+        if self.shared:
+            words.append("passes too narrow to be seen share a column, each kind as high as its share of the time")
+        if len(self.ranks) < self.schedule.ranks:
+            ordinal = {2: "2nd", 3: "3rd"}.get(self.every, f"{self.every}th")
+            words.append(f"of {self.schedule.ranks} ranks every {ordinal} and the last are shown")
+        line, y = "; ".join(words), self.bottom + 40
+        passes = list(schedule_picture.keys(self.schedule))
+        others, right = self._other_keys()
+        parts = [
+            text(_MARGIN, y, line),
+            f"<g class='keys' transform='translate(0 {y + 12})'>{''.join(key for _, key in passes)}</g>",
+            f"<g class='keys' transform='translate(0 {y + 34})'>{others}</g>",
+        ]
+        return parts, max(7.0 * len(line), passes[-1][0], right), y + 64
+
+    def _other_keys(self) -> tuple[str, float]:
+        spans = [span for rows in (self.timeline.device, self.timeline.network) for row in rows for span in row]
+        kinds = {span.kind for span in spans}
+        entries = [(colour, "", label) for kind, (colour, label) in _OTHERS.items() if kind in kinds]
+        if any(span.exposed for span in spans):
+            over = "<path d='M{0:g} 0h7v14h-7z' " + _DARKER + "/>"
+            entries.append((COLOURS[0], over, "darker: communication in a pass that nothing hides (exposed)"))
+        x, parts = float(_MARGIN), []
+        for colour, over, label in entries:
+            parts.append(f"<rect x='{x:g}' y='0' width='14' height='14' fill='{colour}'/>{over.format(x + 7)}")
+            parts.append(text(x + 20, 11, label))
+            x += 32 + 7 * len(label)
+        return "".join(parts), x
+
+
+def _box(x: float, width: float, top: float, height: float) -> str:
+    return f"M{x:.1f} {top:.3g}h{width:.2f}v{height:.3g}h-{width:.2f}z"

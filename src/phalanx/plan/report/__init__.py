@@ -1,0 +1,1 @@
+"""What a plan says: why, alternatives, rules of thumb."""

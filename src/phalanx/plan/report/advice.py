@@ -1,0 +1,114 @@
+"""What would make a layout fit that does not: every change of one setting, tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from phalanx.config.layout import Layout
+from phalanx.cost.job_spec import stages
+from phalanx.cost.predict import predict
+from phalanx.cost.spec import StepSpec
+from phalanx.errors import JobError
+from phalanx.partition import batch
+from phalanx.units import gib
+
+MOST_CHANGES = 5
+"""Settings that are changed at once, where one alone does not do."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change, and what it would bring."""
+
+    change: str
+    peak: int
+    """Bytes on the fullest rank."""
+    fits: bool
+    step_time_s: float
+
+
+def advice(spec: StepSpec) -> list[Advice]:
+    """Single changes that make it fit, the fastest first; where there is none, several at once: each time the one that
+    needs least, until it fits or nothing helps. World size and global batch stay as they are."""
+    found = list(_tried(spec))
+    good = sorted((one for one, _ in found if one.fits), key=lambda one: one.step_time_s)
+    if good or not found:
+        return good
+    changes: list[str] = []
+    for _ in range(MOST_CHANGES):
+        best, after = min(_tried(spec), key=lambda tried: tried[0].peak, default=(None, spec))
+        if best is None:
+            break
+        changes.append(best.change)
+        spec = after
+        found = [(replace(best, change=" ".join(changes)), after)]
+        if best.fits:
+            break
+    return [one for one, _ in found[:1]]
+
+
+def _tried(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:
+    """Every single change that needs less memory."""
+    now = predict(spec).fullest.needed
+    for change, layout in _changes(spec):
+        try:
+            solved = batch.solve(spec.batch.global_batch, layout)
+            changed = replace(spec, layout=layout, batch=solved, stages=stages(spec.model, layout))
+            after = predict(changed)
+        except (JobError, ValueError):
+            continue
+        if after.fullest.needed < now:
+            yield Advice(change, after.fullest.needed, after.fits, after.step_time_s), changed
+
+
+def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
+    layout, model = spec.layout, spec.model
+    for recompute in ("selective", "full"):
+        if layout.recompute not in (recompute, "full"):
+            yield f"layout.recompute={recompute}", replace(layout, recompute=recompute)
+    if spec.batch.micro_batch > 1:
+        half = spec.batch.micro_batch // 2
+        yield f"layout.micro_batch={half}", replace(layout, micro_batch=half, accumulation=0)
+    for zero in (1, 2, 3):
+        if layout.dp_shard > 1 and zero > layout.zero and layout.pp == 1:
+            yield f"layout.zero={zero}", replace(layout, zero=zero)
+    if layout.zero > 1 and layout.shard_ranks > 1 and spec.batch.accumulation > 1 and layout.accumulate == "local":
+        yield "layout.accumulate=sharded", replace(layout, accumulate="sharded")
+    if layout.dp_replicate > 1:
+        ranks = layout.dp_replicate * layout.dp_shard
+        change = f"layout.dp_replicate=1 layout.dp_shard={ranks}"
+        yield change, replace(layout, dp_replicate=1, dp_shard=ranks)
+    if layout.tp > 1 and not layout.sp:
+        yield "layout.sp=true", replace(layout, sp=True)
+    if not layout.loss_chunk:
+        yield "layout.loss_chunk=1024", replace(layout, loss_chunk=1024)
+    open_micro = {"micro_batch": min(1, layout.micro_batch), "accumulation": 0}
+    for axis, legal in (("tp", model.n_heads % (2 * layout.tp) == 0), ("pp", model.n_layers >= 2 * layout.pp)):
+        for data in ("dp_shard", "dp_replicate"):
+            ranks = getattr(layout, data)
+            if legal and ranks % 2 == 0:
+                wider, fewer = 2 * getattr(layout, axis), ranks // 2
+                moved = replace(layout, **{axis: wider, data: fewer}, **open_micro)
+                zero = replace(moved, zero=min(moved.zero, 2)) if axis == "pp" else moved
+                yield f"layout.{axis}={wider} layout.{data}={fewer}", zero
+                break
+
+
+def shortfall(spec: StepSpec) -> str:
+    """What to tell somebody whose layout does not fit: by how much, in which part, and what would help."""
+    prediction = predict(spec)
+    fullest = prediction.fullest
+    over = fullest.needed - prediction.memory_limit
+    largest, size = max(fullest.parts(), key=lambda part: part[1])
+    rank = prediction.memory.index(fullest)
+    where = f" on pipeline rank {rank}" if spec.layout.pp > 1 else ""
+    text = (
+        f"does not fit: {gib(fullest.needed)} > {gib(prediction.memory_limit)} of {spec.cluster.accelerator.name}, "
+        f"{gib(over)} too much{where}, in the {fullest.moment}; the largest part is {largest}, {gib(size)}"
+    )
+    lines = []
+    for one in advice(spec)[:4]:
+        verdict = "fits with" if one.fits else "still does not fit, but needs least:"
+        lines.append(f"  {verdict} {one.change}: {gib(one.peak)}, {one.step_time_s:.3g} s a step")
+    return "\n".join([text, *(lines or ["  no setting helps: more devices, or a smaller model"])])

@@ -1,0 +1,158 @@
+"""What somebody would have taken without a search, and why it loses: the best of each kind, by a search of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from phalanx.config.layout import Layout
+from phalanx.cost.memory.rank_memory import needed_bytes
+from phalanx.cost.predict import predict
+from phalanx.errors import JobError
+from phalanx.plan.plan import Alternative, Candidate
+from phalanx.plan.report.explain import explain
+from phalanx.plan.report.families import AXES, WITHOUT, Family, families
+from phalanx.plan.report.rules import rule
+from phalanx.plan.search.branch import Found, Keep, Mask, Search
+from phalanx.plan.search.space import RECOMPUTE, STATES, MeshDegrees
+from phalanx.simulate.step import step_seconds
+from phalanx.units import gib
+
+RULE, ROOM = "rule of thumb", "with room for"
+
+
+def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[Alternative, ...]:
+    """The rule of thumb first, then what fits, the fastest first, then the rest. A kind that has the best layout in it
+    is left out, and so is one whose layout was told already. `found` is what the search has seen."""
+    first = _rule(search, best)
+    told = {_key(one.layout) for one in (best, first.candidate) if one}
+    shown, weighed = list[Alternative](), [first.candidate] if first.candidate else []
+    for family in families(search.space, search.request.cluster, best.layout if best else None):
+        if best and family.has(best.layout):
+            continue
+        one = _of(search, family, weighed, best)
+        if one.candidate:
+            weighed.append(one.candidate)
+            # Without what: that is told of each axis, if it is told already or not.
+            if _key(one.candidate.layout) in told and not family.name.startswith(WITHOUT):
+                continue
+            told.add(_key(one.candidate.layout))
+        shown.append(one)
+    if best and best.prediction.fits and not roomy(best):
+        shown.append(_with_room(search, found, best))
+    return (first, *sorted(shown, key=_order))
+
+
+def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
+    """Of some alternatives the one without an axis, one of families.AXES."""
+    return next((one for one in found if one.name == f"{WITHOUT}{AXES[axis]} parallelism"), None)
+
+
+def roomy(one: Candidate) -> bool:
+    """Whether it would still fit if it needed as much more than predicted as one step in ten does."""
+    return one.prediction.fullest.needed * one.prediction.memory_spread[1] <= one.prediction.memory_limit
+
+
+def with_room(found: Sequence[Alternative]) -> Candidate | None:
+    """Of some alternatives the one with room, if there is one."""
+    return next((one.candidate for one in found if one.name.startswith(ROOM)), None)
+
+
+def _with_room(search: Search, found: Found, best: Candidate) -> Alternative:
+    more = best.prediction.memory_spread[1]
+    room = search.with_room(more)
+    # The search has seen all that are nearly as fast as the best.
+    seen = [spec for spec, seconds in sorted(found.predicted, key=lambda one: one[1]) if seconds <= found.cutoff]
+    near = next((spec for spec in seen if needed_bytes(spec, room.limit) <= room.limit), None)
+    one = (
+        Candidate(near, predict(near), found.simulated(near)) if near else room.one(np.ones(len(room.pair_bytes), bool))
+    )
+    return Alternative(f"{ROOM} {more - 1:.0%} more memory", one, _why(one, best) if one else "none of the space has")
+
+
+def _rule(search: Search, best: Candidate | None) -> Alternative:
+    request = search.request
+    words, layout = rule(request)
+    broken = [name for name, value in request.fixed.items() if getattr(layout, name) != value]
+    if broken:
+        return Alternative(RULE, None, f"{words}; it breaks what is fixed: {_fixed(request.fixed, broken)}")
+    if problems := request.problems(layout):
+        return Alternative(RULE, None, f"{words}; {problems[0]}")
+    spec = request.spec(layout)
+    one = Candidate(spec, predict(spec), step_seconds(spec))
+    if best and _key(one.layout) == _key(best.layout):
+        return Alternative(RULE, one, f"{words}; the search finds nothing better")
+    return Alternative(RULE, one, f"{words}; {_why(one, best)}")
+
+
+def _of(search: Search, family: Family, weighed: Sequence[Candidate], best: Candidate | None) -> Alternative:
+    """The fastest of a family, or what was weighed before and is faster; where none fits the one that needs least."""
+    pairs, keep = masks(search, family)
+    known = [one for one in weighed if one.prediction.fits and family.has(one.layout)]
+    fastest = [one for one in (*known, search.one(pairs, keep)) if one]
+    one = min(fastest, key=lambda one: one.seconds) if fastest else search.least(pairs, keep)
+    if one is None:
+        return Alternative(family.name, None, _not_legal(search, family))
+    return Alternative(family.name, one, _why(one, best))
+
+
+def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
+    """A family in the words of a search: some pairs of its space, and which of their rows."""
+    space = search.space
+    columns = SimpleNamespace(
+        **{name: space.column(name) for name in MeshDegrees._fields}, micro_batch=space.micro_batch.astype(np.int64)
+    )
+    kept = np.array(
+        [
+            [[family.options(scheduled, state, mode) for mode in RECOMPUTE] for state in STATES]
+            for scheduled in space.schedules
+        ]
+    )
+    return family.meshes(columns), lambda rows: kept[rows.scheduled, rows.state, rows.recompute]
+
+
+def _why(one: Candidate, best: Candidate | None) -> str:
+    """Why a layout is not the best: by how much it does not fit, or what makes it slower."""
+    prediction = one.prediction
+    if not prediction.fits:
+        fullest = prediction.fullest
+        largest, size = max(fullest.parts(), key=lambda part: part[1])
+        over = fullest.needed - prediction.memory_limit
+        return f"does not fit: {gib(over)} too much in the {fullest.moment}; the largest part is {largest}, {gib(size)}"
+    if best is None:
+        return "fits"
+    return f"the best is {explain(best.prediction, prediction, one.seconds / best.seconds)}"
+
+
+def _not_legal(search: Search, family: Family) -> str:
+    """What is in the way of a family that the space has nothing of."""
+    request = search.request
+    broken = [name for name, value in request.fixed.items() if getattr(family.example, name) != value]
+    if broken:
+        return f"what is fixed leaves none: {_fixed(request.fixed, broken)}"
+    try:
+        problems = request.problems(family.example)
+    except JobError as error:
+        problems = error.problems
+    return problems[0] if problems else "the space has none"
+
+
+def _fixed(fixed: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {fixed[name]}" for name in names)
+
+
+def _key(layout: Layout) -> Layout:
+    """A layout without what follows from the rest."""
+    return replace(layout, pp_cut="", accumulation=0)
+
+
+def _order(one: Alternative) -> tuple[int, float]:
+    if one.candidate is None:
+        return 2, 0.0
+    if not one.candidate.prediction.fits:
+        return 1, float(one.candidate.prediction.fullest.needed)
+    return 0, one.candidate.seconds

@@ -1,0 +1,47 @@
+"""How many more devices would be enough, where no layout of those that there are fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from phalanx.errors import JobError
+from phalanx.plan.plan import Candidate
+from phalanx.plan.search.branch import Search
+from phalanx.plan.search.request import PlanRequest
+from phalanx.units import gib
+
+MOST = 4096
+"""Devices that are tried at most."""
+LEAST_MEMORY = {"recompute": "full", "micro_batch": 1, "schedule": "1f1b"}
+"""What is taken where the question leaves it open, because little memory is what matters."""
+
+
+def enough(request: PlanRequest) -> tuple[str, ...]:
+    """A sentence about the first machine of 2, 4, 8 ... times as many nodes on which some layout fits; none where no
+    such machine is found, as where the degrees are fixed."""
+    for more, found in _tried(request):
+        needed, limit = gib(found.prediction.fullest.needed), gib(found.prediction.memory_limit)
+        line = replace(found.layout, accumulation=0, pp_cut="").line().replace(",", " ")
+        return (
+            f"It would fit on {found.layout.world:,} of these devices, {more} times as many: {line} needs {needed} of "
+            f"{limit} there.",
+        )
+    return ()
+
+
+def _tried(request: PlanRequest) -> Iterator[tuple[int, Candidate]]:
+    """How many times as many nodes, and the layout of them that needs least, where one fits."""
+    world, more = request.cluster.devices, 2
+    while more * world <= MOST:
+        cluster = replace(request.cluster, nodes=more * request.cluster.nodes)
+        wider = replace(request, cluster=cluster, worlds=(), fixed={**LEAST_MEMORY, **request.fixed})
+        try:
+            search = Search(wider)
+        except JobError:
+            return
+        everything = search.pair_bytes <= search.limit
+        least = search.least(everything) if everything.any() else None
+        if least and least.prediction.fits:
+            yield more, least
+        more *= 2

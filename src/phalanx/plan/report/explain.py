@@ -1,0 +1,72 @@
+"""Why one layout is faster than another, in one line: the parts of the step that differ most."""
+
+from __future__ import annotations
+
+from phalanx.config.layout import Layout
+from phalanx.cost.prediction import Prediction
+from phalanx.units import gib
+
+WORTH = 0.01
+"""Share of the slower step from which on a part's difference is told."""
+MOST = 3
+"""Parts that are told in each direction."""
+PLAIN = {
+    "matrix products": "matrix products",
+    "memory-bound": "memory-bound work",
+    "recompute": "recomputation",
+    "host": "waiting for the host",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "tp exposed": "tensor-parallel traffic",
+    "cp exposed": "context-parallel traffic",
+    "ep exposed": "the experts' all-to-alls",
+    "pp exposed": "stage boundaries",
+    "dp_shard exposed": "sharded state's traffic",
+    "dp_replicate exposed": "replicas' gradients",
+}
+"""Parts of a prediction as a sentence names them."""
+UNTOLD = ("micro_batch", "accumulation", "pp_cut")
+"""Fields of a layout that follow from others, or are too long for a line; the micro-batch is told where it differs."""
+
+
+def explain(one: Prediction, other: Prediction, factor: float = 0.0) -> str:
+    """What makes `one` faster or slower than `other`, of the same step: "1.20 × as fast: recomputation 0 instead of 2.1
+    s; but pipeline bubble 0.8 instead of 0.5 s". The largest differences first, with what does not fit at the end.
+    `factor` is how much faster it is where that is known better than by the predictions, such as by simulation."""
+    mine, theirs = dict(one.parts.items()), dict(other.parts.items())
+    slower = max(one.step_time_s, other.step_time_s)
+    names = sorted({*mine, *theirs}, key=lambda name: -abs(mine.get(name, 0.0) - theirs.get(name, 0.0)))
+    gains, losses = list[str](), list[str]()
+    for name in names:
+        less = theirs.get(name, 0.0) - mine.get(name, 0.0)
+        own, others = _short(mine.get(name, 0.0)), _short(theirs.get(name, 0.0))
+        if abs(less) >= WORTH * slower and own != others:
+            (gains if less > 0 else losses).append(f"{PLAIN.get(name, name)} {own} instead of {others} s")
+    ratio = factor or other.step_time_s / one.step_time_s
+    if ratio < 1:
+        gains, losses = losses, gains
+    text = "as fast" if abs(ratio - 1) < WORTH / 2 else f"{ratio:.2f} × as fast"
+    if gains:
+        text += f": {', '.join(gains[:MOST])}"
+    if losses:
+        text += f"; but {', '.join(losses[:MOST])}"
+    if one.fits != other.fits:
+        which, fullest = ("it", one.fullest) if other.fits else ("the other", other.fullest)
+        text += f"; {which} does not fit, {gib(fullest.needed)} of {gib(one.memory_limit)}"
+    return text
+
+
+def differences(one: Layout, other: Layout) -> str:
+    """The settings of `one` that are not those of `other`: "tp 4 instead of 8, recompute none instead of full"."""
+    fields = [name for name in vars(one) if name not in UNTOLD and getattr(one, name) != getattr(other, name)]
+    if one.micro_batch != other.micro_batch:
+        fields.append("micro_batch")
+    return ", ".join(f"{name} {_said(getattr(one, name))} instead of {_said(getattr(other, name))}" for name in fields)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.2g}" if seconds < 10 else f"{seconds:.0f}"
+
+
+def _said(value: object) -> str:
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)

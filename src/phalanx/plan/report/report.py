@@ -1,0 +1,225 @@
+"""What `phalanx plan` prints: a page for a terminal, and the document of `--json` (docs/plan.md)."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from phalanx.config.layout import Layout
+from phalanx.cost.breakdown import document, duration, memory_lines, subject, time_lines
+from phalanx.plan.plan import Alternative, Candidate, Plan
+from phalanx.plan.report.advice import advice, shortfall
+from phalanx.units import gib, seconds
+
+WIDTH = 120
+"""Columns of a terminal's page."""
+COLUMNS = ("layout", "micro-batches", "step", "tps", "MFU", "memory", "bubble")
+"""Of the table of the best layouts."""
+
+
+def text(plan: Plan) -> str:
+    """The plan for a person, `WIDTH` columns wide."""
+    lines = [f"{headline(plan)}, {batch(plan)}", ""]
+    if plan.best:
+        lines += [*_best(plan.best), "", *_where(plan.best[0])]
+    else:
+        lines += _nothing(plan)
+    for heading, part in (
+        ("why" if plan.best else "more devices", _notes(plan)),
+        ("instead", _alternatives(plan)),
+        ("left out", _rejected(plan)),
+    ):
+        if part := list(part):
+            lines += ["", f"{heading}:", *part]
+    return "\n".join([*lines, "", effort(plan)])
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan for a program."""
+    best = _layout(plan.best[0].layout) if plan.best else None
+    nearest = plan.nearest
+    return {
+        "best": best,
+        "candidates": [_candidate(each) for each in plan.best],
+        "nearest": {**_candidate(nearest), "advice": [vars(one) for one in advice(nearest.spec)]} if nearest else None,
+        "alternatives": [
+            {
+                "name": each.name,
+                "why": each.why,
+                "slower": slower(each, plan),
+                "candidate": _candidate(each.candidate) if each.candidate else None,
+            }
+            for each in plan.alternatives
+        ],
+        "rejected": plan.rejected,
+        "searched": plan.searched,
+        "seconds": plan.seconds,
+        "notes": list(plan.notes),
+    }
+
+
+def headline(plan: Plan) -> str:
+    """Model and machine: "llama3-70b on 64 × h100-80gb (dgx-h100:8)"."""
+    asked = plan.request
+    shown = [*plan.best, *([plan.nearest] if plan.nearest else [])]
+    return subject(asked, shown[0].prediction.devices if shown else asked.cluster.devices or asked.layout.world)
+
+
+def batch(plan: Plan) -> str:
+    """The batch that was asked for."""
+    size, length = plan.request.batch.global_batch, plan.request.model.seq_len
+    return f"global batch {size:,} × {length:,} tokens"
+
+
+def effort(plan: Plan) -> str:
+    """What the search took."""
+    return f"searched {plan.searched:,} layouts in {seconds(plan.seconds)}"
+
+
+def short_line(layout: Layout) -> str:
+    """The layout without what the batch equation says of it."""
+    return replace(layout, micro_batch=0, accumulation=0).line()
+
+
+def differing(layout: Layout) -> dict[str, Any]:
+    """The fields of a layout that differ from the default, by name."""
+    default = Layout()
+    return {name: value for name, value in vars(layout).items() if value != getattr(default, name)}
+
+
+def cells(candidate: Candidate) -> tuple[str, ...]:
+    """The row of a candidate, by `COLUMNS`."""
+    prediction, equation = candidate.prediction, candidate.spec.batch
+    return (
+        short_line(candidate.layout),
+        f"{equation.accumulation} of {equation.micro_batch}",
+        duration(candidate.seconds),
+        f"{candidate.tokens_per_s_per_device:,.0f}",
+        f"{candidate.mfu:.1%}",
+        f"{gib(prediction.fullest.peak)} {prediction.fullest.peak / prediction.memory_limit:4.0%}",
+        f"{prediction.bubble:.1%}",
+    )
+
+
+def slower(alternative: Alternative, plan: Plan) -> float | None:
+    """How many times as long its step takes as the best one's; None where one of the two does not run."""
+    candidate = alternative.candidate
+    if not plan.best or candidate is None or not candidate.prediction.fits:
+        return None
+    return candidate.seconds / plan.best[0].seconds
+
+
+def verdict(alternative: Alternative, plan: Plan) -> tuple[str, str]:
+    """Its time, and how that compares."""
+    candidate, factor = alternative.candidate, slower(alternative, plan)
+    if candidate is None:
+        return "", "not legal"
+    if not candidate.prediction.fits:
+        return duration(candidate.seconds), f"needs {gib(candidate.prediction.fullest.needed)}"
+    return duration(candidate.seconds), "" if factor is None else f"{factor:.2f} ×"
+
+
+def largest_first(rejected: dict[str, int]) -> list[tuple[str, int]]:
+    """Reasons and counts, the most frequent first."""
+    return sorted(rejected.items(), key=lambda item: -item[1])
+
+
+def _best(best: Sequence[Candidate]) -> Iterator[str]:
+    """The table of the best layouts. A layout that is too long for its column goes on below."""
+    rows = [("", *COLUMNS)]
+    rows += [(str(rank), *cells(each)) for rank, each in enumerate(best, 1)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rest = sum(widths) - widths[1] + 2 * (len(widths) - 1)
+    widths[1] = min(widths[1], max(30, WIDTH - rest))
+    for number, row in enumerate(rows):
+        first, *more = _wrapped_line(row[1], widths[1])
+        others = "  ".join(cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
+        yield f"{row[0].rjust(widths[0])}  {first:<{widths[1]}}  {others}".rstrip()
+        yield from (f"{'':{widths[0]}}  {line}" for line in more)
+        if number == 0:
+            yield "─" * min(WIDTH, sum(widths) + 2 * (len(widths) - 1))
+
+
+def _wrapped_line(line: str, width: int) -> list[str]:
+    """A layout's line in several, cut after commas."""
+    parts = textwrap.wrap(line.replace(",", ", "), width + 1, break_on_hyphens=False, break_long_words=False)
+    return [part.replace(", ", ",") for part in parts]
+
+
+def _where(first: Candidate) -> list[str]:
+    """The time and the memory of the best."""
+    prediction = first.prediction
+    low, high = (duration(factor * first.seconds) for factor in prediction.spread)
+    return [
+        f"the first: {first.layout.line()}",
+        first.spec.batch.equation(),
+        f"step time: {duration(first.seconds)} simulated ({low} to {high}), "
+        f"{duration(prediction.step_time_s)} by the cost model, of which:",
+        *time_lines(prediction),
+        "",
+        *memory_lines(prediction),
+    ]
+
+
+def _nothing(plan: Plan) -> list[str]:
+    """What to say where no layout fits."""
+    if plan.nearest is None:
+        return ["no layout is legal"]
+    return [
+        f"no layout fits; the one that needs least is {plan.nearest.layout.line()}",
+        shortfall(plan.nearest.spec),
+        "",
+        *memory_lines(plan.nearest.prediction),
+    ]
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    for note in plan.notes:
+        yield textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _alternatives(plan: Plan) -> Iterator[str]:
+    """What somebody might have taken: time, factor against the best, and why it loses."""
+    rows = [(each.name, *verdict(each, plan), _reason(each)) for each in plan.alternatives]
+    if not rows:
+        return
+    name, time, factor = (max(len(row[column]) for row in rows) for column in range(3))
+    name = min(name, 40)
+    indent = name + time + factor + 8
+    for row in rows:
+        (first, *names), (why, *more) = textwrap.wrap(row[0], name), _cut(row[3], WIDTH - indent)
+        yield f"  {first:<{name}}  {row[1]:>{time}}  {row[2]:>{factor}}  {why}".rstrip()
+        for number in range(max(len(names), len(more))):
+            left = names[number] if number < len(names) else ""
+            right = more[number] if number < len(more) else ""
+            yield f"  {left:<{indent - 2}}{right}".rstrip()
+
+
+def _cut(why: str, width: int) -> list[str]:
+    return textwrap.wrap(why, width, break_on_hyphens=False) or [""]
+
+
+def _reason(each: Alternative) -> str:
+    """Its layout, and why it loses."""
+    line = short_line(replace(each.candidate.layout, pp_cut="")).replace(",", " ") if each.candidate else ""
+    return f"{line}: {each.why}" if line else each.why
+
+
+def _rejected(plan: Plan) -> Iterator[str]:
+    for reason, count in largest_first(plan.rejected):
+        yield textwrap.fill(f"{count:>9,}  {reason}", WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    return {**differing(layout), "line": layout.line()}
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "layout": differing(candidate.layout),
+        "line": candidate.layout.line(),
+        "prediction": document(candidate.prediction),
+        "simulated_step_time_s": candidate.seconds,
+    }

@@ -1,0 +1,170 @@
+"""The lectures' rules of thumb as a decision: what one would take without a search, and the reasons in words.
+
+One device: plain, or nothing. One node: data parallel, sharded as far as it must be; with slow links pipelines first.
+Several nodes: FSDP where the network is fast and it fits; otherwise tensor parallel inside a node, pipelines between
+nodes until the model fits, data parallel with ZeRO-1 over the rest. What is left of a batch is accumulated (ALCF, "AI
+at Scale" 2024; Inha ECE7115, "Parallelism" 2026, after Hugging Face's "Model parallelism").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+from math import gcd
+
+from phalanx.config.layout import Layout
+from phalanx.cost.memory.rank_memory import needed_bytes
+from phalanx.plan.report.families import neighbours
+from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.search.space import OPEN, RECOMPUTE, divisors
+
+FAST_LINKS = 100
+"""GB/s a device from which on links inside a node are fast: NVLink of every generation is near that or beyond, a PCIe
+bus (32 and 64) is not."""
+FAST_NETWORK = 25
+"""The same between nodes: a card of 200 Gb/s for every device, as in DGX machines from the A100 on."""
+
+
+def rule(request: PlanRequest) -> tuple[str, Layout]:
+    """What the rules of thumb take, and why in words; a layout that does not fit where nothing of theirs does. For the
+    first number of devices of a question."""
+    world = request.devices[0]
+    if world == 1:
+        return _one_device(request)
+    return _one_node(request, world) if world <= node_of(request) else _many_nodes(request, world)
+
+
+def node_of(request: PlanRequest) -> int:
+    """Devices that the rules take for a node: of a rack with fast links throughout, all."""
+    return neighbours(request.cluster)[0]
+
+
+def fitted(request: PlanRequest, layout: Layout) -> Layout | None:
+    """The layout with the least recomputation and, without a pipeline, the largest micro-batch with which it fits; None
+    where it is not legal or does not fit."""
+    kept = {name: value for name, value in request.fixed.items() if name not in OPEN}
+    layout = replace(layout, **kept, micro_batch=1)
+    if layout.pp > 1:
+        layout = replace(layout, **{name: request.fixed[name] for name in _PIPELINE if name in request.fixed})
+    if request.problems(layout):
+        return None
+    several = request.global_batch > layout.data_ranks and layout.shard_ranks > 1 and layout.zero > 1
+    for mode, accumulate in product(RECOMPUTE, ("local", "sharded") if several else ("local",)):
+        found = replace(layout, recompute=request.fixed.get("recompute", mode), accumulate=accumulate)
+        if _fits(request, found):
+            return found if layout.pp > 1 else _with_larger_batches(request, found)
+    return None
+
+
+_PIPELINE = ("schedule", "pp_chunks")
+
+
+def _fits(request: PlanRequest, layout: Layout) -> bool:
+    limit = request.cluster.accelerator.memory_gib * 2**30
+    return needed_bytes(request.spec(layout), limit) <= limit
+
+
+def _with_larger_batches(request: PlanRequest, layout: Layout) -> Layout:
+    share = request.global_batch // layout.data_ranks
+    while share % (2 * layout.micro_batch) == 0:
+        larger = replace(layout, micro_batch=2 * layout.micro_batch)
+        if not _fits(request, larger):
+            break
+        layout = larger
+    # Of one micro-batch there is nothing to accumulate.
+    return replace(layout, accumulate="local") if layout.micro_batch == share else layout
+
+
+def _one_device(request: PlanRequest) -> tuple[str, Layout]:
+    if found := fitted(request, Layout()):
+        return _told(request, "one device, and the model fits", "plain", found)
+    why = "one device, and the model does not fit: ZeRO with offload to host memory, which this program does not run"
+    block = replace(request.model, n_layers=1)
+    if fitted(replace(request, model=block), Layout()) is None:
+        why += "; not even one layer fits, which then runs in tiles"
+    return why, Layout(micro_batch=1, recompute="full")
+
+
+def _one_node(request: PlanRequest, world: int) -> tuple[str, Layout]:
+    fast, where = _links(request.cluster.intra.gbs, FAST_LINKS, "one node")
+    if found := fitted(request, Layout(dp_replicate=world)):
+        return _told(request, f"{where}, a whole copy fits a device", "DDP", found)
+    sharded = [(f"ZeRO-{zero}", _with_experts(request, Layout(dp_shard=world, zero=zero))) for zero in (1, 2, 3)]
+    pipelines = [(_name(layout), layout) for layout in _three(request, world, most_tp=1) if layout.pp > 1]
+    tensor = [(_name(layout), layout) for layout in _three(request, world)]
+    # Between slow links a stage's hidden states are the least there is to send.
+    tried = [*sharded, *tensor, *pipelines] if fast else [*pipelines, *sharded, *tensor]
+    return _first(request, f"{where}, a whole copy does not fit a device", tried)
+
+
+def _many_nodes(request: PlanRequest, world: int) -> tuple[str, Layout]:
+    fast, where = _links(request.cluster.inter.gbs, FAST_NETWORK, "many nodes")
+    three = [(_name(layout), layout) for layout in _three(request, world)]
+    whole = [("FSDP over all devices", _with_experts(request, Layout(dp_shard=world)))]
+    if not fast:
+        return _first(request, where, three or whole)
+    if fitted(request, whole[0][1]) is None:
+        problems = request.problems(replace(whole[0][1], micro_batch=1))
+        where += f", FSDP over all devices {'is not legal' if problems else 'does not fit'}"
+    return _first(request, where, [*whole, *three])
+
+
+def _links(gbs: float, fast: float, where: str) -> tuple[bool, str]:
+    kind = "fast" if gbs >= fast else "slow"
+    links = "network" if where == "many nodes" else "links"
+    return gbs >= fast, f"{where}, {kind} {links} ({gbs:.3g} GB/s a device)"
+
+
+def _three(request: PlanRequest, world: int, most_tp: int = 0) -> Iterator[Layout]:
+    """Tensor ranks in a node, then ever longer pipelines, and where sequences are too long, parts of them."""
+    tp = _tensor_ranks(request, world, most_tp or node_of(request))
+    model = request.model
+    for cp, pp in product(divisors(world // tp, max(1, model.seq_len // 8192)), divisors(world // tp, model.n_layers)):
+        if world // tp % (cp * pp) == 0:
+            shard = world // (tp * cp * pp)
+            layout = Layout(tp=tp, cp=cp, pp=pp, dp_shard=shard, zero=1 if shard * cp > 1 else 3)
+            for parts in [True, False] if tp > 1 else [False]:
+                chosen = _with_experts(request, replace(layout, sp=parts))
+                if not request.problems(chosen):
+                    yield chosen
+                    break
+
+
+def _name(layout: Layout) -> str:
+    parts = [
+        (layout.tp, f"tensor parallel in a node (tp {layout.tp})"),
+        (layout.cp, f"parts of sequences (cp {layout.cp})"),
+        (layout.pp, f"a pipeline as long as it must be to fit (pp {layout.pp})"),
+        (layout.shard_ranks, "ZeRO-1"),
+    ]
+    return ", ".join(name for degree, name in parts if degree > 1)
+
+
+def _tensor_ranks(request: PlanRequest, world: int, most: int) -> int:
+    """The most that the heads allow."""
+    model = request.model
+    return max(tp for tp in divisors(world, most) if model.n_heads % tp == 0 and model.kv_heads % tp == 0)
+
+
+def _with_experts(request: PlanRequest, layout: Layout) -> Layout:
+    """Experts over the devices of a node, as far as tensor ranks leave some."""
+    experts = request.model.moe.n_experts or 1
+    free = max(1, node_of(request) // layout.tp)
+    return replace(layout, ep=max(divisors(gcd(experts, layout.shard_ranks), free)))
+
+
+def _first(request: PlanRequest, where: str, tried: Iterable[tuple[str, Layout]]) -> tuple[str, Layout]:
+    """The first that fits; else the last."""
+    name, layout = "", Layout()
+    for name, layout in tried:
+        if found := fitted(request, layout):
+            return _told(request, where, name, found)
+    return f"{where}: nothing of the rules fits, not even {name}", replace(layout, micro_batch=1, recompute="full")
+
+
+def _told(request: PlanRequest, where: str, name: str, layout: Layout) -> tuple[str, Layout]:
+    accumulation = request.global_batch // (layout.data_ranks * layout.micro_batch)
+    rest = f", {accumulation} micro-batches accumulated" if accumulation > 1 and layout.pp == 1 else ""
+    again = {"none": "", "selective": ", attention computed again", "full": ", everything computed again"}
+    return f"{where}: {name}{again[layout.recompute]}{rest}", layout

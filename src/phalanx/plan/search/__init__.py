@@ -1,0 +1,1 @@
+"""The space of legal layouts, lower bounds, branch and bound, refinement."""

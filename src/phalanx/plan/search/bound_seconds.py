@@ -1,0 +1,207 @@
+"""Lower bounds on the seconds of a step, for many pairs of a mesh and a micro-batch at once: the time of
+cost/time/step_time.py but for latencies of all-reduces, and for the bubble of schedules that has no closed form, unless
+it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.config.layout import Layout
+from phalanx.cost.time.kernel import stream_seconds
+from phalanx.cost.time.pipeline import CLOSED, GRID, WIDEST, idle
+from phalanx.cost.time.rank_time import BLEND, HANDLING
+from phalanx.cost.time.state_time import CLIP_BYTES, OPTIMIZER_BYTES
+from phalanx.plan.search.space import RECOMPUTE, STATES
+from phalanx.plan.search.tables import Floats, Pipelines, RankContents
+from phalanx.schedule import catalogue
+
+WAY_IN = {"zb_h1": 1.0, "zb_h2": 1.0, "zb_v": 0.5, "v_half": 0.5, "dualpipe_v": 0.5}
+"""What of its forward passes a rank does before a micro-batch is with the next one for the first time."""
+
+
+class StepSeconds:
+    """The times of layouts with the same pipeline and recomputation. Arrays have a row for each different share of a
+    rank and a column a pair."""
+
+    def __init__(self, group: Pipelines):
+        self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
+        self.request = group.tables.request
+        self.framework, self.device = self.request.framework, self.request.cluster.accelerator
+        self.work = np.stack([self.tables.work(share, group.mode, group.inner).T for share in group.shares], 1)
+        """Seconds of a micro-batch: forward and backward, the same of the host, and those of weights' gradients."""
+        if self.framework.sum_passes:
+            self.work[1] += self._summed()
+        self.slopes = self.tables.slopes[group.outer].T
+
+    def _summed(self) -> Floats:
+        """Seconds in which gradients are added up."""
+        each = (self.framework.memory_profile.gradient_bytes or self.request.width) * self.framework.sum_passes
+        return stream_seconds(self.device, self.group.total * each, 0) * (self.m - 1) / self.m
+
+    def seconds(self, state: int, exactly: NDArray[Any] | None = None) -> Floats:
+        """Seconds under a state; with the bubble of the schedule's program for the pairs `exactly`."""
+        if STATES[state].zero == 3:
+            return self._step(self._passes(state), exactly) + self._optimizer(state)
+        if exactly is not None:
+            return self._step(self._plain_passes, exactly) + self._optimizer(state)
+        return self._plain + self._optimizer(state)
+
+    @cached_property
+    def _plain_passes(self) -> tuple[Floats, ...]:
+        """Without zero 3, passes are the same under every state."""
+        return self._passes(next(number for number, state in enumerate(STATES) if state.zero < 3))
+
+    @cached_property
+    def _plain(self) -> Floats:
+        return self._step(self._plain_passes, None)
+
+    def _step(self, passes: tuple[Floats, ...], exactly: NDArray[Any] | None) -> Floats:
+        """Seconds without the optimizer's."""
+        time, others, forward, weights = passes
+        return time + self._idle(forward, weights, exactly) * others if self.pp > 1 else time
+
+    def _passes(self, state: int) -> tuple[Floats, ...]:
+        """Seconds of the busiest rank and of what nothing hides besides, and those of another rank's micro-batch; the
+        shares of forward passes and of weights' gradients in one."""
+        group, work = self.group, self.work
+        if STATES[state].zero == 3:
+            work = work + np.where(group.shared, self._gathered(state), 0.0)
+        work = work * group.parts
+        each = power_mean(work[0], work[2]) + power_mean(work[1], work[3])
+        busiest, columns = each.argmax(0), np.arange(len(self.m))
+        slowest, whole = each[busiest, columns], (group.count * each).sum(0)
+        ahead = work[0][busiest, columns]
+        time = self.m * slowest + self._ends(state, group.blocks[busiest], ahead, slowest - ahead) + self._messages()
+        others = (whole - slowest) / max(1, self.pp - 1)
+        return time, others, (group.count * work[0]).sum(0) / whole, (group.count * work[4]).sum(0) / whole
+
+    def _gathered(self, state: int) -> Floats:
+        """What zero 3 adds to the work of ranks that share parameters."""
+        _, reshard, accumulate = STATES[state]
+        added, starts = np.zeros((5, *self.work.shape[1:])), self.framework.kernel_us * 1e-6
+        handling = HANDLING["shard"] * self.device.host_us * 1e-6
+        for moe, (gather, reduce, slower) in self._blocks.items():
+            there = gather if reshard else gather / self.m
+            back = gather * reshard + (reduce / self.m if accumulate == "local" else reduce)
+            if self.framework.dp_overlaps:
+                forward, backward, *_ = self.tables.block(moe, self.group.mode, self.group.inner).T
+                there = np.maximum(0.0, there - forward) + slower * np.minimum(there, forward)
+                back = np.maximum(0.0, back - backward) + slower * np.minimum(back, backward)
+            twice = 2 if RECOMPUTE[self.group.mode] == "full" and not self.device.host_us else 1
+            number = np.array([[share.moe if moe else share.dense] for share in self.group.shares])
+            for row, seconds in enumerate((there + handling, back + 2 * handling, starts, starts * twice)):
+                added[row] += number * seconds
+        return added
+
+    @cached_property
+    def _blocks(self) -> dict[bool, tuple[Floats, Floats, Floats]]:
+        """Of blocks without and with experts, those that there are: seconds in which one's parameters are gathered and
+        its gradients reduced, and what that slows down products."""
+        found = {}
+        for moe in self.group.kinds:
+            kind = RankContents(0, 1, False, False) if moe else RankContents(1, 0, False, False)
+            held = self.tables.numbers(kind, inside=True)[self.group.inner].T
+            slower = self._interference(held.sum(0), self.framework.messages)
+            found[moe] = *self._state(held, self.framework.messages), slower
+        return found
+
+    def _state(self, held: Floats, messages: Floats | int) -> tuple[Floats, Floats]:
+        """Seconds in which parameters, dense and of experts, are gathered and gradients reduced."""
+        alike = self.group.alike
+        dense, experts = held[0] + np.where(alike, held[1], 0.0), np.where(alike, 0.0, held[1])
+        s, some, more = self.slopes, messages * (dense > 0), messages * (experts > 0)
+        gather = dense * s[0] + experts * s[1] + some * s[4] + more * s[5]
+        return gather, dense * s[2] + experts * s[3] + some * s[6] + more * s[7]
+
+    def _interference(self, numbers: Floats, messages: Floats | int) -> Floats:
+        """What a product takes longer while so many parameters travel beside it."""
+        start, byte, share = self.slopes[8:]
+        payload = numbers * self.request.width / messages
+        spent = start + byte * payload
+        load = np.minimum(1.0, payload * share / np.where(spent > 0, spent, 1.0))
+        return (self.framework.interference - 1) * load
+
+    def _ends(self, state: int, blocks: NDArray[Any], ahead: Floats, behind: Floats) -> Floats:
+        """Once a step: what nothing hides of gathering and reducing the state. `blocks`, `ahead` and `behind` are those
+        of the slowest rank and its seconds in forward and in backward passes."""
+        held, shared, around = self._fullest, self.group.shared, 0.0
+        if STATES[state].zero == 3:
+            around = 2 * sum(self._state(held, np.maximum(1, blocks))) / np.maximum(1, blocks)
+            if shared.all():
+                return np.asarray(around)
+        messages = np.maximum(1, np.round(blocks / 4))
+        gather, reduce = self._state(held, messages)
+        late = gather + reduce
+        if self.framework.dp_overlaps:
+            inside = 1 - 1 / np.maximum(2, blocks)
+            hidden, before = behind * inside, ahead * inside
+            late = np.maximum(0.0, reduce - hidden) + np.maximum(0.0, gather - before)
+            late = np.maximum(late, (gather + reduce) * (1 - inside))
+            beside = np.minimum(reduce, hidden) + np.minimum(gather, before)
+            late = late + self._interference(held.sum(0), messages) * beside
+        return np.where(shared, around, late) if STATES[state].zero == 3 else late
+
+    @cached_property
+    def _fullest(self) -> Floats:
+        """Parameters, dense and of experts, of the rank that has most."""
+        numbers = self.group.numbers
+        return numbers[:, self.group.total.argmax(0), np.arange(len(self.m))]
+
+    def _optimizer(self, state: int) -> Floats:
+        mine, every = (self._fullest / self.group.ranks).sum(0), self._fullest.sum(0)
+        clipped = np.where(self.group.shared, mine, every) if STATES[state].zero > 1 else every
+        return stream_seconds(self.device, mine * OPTIMIZER_BYTES + clipped * CLIP_BYTES, 10)
+
+    def _messages(self) -> Floats:
+        """Seconds of messages between stages."""
+        once = self.group.hop
+        ramps = 2 * (self.pp - 1) * once
+        if self.framework.pp_overlaps:
+            return ramps
+        name, chunks = self.group.scheduled
+        stages = catalogue.chunks_of(name, chunks) if name in catalogue.SCHEDULES else 1
+        return ramps + 2 * stages * self.m * once
+
+    def _idle(self, forward: Floats, weights: Floats, exactly: NDArray[Any] | None) -> Floats:
+        """Idle time at least, in micro-batches of a rank, from the shares of forward passes and of weights' gradients
+        in these. Some have a closed form: p - 1, or, with v stages a rank, a v-th of that; of others the last rank
+        waits until the first micro-batch has come through the ranks before it."""
+        schedule, chunks = self.group.scheduled
+        if schedule in CLOSED:
+            return np.full(len(self.m), float(self.pp - 1))
+        if schedule == "interleaved_1f1b":
+            found = np.full(len(self.m), (self.pp - 1) / max(1, chunks))
+        else:
+            found = (self.pp - 1) * WAY_IN.get(schedule, 0.0) * np.maximum(0.0, forward - 0.5 / GRID)
+        if exactly is None:
+            return found
+        pairs = np.unique(exactly)
+        if schedule == "interleaved_1f1b" and self.pp <= WIDEST:
+            pairs = pairs[self.m[pairs] % self.pp > 0]
+        layout = replace(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
+        # The cost model rounds the shares; near the middle between two numbers it may take either.
+        (low, high), (less, most) = (
+            [np.round(part[pairs] * GRID + more).astype(int).tolist() for more in (-1e-6, 1e-6)]
+            for part in (forward, weights)
+        )
+        for pair, m, first, second, third, fourth in zip(
+            pairs, self.m[pairs].tolist(), low, high, less, most, strict=True
+        ):
+            found[pair] = min(_idle(layout, m, one, two) for one in {first, second} for two in {third, fourth})
+        return found
+
+
+def power_mean(device: Floats, host: Floats) -> Floats:
+    """Seconds of a pass, device and host blended as in RankTime."""
+    return (device**BLEND + host**BLEND) ** (1 / BLEND)
+
+
+@lru_cache(100_000)
+def _idle(layout: Layout, micro_batches: int, forward: int, weights: int) -> float:
+    """The cost model's idle time, from shares in GRID parts."""
+    return idle(layout, micro_batches, forward / GRID, weights / GRID)

@@ -1,0 +1,191 @@
+"""Lower bounds on the time and the memory of many layouts at once, by which a search leaves out what cannot win.
+
+They are put together from the cost model's own figures for the parts (tables.py, bound_seconds.py, bound_bytes.py).
+Tests hold every bound below what predict says (tests/plan/test_bounds.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.frameworks.memory_profile import MIB
+from phalanx.cost.memory.rank_parts import by_stage
+from phalanx.cost.time.link import RankGroup
+from phalanx.plan.search.bound_bytes import IN_FLIGHT, StepBytes
+from phalanx.plan.search.bound_seconds import StepSeconds, power_mean
+from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.search.space import RECOMPUTE, STATES, Rows, Space
+from phalanx.plan.search.tables import MICRO, TP, Floats, Pipelines, Tables, line
+
+ROUNDING = 1e-9
+"""Relative difference of sums that are added up in another order."""
+
+
+class Bounds:
+    """The bounds of a space's layouts."""
+
+    def __init__(self, request: PlanRequest, space: Space):
+        self.request, self.space, self.tables = request, space, Tables(request, space)
+        self.pp, self.shard_ranks = space.column("pp"), space.column("dp_shard") * space.column("cp")
+        self.data_ranks = self.shard_ranks * space.column("dp_replicate")
+        self.edp = np.maximum(1, self.shard_ranks // space.column("ep"))
+        self.alike = space.column("ep") == 1
+        self.widths = self.tables.widths
+        self.memory_profile = request.framework.memory_profile
+        self.context = self.memory_profile.context_mib * MIB
+        self.hop = self._hop()
+
+    def pairs(self) -> tuple[Floats, Floats]:
+        """Of every pair of a mesh and a micro-batch: seconds and bytes below which none of its layouts comes: nothing
+        recomputed, everything sharded, all ranks of a pipeline alike, no bubble and nothing to reduce."""
+        every = np.arange(len(self.pp))
+        time = self._alike(every, 0)
+        state = self.tables.numbers(self.tables.whole).sum(1)[self.tables.inner_of] / self.pp / self.shard_ranks
+        parameter, gradient, optimizer = (width * state for width in self.widths)
+        kept, _ = self._kept(every, RECOMPUTE.index("full"))
+        memory = parameter + optimizer + np.maximum(gradient, kept / self.pp)
+        return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
+
+    def options(self, pairs: NDArray[Any]) -> tuple[Floats, Floats]:
+        """Of some pairs, by recomputation: seconds below which they do not come under any schedule and state; and by
+        recomputation and state, bytes below which they do not come under any schedule."""
+        time, memory = np.empty((len(pairs), len(RECOMPUTE))), np.empty((len(pairs), len(RECOMPUTE), len(STATES)))
+        flying = self._flying(pairs)
+        numbers = self.tables.numbers(self.tables.whole)[self.tables.inner_of[pairs]] / self.pp[pairs, None]
+        ranks = np.stack([self.shard_ranks[pairs], self.edp[pairs]], 1)
+        for mode in range(len(RECOMPUTE)):
+            time[:, mode] = self._alike(pairs, mode)
+            _, (kept, moving) = self._kept(pairs, mode)
+            for number, state in enumerate(STATES):
+                each = by_stage(state.zero, ranks, *self.widths)
+                parameters, gradients, optimizer = ((numbers * size).sum(1) for size in each)
+                memory[:, mode, number] = parameters + optimizer + np.maximum(gradients, kept * flying + moving)
+        return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
+
+    def rows(self, rows: Rows, limit: float = inf, runs: bool = False) -> tuple[Floats, Floats]:
+        """Of every layout: seconds and bytes below which it does not come. Seconds are infinite where bytes are beyond
+        the `limit`. `runs`: with the bubble of its schedule's own program, which takes longer to know."""
+        time, memory = np.full(len(rows), inf), np.empty(len(rows))
+        for (pp, scheduled, mode), members in grouped(self.pp[rows.pair], rows.scheduled, rows.recompute):
+            pairs, which = runs_of(rows.pair[members])
+            states = rows.state[members]
+            group = self._pipelines(pairs, pp, scheduled, mode)
+            of_bytes = StepBytes(group)
+            sizes = np.empty((len(STATES), len(pairs)))
+            for state in np.flatnonzero(np.bincount(states)):
+                sizes[state] = of_bytes.bytes(int(state))
+            memory[members] = sizes[states, which] * (1 - ROUNDING) + self.context
+            small = memory[members] <= limit
+            if not small.any():
+                continue
+            kept, states = members[small], states[small]
+            pairs, which = runs_of(rows.pair[kept])
+            of_time = StepSeconds(group if small.all() else self._pipelines(pairs, pp, scheduled, mode))
+            seconds = np.empty((len(STATES), len(pairs)))
+            for state in np.flatnonzero(np.bincount(states)):
+                seconds[state] = of_time.seconds(int(state), which[states == state] if runs else None)
+            time[kept] = seconds[states, which] * (1 - ROUNDING)
+        return time, memory
+
+    def _pipelines(self, pairs: NDArray[Any], pp: int, scheduled: int, mode: int) -> Pipelines:
+        """What the bounds of some pairs take from their mesh."""
+        tables, cut = self.tables, self.tables.cut(pp, scheduled).shares
+        inner = tables.inner_of[pairs]
+        return Pipelines(
+            tables=tables,
+            pp=pp,
+            scheduled=self.space.schedules[scheduled],
+            mode=mode,
+            shares=list(cut),
+            first=[rank for rank, _ in cut.values()],
+            count=np.array([[number] for _, number in cut.values()]),
+            parts=np.array([[share.part] for share in cut]),
+            blocks=np.array([share.dense + share.moe for share in cut]),
+            inner=inner,
+            outer=tables.outer_of[pairs],
+            m=self.space.accumulation[pairs],
+            shared=self.shard_ranks[pairs] > 1,
+            alike=self.alike[pairs],
+            data_ranks=self.data_ranks[pairs],
+            ranks=np.stack([self.shard_ranks[pairs], self.edp[pairs]]),
+            numbers=np.stack([tables.numbers(share)[inner].T for share in cut], 1),
+            hop=self.hop[pairs],
+        )
+
+    def _alike(self, pairs: NDArray[Any], mode: int) -> Floats:
+        """Seconds of a step where all ranks of a pipeline are alike and nothing else takes time."""
+        tables = self.tables
+        inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
+        forward, backward, host, host_backward, _ = tables.work(tables.whole, mode, inner).T
+        work = power_mean(forward, host) + power_mean(backward, host_backward)
+        return self.space.accumulation[pairs] * work[which] / self.pp[pairs]
+
+    def _kept(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, tuple[Floats, Floats]]:
+        """Bytes that all blocks together keep of a micro-batch; and the least that one keeps and that its backward pass
+        needs besides."""
+        tables = self.tables
+        inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
+        kinds = [(number, tables.activations(moe, mode, inner)) for number, moe in tables.whole.blocks]
+        kept = np.add.reduce([number * kind[:, 0] for number, kind in kinds])
+        least = np.minimum.reduce([kind[:, 0] for _, kind in kinds])
+        moving = np.minimum.reduce([kind[:, 1] + kind[:, 2] for _, kind in kinds])
+        return kept[which], (least[which], moving[which])
+
+    def _flying(self, pairs: NDArray[Any]) -> Floats:
+        """Of some pairs: micro-batches of a block that a rank has in flight at least, on average over ranks, under
+        whichever schedule."""
+        known: dict[tuple[int, int, int], float] = {}
+        found = np.empty(len(pairs))
+        for place, pair in enumerate(pairs.tolist()):
+            options = self.space.options[pair]
+            key = int(self.pp[pair]), int(self.space.accumulation[pair]), id(options)
+            if key not in known:
+                known[key] = min(
+                    self._in_flight(key[0], key[1], int(scheduled)) for scheduled in set(options[:, 0].tolist())
+                )
+            found[place] = known[key]
+        return found
+
+    def _in_flight(self, pp: int, m: int, scheduled: int) -> float:
+        schedule, chunks = self.space.schedules[scheduled]
+        least = min(share.least for share in self.tables.cut(pp, scheduled).shares)
+        count = IN_FLIGHT.get(schedule) if pp > 1 else None
+        return least * sum(count(pp, m, chunks or 1, rank) if count else 1 for rank in range(pp)) / pp
+
+    def _hop(self) -> Floats:
+        """By pair, seconds of a message from a stage to the next."""
+        request, tables, column = self.request, self.tables, self.space.column
+        inner = tables.inner[tables.inner_of]
+        numbers = inner[:, MICRO] * request.model.seq_len / column("cp") * request.model.d_model
+        scattered = (column("sp") == 1) | request.framework.pp_scatters
+        payload = numbers / np.where(scattered, inner[:, TP], 1) * request.width
+        stride = column("tp") * column("cp") * column("dp_shard") * column("dp_replicate")
+        found = np.zeros(len(payload))
+        for far in (False, True):
+            some = (stride >= request.cluster.joined) == far
+            slope, start = line(request.cluster, "send", RankGroup(2, request.cluster.joined if far else 1))
+            found[some] = start + slope * payload[some]
+        return np.where(self.pp > 1, found, 0.0)
+
+
+def runs_of(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.intp]]:
+    """Of numbers, each run of the same one; and by place, which run it is."""
+    begins = np.append(True, numbers[1:] != numbers[:-1])
+    return numbers[begins], np.cumsum(begins) - 1
+
+
+def grouped(*keys: NDArray[Any]) -> Iterator[tuple[tuple[int, ...], NDArray[np.intp]]]:
+    """The different combinations of some keys, and the places of each."""
+    combined = keys[0].astype(np.int64)
+    for key in keys[1:]:
+        combined = combined * 4096 + key
+    order = np.argsort(combined, kind="stable")
+    ends = np.flatnonzero(np.diff(combined[order])) + 1
+    for members in np.split(order, ends):
+        if len(members):
+            yield tuple(int(key[members[0]]) for key in keys), members

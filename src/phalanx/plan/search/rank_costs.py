@@ -1,0 +1,180 @@
+"""What the ranks of a pipeline would take with other layers: seconds of a micro-batch, under the memory of a device.
+
+Seconds are the cost model's of a block of each kind, of the embedding and of the head, added up. Bytes are a line:
+state of every block and its activations times the micro-batches in flight, above what the exact model
+(cost/memory/rank_memory.py) says of a known layout; `PipelineRanks.calibrated` moves the line to another one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import inf
+
+from phalanx.cost.held import BlockKind
+from phalanx.cost.memory.in_flight import Flight
+from phalanx.cost.memory.rank_memory import needed_bytes, step_memory
+from phalanx.cost.memory.rank_parts import BlockBytes, StepParts, by_stage
+from phalanx.cost.placed import Content, stages_of_case
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.rank_time import rank_time
+from phalanx.partition.recompute import MODES, Mode, modes, written
+from phalanx.plan.search.knapsack import EqualBlocks, Filling, fill
+
+Counts = tuple[int, int]
+"""Blocks without and with experts, of a stage."""
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """A kind of block on a rank."""
+
+    seconds: tuple[float, ...]
+    """Of a micro-batch, by what it recomputes."""
+    kept: tuple[float, ...]
+    """Bytes of a micro-batch in flight, by what it recomputes."""
+    state: float
+    """Bytes."""
+
+
+class PipelineRanks:
+    """The pipeline ranks of a case, with whatever layers; each block does one of the modes that are allowed."""
+
+    def __init__(self, spec: StepSpec, allowed: Sequence[Mode] = MODES):
+        self.spec, self.modes = spec, tuple(allowed)
+        model = spec.model
+        self.experts = [model.is_moe_layer(layer) for layer in range(model.n_layers)]
+        """Of each layer, whether it has experts."""
+        self._experts_before = list(accumulate(self.experts, initial=0))
+        # With a cut, the cost model takes of a kind of block what it recomputes.
+        cut = replace(spec.layout, recompute="none", recompute_cut=f"{model.n_layers}*none")
+        self._plain = replace(spec, layout=cut)
+        step = StepParts(self._plain)
+        self.flights: tuple[Flight, ...] = step.flights
+        self.stages = self.flights[0].stages
+        self.blocks = {experts: self._block(step, experts) for experts in set(self.experts)}
+        self.embedding = rank_time(self._plain, Content((), True, False)).total
+        self.head = rank_time(self._plain, Content((), False, True)).total
+        self.limit = spec.cluster.accelerator.memory_gib * 2**30 or inf
+        self.around = [0.0] * len(self.flights)
+        """Of each rank, bytes besides those of the line."""
+        self._known: dict[tuple[int, tuple[Counts, ...]], Filling | None] = {}
+
+    def _block(self, step: StepParts, experts: bool) -> BlockCosts:
+        layout = self.spec.layout
+        kinds = [BlockKind(experts, mode) for mode in self.modes]
+        parts = [BlockBytes(step, kind) for kind in kinds]
+        numbers = parts[0].parameters
+        state = 0.0
+        late = layout.zero >= 2 and layout.accumulate == "local" and not step.memory_profile.reduces_each
+        for count, ranks in (
+            (numbers.dense, layout.shard_ranks),
+            (numbers.experts, max(1, layout.shard_ranks // layout.ep)),
+        ):
+            parameters, gradients, optimizer = by_stage(layout.zero, ranks, *step.widths)
+            # Gradients of micro-batches before the last are whole.
+            whole = step.gradient_width if late and self.spec.batch.accumulation > 1 else gradients
+            state += count * (parameters + max(whole, gradients) + optimizer)
+        times = [rank_time(self._plain, Content(((kind, 1),), False, False)).total for kind in kinds]
+        return BlockCosts(tuple(times), tuple(part.kept for part in parts), state)
+
+    def calibrated(self, spec: StepSpec) -> bool:
+        """Take what lies around the line from a case whose layers are known. Whether it fits."""
+        counts = self._kinds(spec)
+        for rank, memory in enumerate(step_memory(spec)):
+            flight = self.flights[rank]
+            mine = [counts[stage] for stage in flight.held]
+            line = sum(many * self.blocks[e].state for stage in mine for (e, _), many in stage.items())
+            line += max(
+                sum(
+                    flying * many * self.blocks[experts].kept[mode]
+                    for flying, stage in zip(moment, mine, strict=True)
+                    for (experts, mode), many in stage.items()
+                )
+                for moment in flight.most
+            )
+            around = memory.needed - line
+            # What was too much once stays so: else two layouts that do not fit could lead to each other.
+            full = memory.needed > self.limit
+            self.around[rank] = max(self.around[rank], around) if full else around
+        self._known.clear()
+        return needed_bytes(spec, self.limit) <= self.limit
+
+    def _kinds(self, spec: StepSpec) -> list[Counter[tuple[bool, int]]]:
+        """Of each stage of a case, its blocks by experts and by the number of their mode."""
+        every = modes(written(spec.layout), spec.model.n_layers)
+        return [
+            Counter((self.experts[layer], self.modes.index(every[layer])) for layer in stage)
+            for stage in stages_of_case(spec, self.stages)
+        ]
+
+    def times(self, spec: StepSpec) -> list[float]:
+        """Seconds of a micro-batch on every rank of a case."""
+        counts = self._kinds(spec)
+        found = []
+        for flight in self.flights:
+            blocks = sum(
+                many * self.blocks[experts].seconds[mode]
+                for stage in flight.held
+                for (experts, mode), many in counts[stage].items()
+            )
+            found.append((blocks + self._ends(flight)) * flight.share)
+        return found
+
+    def _ends(self, flight: Flight) -> float:
+        """Seconds of embedding and head, where a rank has them."""
+        return self.embedding * (0 in flight.held) + self.head * (self.stages - 1 in flight.held)
+
+    def filling(self, rank: int, counts: tuple[Counts, ...]) -> Filling | None:
+        """What the blocks of a rank recompute, given the counts of each of its stages: the groups are the kinds of
+        blocks that each stage has. Seconds of a micro-batch are with embedding and head, and of ranks that only some
+        micro-batches pass their share. None where they do not fit."""
+        key = rank, counts
+        if key not in self._known:
+            self._known[key] = self._filling(rank, counts)
+        return self._known[key]
+
+    def _filling(self, rank: int, counts: tuple[Counts, ...]) -> Filling | None:
+        flight, room = self.flights[rank], self.limit - self.around[rank]
+        kinds = [
+            (place, self.blocks[experts], many)
+            for place, stage in enumerate(counts)
+            for experts, many in zip((False, True), stage, strict=True)
+            if many
+        ]
+        room -= sum(many * block.state for _, block, many in kinds)
+        weights = max(flight.most, key=sum)
+        while True:
+            groups = [
+                EqualBlocks(many, tuple(weights[place] * size for size in block.kept), block.seconds)
+                for place, block, many in kinds
+            ]
+            found = fill(groups, room)
+            if found is None:
+                return None
+            kept = [0.0] * len(counts)
+            for (place, block, _), numbers in zip(kinds, found.numbers, strict=True):
+                kept[place] += sum(n * size for n, size in zip(numbers, block.kept, strict=True))
+            # At another moment there can be more in flight of just those stages that keep much.
+            worst = max(flight.most, key=lambda moment: sum(n * size for n, size in zip(moment, kept, strict=True)))
+            more = tuple(map(max, weights, worst))
+            if more == weights or sum(n * size for n, size in zip(worst, kept, strict=True)) <= room:
+                return found._replace(seconds=(found.seconds + self._ends(flight)) * flight.share)
+            weights = more
+
+    def seconds(self, rank: int, counts: tuple[Counts, ...]) -> float:
+        """Of a micro-batch at least; infinity where it does not fit."""
+        found = self.filling(rank, counts)
+        return inf if found is None else found.seconds
+
+    def counts(self, stages: Sequence[range]) -> list[Counts]:
+        """Blocks of each kind in each stage."""
+        before = self._experts_before
+        moe = [before[stage.stop] - before[stage.start] for stage in stages]
+        return [(len(stage) - some, some) for stage, some in zip(stages, moe, strict=True)]
+
+    def held(self, rank: int, counts: Sequence[Counts]) -> tuple[Counts, ...]:
+        """Those of a rank's stages."""
+        return tuple(counts[stage] for stage in self.flights[rank].held)

@@ -1,0 +1,288 @@
+"""Every legal layout of a model on a machine, as columns of numbers: one row a layout.
+
+A layout is a mesh (the degrees of all axes), a micro-batch, a schedule, what the shards of the state are, and what is
+recomputed. What never pays in the cost model is not there: schedules with the bubble of another and more activations
+(naive, gpipe, looped_bfs), those that train something else (pipedream) or need slices (terapipe);
+`PlanRequest.fixed` can ask for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from math import gcd
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.check.layout import layout_problems
+from phalanx.config.cluster import Cluster
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.train import Train
+from phalanx.errors import JobError
+from phalanx.partition.recompute import MODES
+from phalanx.plan.search.request import PlanRequest
+from phalanx.schedule import catalogue
+
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v", "dualpipe")
+MOST_CHUNKS = 8
+LEAST_TOKENS = 1024
+"""Of a sequence on a context-parallel rank; of short sequences a quarter."""
+MOST_TOKENS = 65_536
+"""Of a micro-batch on a device, where it has more than one sequence: beyond, nothing gets faster."""
+LEAST_TP, NEIGHBOURHOODS = 8, 2
+"""Tensor ranks are tried up to so many groups of neighbouring devices, and in any case up to eight."""
+RECOMPUTE = MODES
+
+
+class MeshDegrees(NamedTuple):
+    """The degrees of all axes."""
+
+    tp: int
+    sp: bool
+    cp: int
+    cp_ulysses: int
+    pp: int
+    dp_shard: int
+    dp_replicate: int
+    ep: int
+
+
+class StateSharding(NamedTuple):
+    """What dp_shard × cp ranks share of the state, and when they send it."""
+
+    zero: int
+    reshard: bool
+    accumulate: str
+
+
+class Scheduled(NamedTuple):
+    """A schedule and its stages a rank (0: its own number)."""
+
+    schedule: str
+    pp_chunks: int
+
+
+STATES = (
+    StateSharding(3, True, "local"),
+    StateSharding(3, False, "local"),
+    StateSharding(3, True, "sharded"),
+    StateSharding(2, True, "local"),
+    StateSharding(2, True, "sharded"),
+    StateSharding(1, True, "local"),
+)
+"""The first stands for ranks that share nothing, too: it is the layout's default."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Layouts, one a row."""
+
+    pair: NDArray[np.int32]
+    """The number of its pair."""
+    scheduled: NDArray[np.int32]
+    """The number of its schedule among the space's; so of its state in STATES and of its recomputation in RECOMPUTE."""
+    state: NDArray[np.int32]
+    recompute: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.pair)
+
+    def select(self, kept: NDArray[Any]) -> Rows:
+        """Some of them: a mask, or their numbers in order."""
+        return Rows(self.pair[kept], self.scheduled[kept], self.state[kept], self.recompute[kept])
+
+
+def joined(blocks: Sequence[Rows]) -> Rows:
+    """All rows of some, one after the other."""
+    return Rows(*(np.concatenate([getattr(rows, name.name) for rows in blocks]) for name in fields(Rows)))
+
+
+@dataclass(frozen=True)
+class Space:
+    """All layouts: pairs of a mesh and a micro-batch, each with every option that goes with it."""
+
+    base: Layout
+    """What all have in common."""
+    meshes: list[MeshDegrees]
+    schedules: list[Scheduled]
+    mesh: NDArray[np.int32]
+    """By pair, the number of its mesh."""
+    micro_batch: NDArray[np.int32]
+    accumulation: NDArray[np.int32]
+    options: list[NDArray[np.int32]]
+    """By pair, a row an option: schedule, state, recomputation."""
+
+    @property
+    def size(self) -> int:
+        """Layouts."""
+        return sum(map(len, self.options))
+
+    def rows(self, pairs: NDArray[Any]) -> Rows:
+        """Every layout of some pairs."""
+        found = [self.options[pair] for pair in pairs]
+        table = np.concatenate(found) if found else np.empty((0, 3), np.int32)
+        return Rows(np.repeat(pairs, list(map(len, found))).astype(np.int32), table[:, 0], table[:, 1], table[:, 2])
+
+    def layout(self, rows: Rows, number: int) -> Layout:
+        """The layout of a row."""
+        pair = rows.pair[number]
+        named: dict[str, Any] = self.meshes[self.mesh[pair]]._asdict()
+        named |= self.schedules[rows.scheduled[number]]._asdict()
+        named |= STATES[rows.state[number]]._asdict()
+        named["recompute"] = RECOMPUTE[rows.recompute[number]]
+        named["micro_batch"] = int(self.micro_batch[pair])
+        named["accumulation"] = int(self.accumulation[pair])
+        return replace(self.base, **named)
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """A field of the mesh, by pair."""
+        return np.array([getattr(mesh, name) for mesh in self.meshes], np.int64)[self.mesh]
+
+
+def space_of(request: PlanRequest) -> Space:
+    """All of them. Raises JobError where what is fixed leaves none."""
+    base = replace(Layout(), **request.fixed)
+    meshes = [mesh for world in request.devices for mesh in _meshes(request, world)]
+    schedules: dict[Scheduled, int] = {}
+    known: dict[tuple[int, int, bool], NDArray[np.int32]] = {}
+    pairs, options = [], []
+    for number, mesh in enumerate(meshes):
+        shared = mesh.dp_shard * mesh.cp > 1
+        for micro, m in _batches(request, mesh):
+            key = mesh.pp, m, shared
+            if key not in known:
+                known[key] = _options(request, mesh.pp, m, shared, schedules)
+            if len(known[key]):
+                pairs.append((number, micro, m))
+                options.append(known[key])
+    if not pairs:
+        raise JobError(_nothing(request))
+    table = np.array(pairs, np.int32)
+    return Space(base, meshes, list(schedules), table[:, 0], table[:, 1], table[:, 2], options)
+
+
+def _nothing(request: PlanRequest) -> str:
+    devices = " or ".join(str(world) for world in request.devices)
+    fixed = replace(Layout(), **request.fixed).line() if request.fixed else ""
+    return (
+        f"no layout of {devices} devices is legal for this model with global batch {request.global_batch}"
+        + (f" and {fixed}" if fixed else "")
+        + ": data ranks must divide the global batch, tp the heads, and there must be as many layers as stages"
+    )
+
+
+def _meshes(request: PlanRequest, world: int) -> Iterator[MeshDegrees]:
+    """Every mesh of `world` devices."""
+    model, fixed = request.model, request.fixed
+    most_tp = max(LEAST_TP, NEIGHBOURHOODS * request.cluster.joined)
+    for tp, sp, cp, ulysses in _inner(model, world, most_tp, fixed):
+        for pp in _kept(divisors(world // (tp * cp)), fixed, "pp"):
+            if pp > model.n_layers:
+                continue
+            data = world // (tp * cp * pp)
+            if request.global_batch % data:
+                continue
+            for shard in _kept(divisors(data), fixed, "dp_shard"):
+                if not _allowed(fixed, "dp_replicate", data // shard):
+                    continue
+                for ep in _kept(divisors(gcd(shard * cp, model.moe.n_experts or 1)), fixed, "ep"):
+                    yield MeshDegrees(tp, sp, cp, ulysses, pp, shard, data // shard, ep)
+
+
+def _inner(model: ModelConfig, world: int, most_tp: int, fixed: Mapping[str, Any]) -> list[tuple[int, bool, int, int]]:
+    """Legal tp, sp, cp and cp_ulysses."""
+    found = []
+    most_cp = max(4, model.seq_len // LEAST_TOKENS)
+    for tp in _kept(divisors(world, most_tp), fixed, "tp"):
+        for sp in _kept([False, True] if tp > 1 else [False], fixed, "sp"):
+            for cp in _kept(divisors(world // tp, most_cp), fixed, "cp"):
+                for ulysses in _kept(sorted({1, cp}), fixed, "cp_ulysses"):
+                    layout = replace(Layout(), tp=tp, sp=sp, cp=cp, cp_ulysses=ulysses)
+                    job = Job(model=model, cluster=Cluster(), layout=layout, train=Train(global_batch=1))
+                    if not any(True for _ in layout_problems(job)):
+                        found.append((tp, sp, cp, ulysses))
+    return found
+
+
+def _batches(request: PlanRequest, mesh: MeshDegrees) -> Iterator[tuple[int, int]]:
+    """Micro-batches and how many of them."""
+    share = request.global_batch // (mesh.dp_shard * mesh.dp_replicate)
+    most = max(1, MOST_TOKENS * mesh.cp // request.model.seq_len)
+    sizes = [n for n in divisors(share, most) if n == share or _few_factors(n)]
+    for micro in _kept(
+        sizes if "micro_batch" not in request.fixed else divisors(share), request.fixed, "micro_batch", 0
+    ):
+        if _allowed(request.fixed, "accumulation", share // micro, unset=0):
+            yield micro, share // micro
+
+
+def _few_factors(number: int) -> bool:
+    """Whether it is a power of two or three times one: sizes of micro-batches that are tried."""
+    odd = number // (number & -number)
+    return odd in (1, 3)
+
+
+def _options(request: PlanRequest, pp: int, m: int, shared: bool, known: dict[Scheduled, int]) -> NDArray[np.int32]:
+    """Schedule, state and recomputation, as numbers, of everything that goes with pp ranks and m micro-batches."""
+    fixed = request.fixed
+    states = [
+        number
+        for number, state in enumerate(STATES if shared else STATES[:1])
+        if (state.accumulate == "local" or m > 1)
+        and (not shared or all(_allowed(fixed, name, value) for name, value in state._asdict().items()))
+    ]
+    modes = [number for number, mode in enumerate(RECOMPUTE) if _allowed(fixed, "recompute", mode)]
+    schedules = [known.setdefault(scheduled, len(known)) for scheduled in _schedules(request, pp, m)]
+    rows = [(scheduled, state, mode) for scheduled in schedules for state in states for mode in modes]
+    return np.array(rows, np.int32).reshape(-1, 3)
+
+
+def _schedules(request: PlanRequest, pp: int, m: int) -> Iterator[Scheduled]:
+    fixed, layers = request.fixed, request.model.n_layers
+    if pp == 1:
+        yield Scheduled(fixed.get("schedule", "1f1b"), fixed.get("pp_chunks", 0))
+        return
+    for name in [fixed["schedule"]] if "schedule" in fixed else SCHEDULES:
+        if name not in catalogue.SCHEDULES:  # a file
+            yield Scheduled(name, 0)
+            continue
+        least, most = catalogue.SCHEDULES[name].chunks
+        for chunks in range(least, min(most, MOST_CHUNKS) + 1):
+            written = chunks if least < most else 0
+            if not _allowed(fixed, "pp_chunks", written, unset=0):
+                continue
+            if catalogue.stages(name, pp, written) <= layers and not catalogue.problems(name, pp, m, written):
+                yield Scheduled(name, written)
+
+
+def _kept(values: list[Any], fixed: Mapping[str, Any], name: str, unset: Any = None) -> list[Any]:
+    """The values that what is fixed allows."""
+    return [value for value in values if _allowed(fixed, name, value, unset)]
+
+
+def _allowed(fixed: Mapping[str, Any], name: str, value: Any, unset: Any = None) -> bool:
+    """Whether it is what is fixed, or nothing is, which a value `unset` says too."""
+    return fixed.get(name, unset) in (value, unset)
+
+
+@lru_cache(4096)
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def divisors(number: int, most: int = 0) -> list[int]:
+    """Of a number, those up to `most` (0: all), in order."""
+    return [n for n in _divisors(number) if not most or n <= most]
+
+
+OPEN = frozenset(
+    {*MeshDegrees._fields, *StateSharding._fields, *Scheduled._fields, "recompute", "micro_batch", "accumulation"}
+    & {field.name for field in fields(Layout)}
+)
+"""The fields of a layout that a search chooses."""

@@ -1,0 +1,339 @@
+"""The cost model's figures for the parts of a layout, for many layouts at once: each part is asked for once for every
+combination of degrees that it depends on, when it is first wanted.
+
+What one device computes and keeps depends on the inner degrees (tp, sp, cp, cp_ulysses, ep) and the micro-batch; what
+the state's collectives take on the outer ones (tp, the ranks that shard, the replicas, ep); which rank has what of the
+model on the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.config.cluster import Cluster
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.cost.held import BlockKind, block_parameters, outside
+from phalanx.cost.job_spec import stages
+from phalanx.cost.memory.rank_parts import RankParts, StepParts
+from phalanx.cost.placed import Content, content_of
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.communication import group
+from phalanx.cost.time.link import RankGroup, seconds
+from phalanx.cost.time.rank_time import RankTime, around_time, block_times
+from phalanx.cost.traffic.collectives import Collective
+from phalanx.partition.batch import Batch
+from phalanx.partition.pipeline import is_file, schedule_of
+from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.search.space import RECOMPUTE, Scheduled, Space
+from phalanx.schedule import catalogue
+
+Floats = NDArray[np.float64]
+TP, SP, CP, ULYSSES, EP, MICRO = range(6)
+"""Columns of the inner combinations."""
+ALL = slice(None)
+HUGE = 1e15
+"""Bytes beside which latencies are nothing."""
+
+
+@dataclass(frozen=True)
+class RankContents:
+    """What some ranks of a pipeline have of the model: blocks without and with experts, and what lies around them."""
+
+    dense: int
+    moe: int
+    embedding: bool
+    head: bool
+    part: float = 1.0
+    """Of the micro-batches, those that pass each of its stages."""
+    least: int = 0
+    """Blocks of its smallest stage."""
+
+    @property
+    def blocks(self) -> tuple[tuple[int, bool], ...]:
+        """Number and kind (with experts), of each kind that there is."""
+        return tuple((number, moe) for number, moe in ((self.dense, False), (self.moe, True)) if number)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the ranks of a pipeline have."""
+
+    shares: dict[RankContents, tuple[int, int]]
+    """Of each different share, the first rank that has it, and how many do."""
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """Pairs of a mesh and a micro-batch with the same pipeline, a column each."""
+
+    tables: Tables
+    pp: int
+    scheduled: Scheduled
+    mode: int
+    """The number of the recomputation."""
+    shares: list[RankContents]
+    """The different shares of its ranks."""
+    first: list[int]
+    """The first rank that has each; and, a row each, how many do, and the part of the micro-batches that pass each of
+    its stages."""
+    count: NDArray[np.int64]
+    parts: Floats
+    blocks: NDArray[np.int64]
+    """Of each share."""
+    inner: NDArray[np.intp]
+    """Numbers of inner and outer combinations."""
+    outer: NDArray[np.intp]
+    m: NDArray[np.int32]
+    """Micro-batches."""
+    shared: NDArray[np.bool_]
+    """Whether ranks share the state."""
+    alike: NDArray[np.bool_]
+    """Whether experts travel as the rest does: no rank has its own."""
+    data_ranks: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    """Over how many state is sharded: dense parameters, experts."""
+    numbers: Floats
+    """Parameters, dense and of experts, by share."""
+    hop: Floats
+    """Seconds of a message from a stage to the next."""
+
+    @cached_property
+    def kinds(self) -> list[bool]:
+        """Of blocks, without and with experts, those that there are."""
+        return [moe for moe in (False, True) if any(share.moe if moe else share.dense for share in self.shares)]
+
+    @cached_property
+    def total(self) -> Floats:
+        """Parameters, by share."""
+        return self.weighed(np.ones((2, 1)))
+
+    def weighed(self, factors: Floats | float) -> Floats:
+        """The parameters, dense and of experts, each with its factors, added up."""
+        dense, experts = (factors, factors) if isinstance(factors, float | int) else factors
+        found = self.numbers[0] * dense
+        return found + self.numbers[1] * experts if True in self.kinds else found
+
+
+class Tables:
+    """The figures of one space."""
+
+    def __init__(self, request: PlanRequest, space: Space):
+        self.request, self.space = request, space
+        column = space.column
+        self.inner, self.inner_of = distinct(
+            *(column(name) for name in ("tp", "sp", "cp", "cp_ulysses", "ep")), space.micro_batch
+        )
+        """The combinations of inner degrees, and by pair the number of its own."""
+        self.outer, self.outer_of = distinct(
+            column("tp"), column("cp") * column("dp_shard"), column("dp_replicate"), column("ep")
+        )
+        """The same of the outer degrees."""
+        model = request.model
+        moe = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
+        self.whole = RankContents(model.n_layers - moe, moe, True, True, least=model.n_layers)
+        self.widths = StepParts(alone(request, Layout(), 1)).widths
+        """Bytes of a parameter, its gradient and its optimizer's state, on one device."""
+        self.slopes = self._slopes()
+        """By outer combination: seconds a parameter, gathered (dense, experts) and reduced (dense, experts), and those
+        of a message of no bytes, in the same order; of what is gathered beside products, seconds of a message of no
+        bytes and a byte, and a byte's share of what neighbours can exchange in a second."""
+        self._asked: dict[tuple[str, int, int], Floats] = {}
+        self._parts: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.intp]]] = {}
+        self._numbers: dict[tuple[RankContents, bool], Floats] = {}
+        self._cuts: dict[tuple[int, int], Cut] = {}
+
+    def around(self, share: RankContents, inner: NDArray[Any]) -> Floats:
+        """Of inner combinations, what lies around the blocks of a rank: seconds of a micro-batch, forward and backward
+        on the device, forward and backward of the host, and those of weights' gradients."""
+        content = Content((), share.embedding, share.head)
+        ends = share.embedding + 2 * share.head
+        return self._ask(
+            ("around", ends, 0), (TP, CP, MICRO), inner, 5, lambda spec: _seconds(around_time(spec, content))
+        )
+
+    def block(self, moe: bool, mode: int, inner: NDArray[Any]) -> Floats:
+        """The same of a block; `mode` is the number of a recomputation."""
+        on = (TP, SP, CP, ULYSSES, EP, MICRO) if moe else (TP, SP, CP, ULYSSES, MICRO)
+
+        def ask(spec: StepSpec) -> list[float]:
+            return [each for time in block_times(spec, moe, RECOMPUTE) for each in _seconds(time)]
+
+        return self._ask(("block", moe, 0), on, inner, 5 * len(RECOMPUTE), ask, slice(5 * mode, 5 * mode + 5))
+
+    def work(self, share: RankContents, mode: int, inner: NDArray[Any]) -> Floats:
+        """The same of all that a rank has, of a micro-batch that passes all of its stages."""
+        found = self.around(share, inner)
+        for number, moe in share.blocks:
+            found = found + number * self.block(moe, mode, inner)
+        return found
+
+    def activations(self, moe: bool, mode: int, inner: NDArray[Any]) -> Floats:
+        """Of inner combinations, bytes: what a block keeps of a micro-batch, what its backward pass needs besides, what
+        it gathers for that."""
+        kind = BlockKind(moe, RECOMPUTE[mode])
+
+        def ask(spec: StepSpec) -> tuple[float, float, float]:
+            step = StepParts(spec)
+            found = step.kinds[kind]
+            gathered = RankParts(step, step.flights[0]).backward(True)[1]
+            return found.kept, sum(found.backward), gathered
+
+        on = (TP, SP, CP, ULYSSES, EP) if moe else (TP, SP, CP, ULYSSES)
+        each = self._ask(("activations", moe, mode), on, inner, 3, ask)
+        return each * self.inner[inner, MICRO, None]
+
+    def loss(self, inner: NDArray[Any]) -> Floats:
+        """Of inner combinations: bytes of the logits and of what the head reads."""
+
+        def ask(spec: StepSpec) -> float:
+            step = StepParts(spec)
+            return sum(RankParts(step, step.flights[0]).logits())
+
+        chunks = self.space.base.loss_chunk
+        found = self._ask(("loss", 0, 0), (TP, SP, CP, MICRO) if chunks else (TP, SP, CP), inner, 1, ask)[:, 0]
+        return found if chunks else found * self.inner[inner, MICRO]
+
+    def numbers(self, share: RankContents, inside: bool = False) -> Floats:
+        """By inner combination: parameters of a rank, dense and of experts; `inside`, its blocks' alone."""
+        if (share, inside) in self._numbers:
+            return self._numbers[share, inside]
+        model = self.request.model
+        degrees, which = self._projected((TP, EP))
+        found = []
+        for tp, _, _, _, ep, _ in degrees.tolist():
+            dense = 0.0 if inside else outside(model, tp, share.embedding, share.head)
+            experts = 0.0
+            for number, moe in share.blocks:
+                held = block_parameters(model, tp, ep, moe)
+                dense, experts = dense + number * held.dense, experts + number * held.experts
+            found.append((dense, experts))
+        return self._numbers.setdefault((share, inside), np.array(found, np.float64)[which])
+
+    def cut(self, pp: int, scheduled: int) -> Cut:
+        """What the ranks of a pipeline have under a schedule of the space."""
+        if (pp, scheduled) not in self._cuts:
+            schedule, chunks = self.space.schedules[scheduled]
+            layout = Layout(pp=pp, schedule=schedule, pp_chunks=chunks, pp_cut=self.space.base.pp_cut)
+            self._cuts[pp, scheduled] = _cut(self.request.model, layout)
+        return self._cuts[pp, scheduled]
+
+    def _projected(self, on: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+        """The combinations of some of the inner degrees, others 1, and by inner combination the number of its own."""
+        if on not in self._parts:
+            some = np.ones_like(self.inner)
+            some[:, on] = self.inner[:, on]
+            if SP not in on:
+                some[:, SP] = 0
+            self._parts[on] = distinct(*some.T)
+        return self._parts[on]
+
+    def _ask(
+        self,
+        what: tuple[str, int, int],
+        on: tuple[int, ...],
+        inner: NDArray[Any],
+        width: int,
+        ask: Callable[[StepSpec], Any],
+        columns: slice = ALL,
+    ) -> Floats:
+        """What the cost model says of some inner combinations, in so many columns of which some are wanted, by the
+        degrees `on` which it depends. The last of `what` is the recomputation."""
+        degrees, which = self._projected(on)
+        if what not in self._asked:
+            self._asked[what] = np.full((len(degrees), width), np.nan)
+        table, places = self._asked[what], which[inner]
+        wanted = np.zeros(len(degrees), bool)
+        wanted[places] = True
+        for number in np.flatnonzero(wanted & np.isnan(table[:, 0])):
+            tp, sp, cp, ulysses, ep, micro = degrees[number].tolist()
+            degree = {"tp": tp, "sp": bool(sp), "cp": cp, "cp_ulysses": ulysses, "ep": ep, "dp_shard": ep}
+            layout = replace(self._alone, recompute=RECOMPUTE[what[2]], **degree)
+            table[number] = ask(alone(self.request, layout, micro))
+        return table[places, columns]
+
+    @property
+    def _alone(self) -> Layout:
+        """What is fixed of the layout of one device: nothing that has to do with other ranks of pipeline or data."""
+        base = self.space.base
+        kept = ("cp_inner", "sp_regather", "loss_chunk", "tiles", "prefetch", "bucket_mb")
+        return Layout(zero=1, **{name: getattr(base, name) for name in kept})
+
+    def _slopes(self) -> Floats:
+        request, found = self.request, []
+        narrow = request.framework.gathers_narrow and request.products in ("fp8", "fp4")
+        width = 1 if narrow else request.width
+        gradient = request.framework.memory_profile.gradient_bytes or request.width
+        for tp, shard, replicate, ep in self.outer.tolist():
+            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep)
+            replicas = group(layout, "replicate")
+            all_reduce, begun = line(request.cluster, "all_reduce", replicas)
+            gathers, reduces, starts, late = [], [], [], []
+            for ranks in (group(layout, "shard"), group(layout, "edp")):
+                gather, started = line(request.cluster, "all_gather", ranks)
+                scatter, scattered = line(request.cluster, "reduce_scatter", ranks)
+                gathers.append(width * gather)
+                reduces.append(gradient * (scatter + all_reduce / ranks.ranks))
+                starts.append(started)
+                late.append(scattered + begun)
+            beside = group(layout, "shard" if shard > 1 else "replicate")
+            byte, started = line(request.cluster, "all_gather", beside)
+            share = (1 - 1 / beside.ranks) / (request.cluster.intra.gbs * request.cluster.intra.reached * 1e9 or inf)
+            found.append((*gathers, *reduces, *starts, *late, started, byte, share))
+        return np.array(found)
+
+
+@lru_cache(4096)
+def _cut(model: ModelConfig, layout: Layout) -> Cut:
+    if layout.pp == 1:
+        moe = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
+        alone = RankContents(model.n_layers - moe, moe, True, True, least=model.n_layers)
+        return Cut({alone: (0, 1)})
+    cut, shares = stages(model, layout), []
+    # Who holds what does not depend on the number of micro-batches: the smallest that is legal is built fastest.
+    name, few = layout.schedule, range(1, 2 * layout.pp + 1)
+    legal = few if is_file(name) else (m for m in few if not catalogue.problems(name, layout.pp, m, layout.pp_chunks))
+    schedule = schedule_of(layout, next(iter(legal)))
+    for rank in range(schedule.ranks):
+        held = schedule.held(rank)
+        content = content_of(StepSpec(model, Cluster(), layout, Batch(1, 1, 1, 1), stages=cut), cut, held)
+        visits = sum(placement.count(rank) for placement in schedule.placements)
+        part = visits / len(held) / len(schedule.placements)
+        least = min(len(cut[stage]) for stage in held)
+        shares.append(RankContents(content.dense, content.moe, content.embedding, content.head, part, least))
+    return Cut({share: (shares.index(share), shares.count(share)) for share in dict.fromkeys(shares)})
+
+
+@lru_cache(4096)
+def line(cluster: Cluster, collective: Collective, among: RankGroup) -> tuple[float, float]:
+    """A line below the seconds of a collective over its bytes: its slope where latencies do not count, and what a
+    message of no bytes takes. But for an all-reduce it is the seconds themselves."""
+    small, large, larger = (seconds(cluster, collective, size, among) for size in (1.0, HUGE, 2 * HUGE))
+    slope = (larger - large) / HUGE
+    return slope, small - slope
+
+
+def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    """The different rows of some columns of small numbers, and by row the number of its own."""
+    combined = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        combined = combined * (int(column.max(initial=0)) + 1) + column
+    _, first, which = np.unique(combined, return_index=True, return_inverse=True)
+    return np.stack([column[first] for column in columns], 1).astype(np.int64), which
+
+
+def alone(request: PlanRequest, layout: Layout, micro: int) -> StepSpec:
+    """A micro-batch of a layout, alone."""
+    batch = Batch(micro, micro, 1, 1)
+    return StepSpec(request.model, request.cluster, layout, batch, request.products, request.width, request.framework)
+
+
+def _seconds(time: RankTime) -> tuple[float, float, float, float, float]:
+    return time.forward, time.device - time.forward, time.host_forward, time.host_backward, time.weights

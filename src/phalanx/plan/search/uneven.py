@@ -1,0 +1,96 @@
+"""Layers of each stage so that the slowest pipeline rank is as fast as it can be, and every rank fits.
+
+With one stage a rank dynamic programming finds the best cut there is (cut.py). With several, a rank's stages lie apart
+and its time is their sum: there single layers move from the slowest rank to others until that helps no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+import numpy as np
+
+from phalanx.partition.cut import Floats, Places, cut_by
+from phalanx.partition.stages import ranges
+from phalanx.plan.search.rank_costs import Counts, PipelineRanks
+
+LARGEST = 2
+"""A stage has up to so many times the mean of the layers, and as many more: larger ones are never the best."""
+MOVES = 200
+"""Layers that are moved at most."""
+BETTER = 1 - 1e-9
+"""Sums of floats differ by their order."""
+
+
+def stages_of_ranks(ranks: PipelineRanks, start: Sequence[range]) -> tuple[range, ...]:
+    """The layers of each stage, where these are the ones to start from; empty where nothing fits."""
+    if all(len(flight.held) == 1 for flight in ranks.flights):
+        return _best(ranks)
+    return _moved(ranks, start)
+
+
+def _best(ranks: PipelineRanks) -> tuple[range, ...]:
+    experts = np.concatenate([[0], np.cumsum(ranks.experts)])
+    layers, stages = len(ranks.experts), ranks.stages
+    of_stage = {flight.held[0]: rank for rank, flight in enumerate(ranks.flights)}
+    most = LARGEST * (-(-layers // stages) + 1)
+
+    def cost(stage: int, begins: Places, ends: Places) -> Floats:
+        length, moe = np.broadcast_arrays(ends - begins, experts[ends] - experts[begins])
+        keys, which = np.unique(length * (layers + 1) + moe, return_inverse=True)
+        known = [(int(key) // (layers + 1), int(key) % (layers + 1)) for key in keys]
+        found = [
+            ranks.seconds(of_stage[stage], ((total - some, some),)) if 0 < total <= most else inf
+            for total, some in known
+        ]
+        return np.array(found)[which].reshape(length.shape)
+
+    return cut_by(cost, stages, layers)
+
+
+def _moved(ranks: PipelineRanks, start: Sequence[range]) -> tuple[range, ...]:
+    sizes = [len(stage) for stage in start]
+    counts = ranks.counts(ranges(sizes))
+    seconds = [ranks.seconds(rank, ranks.held(rank, counts)) for rank in range(len(ranks.flights))]
+    if max(seconds) == inf:
+        return ()
+    for _ in range(MOVES):
+        slowest, squares = max(seconds), sum(one * one for one in seconds)
+        best = slowest, squares * BETTER
+        moved: tuple[list[int], list[float]] | None = None
+        for other in _moves(ranks, sizes, seconds.index(slowest)):
+            found = _seconds(ranks, other, counts, seconds)
+            value = max(found), sum(one * one for one in found)
+            if value[0] <= best[0] and value < best:
+                best, moved = value, (other, found)
+        if moved is None:
+            break
+        sizes, seconds = moved
+        counts = ranks.counts(ranges(sizes))
+    return ranges(sizes)
+
+
+def _moves(ranks: PipelineRanks, sizes: Sequence[int], slowest: int) -> Iterator[list[int]]:
+    """Sizes with a layer of one of a rank's stages given to another stage; those between them pass one on."""
+    for giver in ranks.flights[slowest].held:
+        if sizes[giver] == 1:
+            continue
+        for taker in range(len(sizes)):
+            if taker != giver:
+                other = list(sizes)
+                other[giver] -= 1
+                other[taker] += 1
+                yield other
+
+
+def _seconds(
+    ranks: PipelineRanks, sizes: Sequence[int], counts: Sequence[Counts], seconds: Sequence[float]
+) -> list[float]:
+    """Of every rank, by new sizes; `counts` and `seconds` are those before."""
+    now = ranks.counts(ranges(sizes))
+    changed = {stage for stage, (one, other) in enumerate(zip(now, counts, strict=True)) if one != other}
+    return [
+        ranks.seconds(rank, ranks.held(rank, now)) if changed.intersection(flight.held) else before
+        for rank, (flight, before) in enumerate(zip(ranks.flights, seconds, strict=True))
+    ]

@@ -1,1 +1,0 @@
-"""Tables of measured runs: read, predicted row by row, and compared with what was measured."""

@@ -1,0 +1,212 @@
+"""How true predictions are: errors against published rows, by source and by family of hardware and program.
+
+An error is predicted / measured - 1. Beside the model stands what it has to beat: one constant efficiency a source and
+device, fitted in hindsight to the very rows it is judged on.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from phalanx.cost.prediction import Prediction
+from phalanx.errors import JobError
+from phalanx.validation.row import Reading, read
+from phalanx.validation.table import Predict, memory_bytes, step_seconds
+
+
+@dataclass(frozen=True)
+class GradedRow:
+    """One row: what was measured and what is predicted."""
+
+    row_id: str
+    source: str
+    family: str
+    """Device and program."""
+    calibration: bool
+    """The model's constants were fitted to it, among others."""
+    measured_s: float | None
+    predicted_s: float
+    measured_bytes: float | None
+    predicted_bytes: float | None
+    oom: bool
+    """It ran out of memory."""
+    fits: bool
+    """It is predicted to fit, or nothing is said of it: where weights are frozen."""
+    group: Hashable
+    """What rows share whose layouts compete: model, machine, batch, number format, program."""
+    layout: str
+    ideal_s: float
+    """Seconds of its FLOPs, recomputation included, at the device's peak."""
+
+    @property
+    def time_error(self) -> float | None:
+        return None if self.measured_s is None else self.predicted_s / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        if self.measured_bytes is None or self.predicted_bytes is None:
+            return None
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of some rows."""
+
+    n: int
+    median: float
+    """Of the absolute errors."""
+    p90: float
+    bias: float
+    """Median of the signed errors."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Whether layouts come out in the order in which they were measured."""
+
+    groups: int
+    rows: int
+    tau: float
+    """Kendall's tau-b, the mean over groups weighted by their pairs."""
+    regret: float
+    """Measured time of the layout that is predicted fastest, over the best measured, minus 1: mean over groups."""
+    worst_regret: float
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Predicted to fit or not, against what happened."""
+
+    oom_said: int
+    """Ran out of memory, and was predicted to."""
+    oom_missed: tuple[str, ...]
+    """Rows that ran out of memory and were predicted to fit."""
+    ran_said: int
+    ran_refused: tuple[str, ...]
+    """Rows that ran and were predicted not to fit."""
+
+
+def outcomes(
+    rows: Iterable[Mapping[str, str]], predict: Predict, calibration: Collection[str] = ()
+) -> tuple[list[GradedRow], list[tuple[str, str]]]:
+    """Every row that can be expressed, and of the others the id and the reason."""
+    found: list[GradedRow] = []
+    refused: list[tuple[str, str]] = []
+    for number, row in enumerate(rows, 2):
+        row_id = row.get("row_id") or f"line {number}"
+        try:
+            reading = read(row)
+            found.append(_outcome(row_id, reading, predict(reading.spec), row_id in calibration))
+        except JobError as error:
+            refused.append((row_id, "; ".join(error.problems)))
+    return found, refused
+
+
+def _outcome(row_id: str, reading: Reading, prediction: Prediction, calibration: bool) -> GradedRow:
+    spec = reading.spec
+    return GradedRow(
+        row_id=row_id,
+        source=reading.source,
+        family=f"{spec.cluster.accelerator.name} {reading.framework}",
+        calibration=calibration,
+        measured_s=reading.measured_s,
+        predicted_s=step_seconds(reading, prediction),
+        measured_bytes=reading.measured_memory,
+        predicted_bytes=memory_bytes(reading, prediction),
+        oom=reading.oom,
+        fits=prediction.fits or reading.share < 1,
+        group=(spec.model, spec.cluster, spec.batch.global_batch, spec.products, reading.framework, reading.share),
+        layout=spec.layout.line(),
+        ideal_s=reading.share * prediction.hardware_flops / prediction.devices / prediction.peak_flops,
+    )
+
+
+def errors(values: Iterable[float | None]) -> Errors | None:
+    """Median, ninetieth of a hundred, and bias; None where there are none."""
+    signed = [value for value in values if value is not None]
+    if not signed:
+        return None
+    absolute = sorted(abs(value) for value in signed)
+    # Nearest rank: the least that ninety of a hundred do not exceed.
+    ninetieth = absolute[-(-9 * len(absolute) // 10) - 1]
+    return Errors(len(signed), statistics.median(absolute), ninetieth, statistics.median(signed))
+
+
+def by(found: Iterable[GradedRow], key: Callable[[GradedRow], str]) -> dict[str, list[GradedRow]]:
+    """Outcomes by what `key` says of them, in the order of names."""
+    groups: dict[str, list[GradedRow]] = defaultdict(list)
+    for outcome in found:
+        groups[key(outcome)].append(outcome)
+    return dict(sorted(groups.items()))
+
+
+def baseline(found: Sequence[GradedRow]) -> list[float]:
+    """Errors of one constant efficiency: the time at the peak times the factor with the least sum of absolute relative
+    errors, which is a weighted median."""
+    ratios = [outcome.ideal_s / outcome.measured_s for outcome in found if outcome.measured_s]
+    if not ratios:
+        return []
+    ordered = sorted(ratios, reverse=True)
+    half, total = sum(ordered) / 2, 0.0
+    for ratio in ordered:
+        total += ratio
+        if total >= half:
+            return [other / ratio - 1 for other in ratios]
+    raise AssertionError("the whole is at least its half")
+
+
+def ranking(found: Iterable[GradedRow]) -> Ranking | None:
+    """Over all groups of at least three layouts; None where there are none."""
+    taus, regrets, rows = list[tuple[float, int]](), list[float](), 0
+    for layouts in _competing(found):
+        measured, predicted = [m for m, _ in layouts], [p for _, p in layouts]
+        tau = kendall(measured, predicted)
+        pairs = len(layouts) * (len(layouts) - 1) // 2
+        if tau is not None:
+            taus.append((tau, pairs))
+        regrets.append(min(layouts, key=lambda one: one[1])[0] / min(measured) - 1)
+        rows += len(layouts)
+    if not regrets or not taus:
+        return None
+    mean = sum(tau * pairs for tau, pairs in taus) / sum(pairs for _, pairs in taus)
+    return Ranking(len(regrets), rows, mean, statistics.mean(regrets), max(regrets))
+
+
+def _competing(found: Iterable[GradedRow]) -> Iterator[list[tuple[float, float]]]:
+    """Measured and predicted seconds of each layout of a group; of runs of one layout the mean."""
+    groups: dict[Hashable, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for outcome in found:
+        if outcome.measured_s is not None:
+            groups[outcome.source, outcome.group][outcome.layout].append((outcome.measured_s, outcome.predicted_s))
+    for layouts in groups.values():
+        if len(layouts) >= 3:
+            yield [(statistics.mean(m for m, _ in runs), runs[0][1]) for runs in layouts.values()]
+
+
+def kendall(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Kendall's tau-b of two orders of the same things; None where one of them is no order."""
+    agree = one = other = 0
+    for (a, b), (c, d) in combinations(zip(first, second, strict=True), 2):
+        x, y = (a > c) - (a < c), (b > d) - (b < d)
+        agree += x * y
+        one += x != 0
+        other += y != 0
+    return agree / (one * other) ** 0.5 if one and other else None
+
+
+def verdicts(found: Iterable[GradedRow]) -> Verdicts:
+    """Of rows that ran out of memory, and of those whose time or memory was measured."""
+    said, missed, ran, refused = 0, list[str](), 0, list[str]()
+    for outcome in found:
+        if outcome.oom:
+            said += not outcome.fits
+            missed += [outcome.row_id] * outcome.fits
+        elif outcome.measured_s is not None or outcome.measured_bytes is not None:
+            ran += outcome.fits
+            refused += [outcome.row_id] * (not outcome.fits)
+    return Verdicts(said, tuple(missed), ran, tuple(refused))

@@ -1,0 +1,109 @@
+"""The report on accuracy as tables: text for people, numbers for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.validation.accuracy import Errors, GradedRow, baseline, by, errors, ranking, verdicts
+
+Table = list[tuple[str, ...]]
+
+HEAD = (
+    *("", "rows", "time median", "p90", "bias", "constant: median", "p90", "memory rows", "median", "p90", "bias"),
+    *("groups", "tau", "regret", "worst"),
+)
+
+
+def judged(found: Sequence[GradedRow]) -> list[GradedRow]:
+    """Those that no constant was fitted to."""
+    return [outcome for outcome in found if not outcome.calibration]
+
+
+def table(found: Sequence[GradedRow], key: Callable[[GradedRow], str]) -> Table:
+    """A line for each group of outcomes and one for all; rows of the calibration are left out of the errors, but rank
+    among the layouts of their groups."""
+    lines: Table = [HEAD]
+    for name, group in by(found, key).items():
+        lines.append(_line(name, group))
+    lines.append(_line("all", found))
+    return lines
+
+
+def calibrated(found: Sequence[GradedRow]) -> Table:
+    """The rows of the calibration, by family: what is left of their errors after the fit."""
+    lines: Table = [("family", "rows", "time median", "p90", "bias")]
+    for name, group in by([one for one in found if one.calibration], lambda one: one.family).items():
+        lines.append((name, str(len(group)), *_percents(errors(one.time_error for one in group))))
+    return lines
+
+
+def confusion(found: Sequence[GradedRow]) -> Table:
+    """Verdicts on memory against what happened."""
+    said = verdicts(found)
+    return [
+        ("", "predicted to fit", "predicted not to fit"),
+        ("ran", str(said.ran_said), str(len(said.ran_refused))),
+        ("out of memory", str(len(said.oom_missed)), str(said.oom_said)),
+    ]
+
+
+def as_dict(found: Sequence[GradedRow], refused: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Everything for machines; the rows themselves stay where they are."""
+    return {
+        "rows": len(found) + len(refused),
+        "refused": dict(refused),
+        "sources": {name: _figures(group) for name, group in by(found, lambda one: one.source).items()},
+        "families": {name: _figures(group) for name, group in by(found, lambda one: one.family).items()},
+        "memory_verdicts": asdict(verdicts(found)),
+        "calibration": [one.row_id for one in found if one.calibration],
+    }
+
+
+def markdown(lines: Table) -> str:
+    """A table's lines, the first one its head."""
+    head, *rows = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([head, "|---" * len(lines[0]) + "|", *rows])
+
+
+def _figures(group: Sequence[GradedRow]) -> dict[str, Any]:
+    tested = judged(group)
+    found = {
+        "time": errors(one.time_error for one in tested),
+        "constant_efficiency": errors(_constants(tested)),
+        "memory": errors(one.memory_error for one in tested),
+        "ranking": ranking(group),
+    }
+    return {name: asdict(value) for name, value in found.items() if value}
+
+
+def _constants(group: Sequence[GradedRow]) -> list[float]:
+    """Errors of one constant efficiency for each source and device."""
+    parts = by(group, lambda one: f"{one.source} {one.family.split()[0]}").values()
+    return [error for part in parts for error in baseline(part)]
+
+
+def _line(name: str, group: Sequence[GradedRow]) -> tuple[str, ...]:
+    tested = judged(group)
+    times, memory, ranks = (
+        errors(one.time_error for one in tested),
+        errors(one.memory_error for one in tested),
+        ranking(group),
+    )
+    constant = _percents(errors(_constants(tested)))[:2]
+    order = ("", "", "", "")
+    if ranks:
+        regrets = f"{100 * ranks.regret:.1f} %", f"{100 * ranks.worst_regret:.1f} %"
+        order = (str(ranks.groups), f"{ranks.tau:.2f}", *regrets)
+    return (name, _count(times), *_percents(times), *constant, _count(memory), *_percents(memory), *order)
+
+
+def _count(found: Errors | None) -> str:
+    return str(found.n) if found else ""
+
+
+def _percents(found: Errors | None) -> tuple[str, str, str]:
+    if found is None:
+        return "", "", ""
+    return f"{100 * found.median:.1f} %", f"{100 * found.p90:.1f} %", f"{100 * found.bias:+.1f} %"

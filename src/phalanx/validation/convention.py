@@ -1,0 +1,96 @@
+"""What published TFLOP/s and MFU count: every source in its own way.
+
+full              model FLOPs, attention as if there were no mask: PaLM (Chowdhery et al. 2022, appendix B), MaxText
+                  before its change 1988, Korthikanti et al. 2022, Megatron-LM until 2025, dgxc-benchmarking
+causal            model FLOPs, half of the attention: Megatron-LM and NeMo since 2025, Llama 3
+parameters        6 N + 12 layers × width × tokens of a sequence, with N all parameters, the embedding too:
+                  llm-foundry (whose heads are tied), torchtitan in 2024
+hardware          with full recomputation, so that blocks run their forward pass twice: Narayanan et al. 2021, equation
+                  3, 96 B s l h² (1 + s/6h + V/16lh) for the GPT kind; bigscience after its correction
+hardware_matrices the matrices of the blocks alone of it, 96 B s l h²: bigscience before
+hardware_eight    8 N, N as printed: bigscience's one-liners
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.blocks.flops import (
+    attention_flops_per_token,
+    block_flops_per_token,
+    head_flops_per_token,
+    matrix_flops_per_token,
+    train_flops_per_step,
+)
+from phalanx.blocks.parameters import count_active
+from phalanx.config.cluster import Accelerator
+from phalanx.config.model import ModelConfig
+from phalanx.cost.spec import Products
+
+Counts = Literal["full", "causal", "parameters", "hardware", "hardware_matrices", "hardware_eight"]
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a source counts FLOPs, and what it divides them by."""
+
+    tflops: Counts = "full"
+    """What its TFLOP/s count."""
+    mfu: Counts = "full"
+    """What its MFU counts."""
+    narrow_peak: bool = False
+    """MFU of 8-bit and 4-bit runs is against the peak of these formats, not against that of bfloat16."""
+    peaks: tuple[tuple[str, float], ...] = ()
+    """Peaks that it uses in place of the data sheets': 16 bits in TFLOP/s by device name, the narrower twice that."""
+
+
+SOURCES: tuple[tuple[str, Convention], ...] = (
+    ("under-reporting", Convention("hardware_matrices")),
+    ("chronicles", Convention("hardware")),
+    ("tr3m", Convention("hardware_eight")),
+    ("tr8-104b", Convention("hardware_eight")),
+    ("bigscience", Convention("hardware")),
+    ("narayanan", Convention("hardware")),
+    ("2104.04473", Convention("hardware")),
+    ("llm-foundry", Convention("parameters", "parameters", narrow_peak=True)),
+    ("torchtitan", Convention("parameters", "parameters")),
+    (r"dgxc.*\(2025-(0[7-9]|1)|dgxc.*\(202[6-9]", Convention("causal", "causal", narrow_peak=True)),
+    ("dgxc", Convention("causal", "full", narrow_peak=True, peaks=(("gb200", 2450),))),
+    ("megatron-bridge", Convention("causal", "causal")),
+    ("modelzoo", Convention("causal", "causal")),
+    ("2407.21783", Convention("causal", "causal")),
+    ("nemo", Convention("causal", "causal")),
+)
+"""By a pattern of the source or of its notes; the first that is there."""
+
+
+def convention_of(told: str) -> Convention:
+    """The convention of a source; `told` is its name and notes in small letters. Model FLOPs with full attention where
+    nothing is known."""
+    return next((convention for pattern, convention in SOURCES if re.search(pattern, told)), Convention())
+
+
+def flops_per_step(counts: Counts, model: ModelConfig, sequences: int, parameters: float = 0.0) -> float:
+    """FLOPs of a step of `sequences` sequences, on all devices together. `parameters`: as printed; 0 counts them."""
+    tokens = sequences * model.seq_len
+    layers = range(model.n_layers)
+    if counts in ("full", "causal"):
+        return train_flops_per_step(model, sequences, attention=counts)
+    if counts == "parameters":
+        attention = 3 * model.n_layers * attention_flops_per_token(model)
+        return tokens * (6 * count_active(model) + attention)
+    if counts == "hardware":
+        return tokens * (4 * sum(block_flops_per_token(model, i) for i in layers) + 3 * head_flops_per_token(model))
+    if counts == "hardware_matrices":
+        return tokens * 4 * sum(matrix_flops_per_token(model, i) for i in layers)
+    return tokens * 8 * (parameters or count_active(model))
+
+
+def peak_tflops(convention: Convention, device: Accelerator, products: Products) -> float:
+    """The peak that the source's MFU is against, in TFLOP/s."""
+    sixteen = dict(convention.peaks).get(device.name) or device.bf16_tflops or device.fp16_tflops
+    if products in ("fp8", "fp4") and convention.narrow_peak:
+        return 2 * sixteen
+    return sixteen

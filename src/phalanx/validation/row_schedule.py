@@ -1,0 +1,98 @@
+"""The pipeline of a table's row: its schedule by the names that papers use, and how many layers each stage has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.schedule import catalogue
+from phalanx.validation.row_cells import Cells
+
+MLPERF_CHUNKS = {96: 6, 126: 8}
+"""Stages a rank of MLPerf's large models, GPT-3 and Llama 3.1 405B, by their layers."""
+
+
+def scheduled(cells: Cells, model: ModelConfig, program: str, layout: Layout) -> Layout:
+    """The schedule and, where the program deals layers out evenly, the cut."""
+    if layout.pp == 1:
+        return layout
+    chunks = _chunks(cells, model, layout)
+    name = _name(cells, chunks)
+    if not name:
+        return layout
+    if name == "interleaved_1f1b" and chunks < 2:
+        chunks = min(4 if "2407.21783" in cells.told else 2, model.n_layers // layout.pp)
+        cells.assume(f"vpp blank: {chunks}")
+    least, most = catalogue.SCHEDULES[name].chunks
+    chunks = min(max(chunks, least), most)
+    totals = _totals(model.n_layers, layout.pp, program)
+    if name == "interleaved_1f1b":
+        if chunks > min(totals):
+            cells.assume(f"vpp {chunks} with stages without layers: {min(totals)}")
+        chunks = min(chunks, *totals)
+        name = name if chunks > 1 else "1f1b"
+    if name not in ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"):
+        return replace(layout, schedule=name, pp_chunks=chunks if most > 1 else 0)
+    cut = "+".join(map(str, _cut(totals, chunks)))
+    return replace(layout, schedule=name, pp_chunks=chunks if chunks > 1 else 0, pp_cut=cut)
+
+
+def _name(cells: Cells, chunks: int) -> str:
+    """The schedule's own name; empty with a problem told where it is unknown."""
+    text = re.sub(r"\(.*\)", "", cells.text("schedule").lower()).strip()
+    if text in ("", "1f1b"):
+        return "interleaved_1f1b" if chunks > 1 else "1f1b"
+    if "interleaved" in text or text == "1f1b-i":
+        return "interleaved_1f1b"
+    found = text if text in catalogue.SCHEDULES else catalogue.likely(re.sub("[^a-z0-9_]", "", text))
+    if found is None:
+        cells.problem(f"schedule: {text!r} is unknown; known: {', '.join(catalogue.SCHEDULES)}")
+    return found or ""
+
+
+def _chunks(cells: Cells, model: ModelConfig, layout: Layout) -> int:
+    text = cells.text("vpp").lower()
+    if text.startswith("max"):
+        return max(1, -(-model.n_layers // layout.pp))
+    if not text and re.search("(vpp|layouts?) not given", cells.told) and (fits := _fitting(model, layout)):
+        cells.assume(f"vpp blank: {fits}, for a bubble of at most 5 %")
+        return fits
+    if not text and "mlperf" in cells.told and (chunks := MLPERF_CHUNKS.get(model.n_layers, 0)):
+        cells.assume(f"vpp blank: {chunks}")
+        return chunks
+    return cells.whole("vpp", 1)
+
+
+def _fitting(model: ModelConfig, layout: Layout) -> int:
+    """The least chunks of whole layers with which a pipeline stands still for at most 5 % of its work; 0 if none."""
+    each = model.n_layers // layout.pp
+    legal = [n for n in range(1, each + 1) if model.n_layers % layout.pp == 0 and each % n == 0]
+    return next((n for n in legal if (layout.pp - 1) <= 0.05 * layout.accumulation * n), max(legal, default=0))
+
+
+def _totals(layers: int, pp: int, program: str) -> list[int]:
+    """Layers of each rank: equal parts; where the embedding and the head take a layer's place each, one less on the
+    first and the last rank; else as DeepSpeed deals them out, the last rank getting what is left."""
+    if layers % pp == 0:
+        return [layers // pp] * pp
+    if (layers + 2) % pp == 0 and layers + 2 > pp:
+        each = (layers + 2) // pp
+        return [each - 1, *[each] * (pp - 2), each - 1]
+    each = -(-layers // pp)
+    left = layers - each * (pp - 1)
+    if program == "megatron-deepspeed" and left > 0:
+        return [*[each] * (pp - 1), left]
+    return [(layers + pp - 1 - rank) // pp for rank in range(pp)]
+
+
+def _cut(totals: list[int], chunks: int) -> list[int]:
+    """Layers of every stage, chunk after chunk. What does not divide goes to a rank's later chunks, of which fewer
+    micro-batches are in flight; the last rank's lack is in its last chunk, beside the head."""
+    sizes = list[int]()
+    for chunk in range(chunks):
+        for rank, total in enumerate(totals):
+            place = chunk if rank == len(totals) - 1 else chunks - 1 - chunk
+            sizes.append(total // chunks + (place < total % chunks))
+    return sizes

@@ -1,0 +1,223 @@
+"""`phalanx predict --table IN.csv --out OUT.csv`: a prediction beside every row of a table of configurations.
+
+Rows are read and written one at a time, so that a table may be larger than memory. The input's columns come out as they
+went in, byte for byte, those that mean nothing here as well; what is written beside them never begins with a character
+that a spreadsheet would take for a formula.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from phalanx.cost import predict as whole
+from phalanx.cost.prediction import Prediction
+from phalanx.cost.spec import StepSpec
+from phalanx.errors import JobError
+from phalanx.validation.row import Reading, read
+from phalanx.validation.row_cells import COLUMNS
+
+ADDED = (
+    *("pred_step_time_s", "pred_tflops_per_gpu", "pred_mfu_pct", "pred_tokens_per_s_per_gpu", "pred_peak_mem_gb"),
+    *("pred_fits", "pred_note"),
+)
+Predict = Callable[[StepSpec], Prediction]
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+_LONGEST_CELL = 2**24
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+@dataclass
+class Summary:
+    """What became of a table's rows."""
+
+    rows: int = 0
+    predicted: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """Rows without a prediction, by the field at fault."""
+    missing: tuple[str, ...] = ()
+    """Columns that the table does not have."""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {**vars(self), "refused": dict(self.refused), "missing": list(self.missing)}
+
+    def __str__(self) -> str:
+        lines = [f"{self.predicted} of {self.rows} rows predicted in {self.seconds:.1f} s"]
+        lines += [f"  {count} refused for {reason}" for reason, count in self.refused.most_common()]
+        if self.missing:
+            lines.append(f"columns that are not there: {', '.join(self.missing)}")
+        return "\n".join(lines)
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """A Progress that shows nothing."""
+
+
+def run(
+    source: str,
+    out: str,
+    *,
+    as_json: bool = False,
+    progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(silent),
+) -> int:
+    """The verb: predict `source` row by row into `out` (standard output if empty), and say what became of it on
+    standard error, or as JSON on standard output. `progress` is shown while it goes on. Returns the exit code. Raises
+    JobError where there is no such table."""
+    if as_json and not out:
+        raise JobError("--json prints one document and nothing else: name a file for the table, such as --out OUT.csv")
+    with _opened(source) as file, progress() as shown, _written(out) as target:
+        summary = write(file, target, whole.predict, shown)
+    print(json.dumps(summary.as_dict(), indent=1) if as_json else summary, file=sys.stdout if as_json else sys.stderr)
+    return 0
+
+
+def write(file: BinaryIO, target: TextIO, predict: Predict, progress: Progress = silent) -> Summary:
+    """Copy the table in `file` to `target` with ADDED's columns. Raises JobError where it is no table."""
+    size = file.seek(0, os.SEEK_END) if file.seekable() else 0
+    if size:
+        file.seek(0)
+    # Bytes that are no UTF-8 are carried through as they are.
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    csv.field_size_limit(_LONGEST_CELL)
+    began = time.monotonic()
+    rows = _rows(text)
+    header = next(rows, [])
+    names = [name.strip().lower() for name in header]
+    kept = [place for place, name in enumerate(names) if name not in ADDED]
+    if not set(names) & set(COLUMNS):
+        raise JobError(f"the table's first line names no column that is known (known: {', '.join(COLUMNS)})")
+    summary = Summary(missing=tuple(name for name in COLUMNS if name not in names))
+    writer = csv.writer(target, lineterminator="\n")
+    writer.writerow([*(header[place] for place in kept), *ADDED])
+    shown = -1
+    for cells in rows:
+        row = dict(zip(names, [*cells, *[""] * (len(names) - len(cells))], strict=False))
+        added = _predicted(row, len(cells) - len(names), predict, summary)
+        padded = [*cells, *[""] * (len(names) - len(cells))]
+        writer.writerow([*(padded[place] for place in kept), *added])
+        if size and (percent := 100 * file.tell() // size) > shown:
+            shown = percent
+            progress("predicting", percent, 100)
+    summary.seconds = time.monotonic() - began
+    text.detach()
+    return summary
+
+
+def _predicted(row: dict[str, str], surplus: int, predict: Predict, summary: Summary) -> list[str]:
+    """What is added to one row. A row that cannot be expressed gets the reason."""
+    summary.rows += 1
+    try:
+        if surplus > 0:
+            raise JobError(f"row: {surplus} cells more than the first line has columns; is a text not in quotes?")
+        reading = read(row)
+        added = answer(reading, predict(reading.spec))
+    except JobError as error:
+        summary.refused[error.problems[0].split(":")[0]] += 1
+        return [*[""] * (len(ADDED) - 1), _harmless("; ".join(error.problems))]
+    summary.predicted += 1
+    return added
+
+
+def answer(reading: Reading, prediction: Prediction) -> list[str]:
+    """The values of ADDED: every figure as the row's source counts it."""
+    seconds = step_seconds(reading, prediction)
+    memory = memory_bytes(reading, prediction)
+    unit = "GiB" if reading.memory_unit == 2**30 else "GB"
+    said = () if memory is None else (f"memory: {reading.memory_means}, {unit}",)
+    return [
+        f"{seconds:.6g}",
+        f"{reading.tflops(seconds):.5g}",
+        f"{reading.mfu_pct(seconds):.4g}",
+        f"{reading.tokens_per_s(seconds):.6g}",
+        "" if memory is None else f"{memory / reading.memory_unit:.4g}",
+        "" if memory is None else str(prediction.fits).lower(),
+        _harmless("; ".join([*said, *reading.assumptions])),
+    ]
+
+
+def step_seconds(reading: Reading, prediction: Prediction) -> float:
+    """Seconds of what the row measures."""
+    return prediction.step_time_s * reading.share
+
+
+def memory_bytes(reading: Reading, prediction: Prediction) -> float | None:
+    """Bytes of the fullest device in the meaning of the row's source; None where the row is not a whole step."""
+    if reading.share < 1:
+        return None
+    if reading.memory_means == "allocated":
+        return max(rank.allocated for rank in prediction.memory)
+    if reading.memory_means == "reserved":
+        return max(rank.held for rank in prediction.memory)
+    return max(rank.peak for rank in prediction.memory)
+
+
+def _harmless(text: str) -> str:
+    """One line that no spreadsheet takes for a formula."""
+    line = " ".join(text.split())
+    return f"'{line}" if line.startswith(_FORMULA) else line
+
+
+def _rows(text: Iterable[str]) -> Iterator[Sequence[str]]:
+    """The table's rows without empty lines. Raises JobError with the line where it is no CSV."""
+    reader = csv.reader(text)
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise JobError(f"line {reader.line_num} of the table is no CSV: {error}") from None
+        if row is None:
+            return
+        if row:
+            yield row
+
+
+@contextlib.contextmanager
+def _opened(source: str) -> Iterator[BinaryIO]:
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(source, "rb"))
+        except OSError as error:
+            raise JobError(f"table: {source!r} cannot be read: {error.strerror}") from None
+        yield file
+
+
+@contextlib.contextmanager
+def _written(out: str) -> Iterator[TextIO]:
+    """Standard output, or a file that is there only once it is whole: it may be the table itself."""
+    if not out:
+        yield sys.stdout
+        return
+    folder = Path(out).resolve().parent
+    try:
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".table-")
+    except OSError as error:
+        raise JobError(f"out: {out!r} cannot be written: {error.strerror}") from None
+    try:
+        with open(handle, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            yield file
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, out)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

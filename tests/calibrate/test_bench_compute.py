@@ -1,0 +1,72 @@
+"""One device is measured, looked up and fitted."""
+
+import pytest
+import torch
+
+from phalanx.calibrate import compute, shapes
+from phalanx.calibrate.shapes import Shape
+from phalanx.cost.fit import UNCACHED
+from phalanx.data.progress import silent
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Shapes that take no time."""
+    monkeypatch.setattr(shapes, "products", lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128, 256)])
+    monkeypatch.setattr(shapes, "lengths", lambda unit, quick: [64])
+    monkeypatch.setattr(shapes, "streams", lambda quick: [2**10, 2**24])
+    monkeypatch.setattr(compute, "LONG_S", {True: 0.001})
+
+
+def measure(ranks, precision="fp32"):
+    return compute.measure(CPU, precision, 2, True, 1.0, silent)
+
+
+def test_a_device_is_measured_and_fitted(few):
+    shown = []
+    measured = compute.measure(CPU, "fp32", 1, True, 1.0, lambda *state: shown.append(state))
+    assert len(measured.products) == 3
+    assert [a.backward for a in measured.attentions] == [False, True]
+    assert max(s.moved for s in measured.streams) >= UNCACHED
+    assert shown[-1][1] == shown[-1][2] == len(shown)
+    device, rows = measured.fit()
+    assert device.fp32_tflops > 0
+    assert device.bandwidth_gbs > 0
+    assert device.launch_us > 0
+    assert 0 < device.sustained <= 1
+    assert (device.cores, device.ceiling) == (1, 1.0)
+    assert device.memory_gib > 0.1
+    assert device.host_us > 0
+    assert (measured.sharing.processes, measured.sharing.alone_products) == (1, 1.0)
+    assert len(rows) == 3 + 2 + len(measured.streams)
+
+
+def test_16_bits_are_measured_as_such(few):
+    device, _ = measure(None, "bf16").fit()
+    assert (device.bf16_tflops > 0, device.fp32_tflops) == (True, 0)
+
+
+def measure_few(ranks):
+    """The same in a rank, where the fixture does not reach."""
+    before = shapes.products, shapes.lengths, shapes.streams, compute.LONG_S
+    shapes.products = lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128)]
+    shapes.lengths, shapes.streams, compute.LONG_S = lambda unit, quick: [], lambda quick: [2**24], {True: 0.001}
+    try:
+        return measure(ranks)
+    finally:
+        shapes.products, shapes.lengths, shapes.streams, compute.LONG_S = before
+
+
+def test_ranks_that_measure_together_agree(ranks):
+    one, other = ranks(measure_few, 2)
+    assert one == other
+    assert (one.sharing.processes, one.sharing.alone_products > 0, one.sharing.alone_streams > 0) == (2, True, True)
+    shared = one.shared(one.fit()[0])
+    assert 0 < shared.alone_products <= one.sharing.alone_products
+    assert shared.alone_streams / one.sharing.alone_streams == pytest.approx(
+        shared.alone_products / one.sharing.alone_products
+    )
+    assert all(seconds > 0 for seconds in one.middling)
+    assert one.base.memory_gib == pytest.approx(compute.look_up(CPU, 1).memory_gib / 2, rel=1e-6)

@@ -1,0 +1,301 @@
+"""What is refused of a layout, with the equation and the nearest legal choice."""
+
+import re
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.check.job import problems_of, untrainable
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.train import Train
+from phalanx.partition.sequence import places
+
+MODEL = ModelConfig(n_layers=4, d_model=96, n_heads=12, n_kv_heads=4, d_ff=96, seq_len=48)
+EXPERTS = replace(MODEL, moe=MoE(n_experts=8, d_ff=32))
+
+
+def problems(model: ModelConfig = MODEL, train: Train | None = None, **layout) -> list[str]:
+    job = Job(model=model, layout=Layout(**layout), train=train or Train(global_batch=96))
+    return [f"{path}: {message}" for path, message in problems_of(job)]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        (
+            MODEL,
+            {"cp": 4, "cp_ulysses": 3},
+            "layout.cp_ulysses: cp 4 / cp_ulysses 3 is not whole; nearest cp_ulysses: 1, 2, 4",
+        ),
+        (
+            MODEL,
+            {"cp": 2, "cp_ulysses": 4},
+            "layout.cp_ulysses: cp 2 / cp_ulysses 4 is not whole; nearest cp_ulysses: 1, 2",
+        ),
+        (
+            MODEL,
+            {"cp": 8, "cp_ulysses": 8},
+            "layout.cp_ulysses: n_heads 12 / (tp 1 × cp_ulysses 8) is not whole; nearest cp_ulysses: 1, 2, 4",
+        ),
+        (
+            MODEL,
+            {"cp": 24, "cp_ulysses": 24},
+            "layout.cp_ulysses: n_heads 12 / (tp 1 × cp_ulysses 24) is not whole; nearest cp_ulysses: 2, 4, 12",
+        ),
+        (
+            MODEL,
+            {"cp": 4, "cp_ulysses": 4, "tp": 4},
+            "layout.cp_ulysses: n_heads 12 / (tp 4 × cp_ulysses 4) is not whole; nearest cp_ulysses: 1",
+        ),
+        (
+            MODEL,
+            {"cp": 6, "cp_ulysses": 6},
+            "layout.cp_ulysses: n_kv_heads 4, 4 on each of tp 1, neither divide by cp_ulysses 6 nor divide it; nearest "
+            "cp_ulysses: 1, 2",
+        ),
+        (
+            MODEL,
+            {"cp": 3, "cp_ulysses": 3, "tp": 2},
+            "layout.cp_ulysses: n_kv_heads 4, 2 on each of tp 2, neither divide by cp_ulysses 3 nor divide it; nearest "
+            "cp_ulysses: 1",
+        ),
+    ],
+)
+def test_heads_are_exchanged_in_equal_parts(model, layout, message):
+    assert problems(model, **layout) == [message]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"cp": 4, "cp_ulysses": 4},
+        {"cp": 4, "cp_ulysses": 2},
+        {"cp": 12, "cp_ulysses": 12},
+        {"cp": 6, "cp_ulysses": 2, "cp_inner": "ring"},
+        {"cp": 3, "cp_ulysses": 3, "tp": 4},
+        {"cp": 8, "tp": 2, "sp": True},
+        {"cp": 4, "dp_shard": 2, "ep": 1, "recompute": "full"},
+    ],
+)
+def test_context_parallel_layouts_that_go_together_are_legal_and_trained(layout):
+    assert problems(**layout) == []
+    assert untrainable(Job(model=MODEL, layout=Layout(**layout))) == []
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "layout", "message"),
+    [
+        (48, {"cp": 5}, "layout.cp: seq_len 48 / cp 5 is not whole; nearest cp: 3, 4, 6"),
+        (48, {"cp": 10**9}, "layout.cp: seq_len 48 / cp 1000000000 is not whole; nearest cp: 8, 12, 24"),
+        (
+            48,
+            {"cp": 16},
+            "layout.cp: seq_len 48 / (2 × ring 16) is not whole, and each of the ring's groups has a chunk from either "
+            "end; nearest cp: 8, 12, 24",
+        ),
+        (
+            6,
+            {"cp": 6, "cp_ulysses": 3},
+            "layout.cp: seq_len 6 / (2 × ring 2) is not whole, and each of the ring's groups has a chunk from either "
+            "end; nearest cp: 3",
+        ),
+        (
+            3,
+            {"cp": 4, "cp_ulysses": 2},
+            "layout.cp: seq_len 3 / cp 4 is not whole; nearest cp: 1 (and cp_ulysses the same)",
+        ),
+        (
+            32,
+            {"cp": 3, "cp_ulysses": 3},
+            "layout.cp: seq_len 32 / cp 3 is not whole; nearest cp: 1, 2, 4 (and cp_ulysses the same)",
+        ),
+        (
+            48,
+            {"cp": 8, "tp": 4, "sp": True},
+            "layout.cp: seq_len 48 / (cp 8 × tp 4 (sp)) is not whole; nearest cp: 4, 6, 12, or sp=false",
+        ),
+        (
+            48,
+            {"cp": 4, "pp": 2, "schedule": "terapipe", "pp_slices": 8},
+            "layout.cp: a slice of 6 tokens (seq_len 48 / 8) / cp 4 is not whole; nearest cp: 1, 3",
+        ),
+        (
+            48,
+            {"cp": 2, "pp": 2, "schedule": "terapipe", "pp_slices": 8},
+            "layout.cp: a slice of 6 tokens (seq_len 48 / 8) / (2 × ring 2) is not whole, and each of the ring's "
+            "groups has a chunk from either end; nearest cp: 1, 3",
+        ),
+    ],
+)
+def test_context_parallel_ranks_hold_equal_parts_of_a_sequence(seq_len, layout, message):
+    assert problems(replace(MODEL, n_kv_heads=0, seq_len=seq_len), **layout) == [message]
+
+
+def test_a_sequence_that_cp_does_not_cut_is_told_once_however_many_slices():
+    (found,) = problems(cp=5, pp=2, schedule="terapipe", pp_slices=4)
+    assert found.startswith("layout.cp: seq_len 48 / cp 5 is not whole")
+    assert problems(cp=2, pp=2, schedule="terapipe", pp_slices=4) == []
+
+
+@given(
+    seq_len=st.integers(1, 96),
+    cp=st.integers(1, 12),
+    ulysses=st.integers(1, 12),
+    tp=st.sampled_from([1, 2, 4]),
+    sp=st.booleans(),
+)
+def test_what_is_legal_deals_out_equal_parts_and_the_nearest_choice_is_legal(seq_len, cp, ulysses, tp, sp):
+    model = replace(MODEL, seq_len=seq_len)
+    layout = Layout(cp=cp, cp_ulysses=ulysses, tp=tp, sp=sp)
+    found = problems(model, **asdict(layout))
+    if not found:
+        parts = [sum(map(len, places(layout, seq_len, rank))) for rank in range(cp)]
+        assert parts == [seq_len // cp] * cp
+        assert not sp or seq_len // cp % tp == 0
+        assert MODEL.n_heads % (tp * ulysses) == 0
+    elif len(found) == 1 and found[0].startswith("layout.cp"):
+        field = found[0].split(":")[0].removeprefix("layout.")
+        [choices] = re.findall(rf"nearest {field}: ([0-9, ]+)", found[0])
+        for choice in map(int, choices.rstrip(", ").split(", ")):
+            legal = replace(layout, **{field: choice})
+            if "the same" in found[0]:
+                legal = replace(legal, cp_ulysses=choice)
+            # Another number of ranks that exchange heads makes another ring, whose chunks are told of in their turn.
+            told = [problem for problem in problems(model, **asdict(legal)) if problem.startswith(f"layout.{field}:")]
+            assert told == []
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "messages"),
+    [
+        (
+            MODEL,
+            {"dp_shard": 2, "ep": 2},
+            [
+                "layout.ep: ep 2 deals out experts, the model has none (n_experts 0); nearest legal: ep=1, or a model "
+                "with experts"
+            ],
+        ),
+        (
+            EXPERTS,
+            {"dp_shard": 6, "ep": 6},
+            ["layout.ep: n_experts 8 / ep 6 is not whole; nearest ep: 1, 2"],
+        ),
+        (
+            EXPERTS,
+            {"dp_shard": 2, "cp": 2, "ep": 8},
+            [
+                "layout.ep: ep is taken from dp_shard 2 × cp 2 = 4, which ep 8 does not divide; nearest ep: 1, 2, 4",
+            ],
+        ),
+        (
+            EXPERTS,
+            {"tp": 3},
+            [
+                "layout.tp: an expert's width 32 / tp 3 is not whole; nearest tp: 1, 2, 4",
+                "layout.tp: tp 3 neither divides the n_kv_heads 4 nor is a multiple of them; nearest tp: 1, 2, 4",
+            ],
+        ),
+        (
+            EXPERTS,
+            {"dp_shard": 2, "tiles": 2},
+            [
+                "layout.tiles: tiles 2 are of dense MLPs, the model has n_experts 8; nearest legal: tiles=1, or "
+                "n_experts 0"
+            ],
+        ),
+    ],
+)
+def test_experts_are_dealt_out_in_equal_parts(model, layout, messages):
+    assert problems(model, **layout) == messages
+
+
+@pytest.mark.parametrize("values", [{"dp_replicate": 2, "zero": 2}, {"pp": 2}, {"tp": 2}], ids=str)
+def test_gradients_are_sharded_among_ranks(values):
+    assert problems(**values, accumulate="sharded") == [
+        "layout.accumulate: dp_shard 1 × cp 1 = 1 rank, which has nobody to shard gradients with; nearest legal: "
+        "accumulate=local, or dp_shard=2"
+    ]
+    assert problems(**values, accumulate="local") == []
+    assert problems(**values, dp_shard=2, accumulate="sharded") == []
+    assert problems(**values, cp=2, accumulate="sharded") == []
+
+
+def test_experts_that_are_dealt_out_are_legal():
+    assert problems(EXPERTS, dp_shard=2, cp=2, ep=4, tp=2) == []
+    odd = replace(EXPERTS, d_ff=97)
+    assert problems(odd, tp=2) == [], "no layer has a dense MLP"
+    (found,) = problems(replace(odd, moe=replace(odd.moe, n_dense_layers=1)), tp=2)
+    assert found == "layout.tp: MLP width 97 / tp 2 is not whole; nearest tp: 1, 97"
+
+
+def test_what_counts_tokens_of_whole_sequences_does_not_go_with_slices():
+    sliced = {"pp": 2, "schedule": "terapipe", "pp_slices": 4}
+    assert problems(replace(EXPERTS, moe=replace(EXPERTS.moe, aux_loss=0.0, capacity=0.0)), **sliced) == []
+    counting = replace(EXPERTS, moe=replace(EXPERTS.moe, aux_loss=0.01, capacity=1.25))
+    assert problems(counting, **sliced) == [
+        "model.moe.aux_loss: aux_loss 0.01 counts the tokens of whole sequences, slices 4 cut them; nearest legal: "
+        "aux_loss=0, or a schedule without slices, such as 1f1b",
+        "model.moe.capacity: capacity 1.25 counts the tokens of whole sequences, slices 4 cut them; nearest legal: "
+        "capacity=0, or a schedule without slices, such as 1f1b",
+    ]
+    assert problems(counting, pp=2) == []
+
+
+def test_what_the_compiler_does_not_see_is_refused_of_context_and_experts():
+    compiled = Train(compile=True)
+    (found,) = problems(MODEL, compiled, cp=2)
+    assert found.startswith("train.compile: the compiler does not see through context parallel's collectives: cp 1")
+    (found,) = problems(EXPERTS, compiled)
+    assert found.startswith("train.compile: how many tokens each of the n_experts 8 gets differs from step to step")
+
+
+def test_a_parameter_server_serves_whole_models_and_sequences():
+    assert problems(dp_replicate=2, cp=2, sync="asp") == [
+        "layout.sync: a parameter server serves replicas that hold whole models and see whole sequences, cp 2 cuts "
+        "them; nearest legal: sync=bsp, or cp=1"
+    ]
+    (found,) = problems(EXPERTS, dp_replicate=2, dp_shard=2, ep=2, sync="asp")
+    assert found.endswith("ep 2 cuts them; nearest legal: sync=bsp, or ep=1")
+
+
+def test_latent_attention_has_keys_for_every_head():
+    latent = replace(MODEL, n_heads=12, n_kv_heads=2, mla=MLA(kv_rank=16, rope_head_dim=8, nope_head_dim=8))
+    assert problems(replace(latent, positions="rope"), tp=3) == []
+    assert problems(replace(latent, positions="rope"), cp=3, cp_ulysses=3) == []
+    (found,) = problems(replace(latent, positions="rope"), tp=8)
+    assert found == "layout.tp: n_heads 12 / tp 8 is not whole; nearest tp: 4, 6, 12"
+
+
+@pytest.mark.parametrize("field", ["cp", "cp_ulysses", "ep"])
+def test_degrees_are_at_least_one(field):
+    job = Job(model=MODEL, layout=replace(Layout(), **{field: 0}))
+    assert problems_of(job) == [(f"layout.{field}", "must be at least 1, is 0")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            {"recompute_cut": "8*full+4*selective+20*none"},
+            "8*full+4*selective+20*none = 32 layers, the model has 4; nearest legal: 4*full",
+        ),
+        ({"recompute_cut": "1*full+1*none"}, "1*full+1*none = 2 layers, the model has 4; nearest legal: 1*full+3*none"),
+        (
+            {"recompute_cut": "1*full+3*none", "recompute": "selective"},
+            "says what each layer recomputes, recompute=selective says it of all; nearest legal: recompute=none with "
+            "it, or recompute alone",
+        ),
+        (
+            {"recompute_cut": "1*full+3*some"},
+            "3*some: 'some' is nothing that a layer does (known: none, selective, full)",
+        ),
+    ],
+)
+def test_layers_that_recompute_are_those_of_the_model(layout, message):
+    assert problems(MODEL, **layout) == [f"layout.recompute_cut: {message}"]
+    assert not problems(MODEL, recompute_cut="1*full+1*selective+2*none")

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.check.model import model_problems
+from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.presets import PRESETS
+
+_ROPE = ModelConfig(positions="rope")
+_EXPERTS = MoE(n_experts=8, top_k=2)
+_LATENT = MLA(kv_rank=16)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_legal(name: str):
+    assert list(model_problems(PRESETS[name])) == []
+
+
+@pytest.mark.parametrize(
+    ("moe", "path", "message"),
+    [
+        ({"top_k": 9}, "top_k", "must lie between 1 and n_experts 8, is 9; nearest: 8"),
+        ({"top_k": 0}, "top_k", "must lie between 1 and n_experts 8, is 0; nearest: 1"),
+        (
+            {"top_k": 1},
+            "renormalise",
+            "with top_k 1 the one gate would always be 1 and the router learn nothing from the loss: renormalise=false",
+        ),
+        ({"n_groups": 3}, "n_groups", "must divide n_experts 8, is 3; nearest: 1, 2, 4"),
+        ({"n_groups": 0}, "n_groups", "must divide n_experts 8, is 0; nearest: 1, 2, 4"),
+        ({"n_groups": 4, "top_groups": 5}, "top_groups", "must lie between 1 and n_groups 4, is 5; nearest: 4"),
+        ({"n_groups": 4, "top_groups": 0}, "top_groups", "must lie between 1 and n_groups 4, is 0; nearest: 1"),
+        (
+            {"n_groups": 4, "top_groups": 1, "top_k": 3},
+            "top_groups",
+            "top_groups 1 × (n_experts 8 / n_groups 4) = 2 experts to choose from, fewer than top_k 3; nearest "
+            "top_groups: 2, 3, 4",
+        ),
+        ({"capacity": -0.5}, "capacity", "must not be negative, is -0.5"),
+        ({"aux_loss": -1.0}, "aux_loss", "must not be negative, is -1.0"),
+        ({"z_loss": -1.0}, "z_loss", "must not be negative, is -1.0"),
+        ({"n_shared": -1}, "n_shared", "must not be negative, is -1"),
+        ({"d_ff": -1}, "d_ff", "must not be negative, is -1"),
+        ({"n_dense_layers": -1}, "n_dense_layers", "must not be negative, is -1"),
+        ({"n_dense_layers": 5}, "n_dense_layers", "is 5, more than the model's n_layers 4"),
+        ({"route_scale": 0.0}, "route_scale", "must be above 0, is 0.0"),
+        (
+            {"bias_balanced": True, "bias_rate": 0.0},
+            "bias_rate",
+            "must be above 0 with bias_balanced, is 0.0",
+        ),
+        ({"n_experts": -1}, "n_experts", "must not be negative, is -1"),
+    ],
+)
+def test_experts_that_make_no_sense(moe: dict[str, float], path: str, message: str):
+    model = replace(_ROPE, moe=replace(_EXPERTS, **moe))
+    assert list(model_problems(model)) == [(f"model.moe.{path}", message)]
+
+
+@pytest.mark.parametrize(
+    ("mla", "path", "message"),
+    [
+        ({"q_rank": -1}, "q_rank", "must not be negative, is -1"),
+        ({"kv_rank": -1}, "kv_rank", "must not be negative, is -1"),
+        ({"rope_head_dim": 0}, "rope_head_dim", "must be at least 1, is 0"),
+        ({"rope_head_dim": 7}, "rope_head_dim", "rotary positions turn pairs: must be even, is 7; nearest: 6, 8"),
+        ({"rope_head_dim": 1}, "rope_head_dim", "rotary positions turn pairs: must be even, is 1; nearest: 2"),
+        ({"nope_head_dim": 0}, "nope_head_dim", "must be at least 1, is 0"),
+        ({"v_head_dim": 0}, "v_head_dim", "must be at least 1, is 0"),
+    ],
+)
+def test_latent_attention_that_makes_no_sense(mla: dict[str, int], path: str, message: str):
+    assert list(model_problems(replace(_ROPE, mla=replace(_LATENT, **mla)))) == [(f"model.mla.{path}", message)]
+
+
+def test_latent_attention_needs_rotary_positions():
+    assert list(model_problems(ModelConfig(mla=_LATENT))) == [
+        ("model.positions", "latent attention goes with rotary positions: rope, is learned")
+    ]
+
+
+def test_what_is_switched_off_is_not_looked_at():
+    assert list(model_problems(ModelConfig(moe=MoE(top_k=0, n_groups=0), mla=MLA(rope_head_dim=3)))) == []
+
+
+@given(
+    n_experts=st.integers(1, 32),
+    top_k=st.integers(-1, 40),
+    n_groups=st.integers(-1, 40),
+    top_groups=st.integers(-1, 40),
+)
+def test_what_is_legal_can_be_routed(n_experts: int, top_k: int, n_groups: int, top_groups: int):
+    moe = MoE(n_experts=n_experts, top_k=top_k, n_groups=n_groups, top_groups=top_groups, renormalise=False)
+    routable = (
+        1 <= top_k <= n_experts
+        and n_groups >= 1
+        and n_experts % n_groups == 0
+        and 1 <= top_groups <= n_groups
+        and top_groups * (n_experts // n_groups) >= top_k
+    )
+    assert (not list(model_problems(replace(_ROPE, moe=moe)))) == routable

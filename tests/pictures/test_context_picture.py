@@ -1,0 +1,72 @@
+"""The picture of context parallelism: well-formed, and of who really holds and computes what."""
+
+import xml.etree.ElementTree as ET
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.errors import JobError
+from phalanx.partition.sequence import group_places
+from phalanx.pictures.canvas import COLOURS
+from phalanx.pictures.context import contiguous, main, pairs, svg
+
+
+def drawn(layout: Layout, seq_len: int = 64) -> list[ET.Element]:
+    return list(ET.fromstring(svg(Job(model=ModelConfig(seq_len=seq_len, n_heads=8), layout=layout))).iter())
+
+
+def texts(layout: Layout, seq_len: int = 64) -> list[str]:
+    return [element.text or "" for element in drawn(layout, seq_len) if element.tag.endswith("text")]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(cp=2), Layout(cp=4, cp_ulysses=2), Layout(cp=8, cp_ulysses=2, cp_inner="ring"), Layout(cp=4, cp_ulysses=4)],
+)
+def test_is_well_formed_and_names_layout_and_ranks(layout):
+    found = texts(layout)
+    assert found[0] == f"layout {layout.line()}: 64 tokens on {layout.cp} context-parallel ranks"
+    assert {f"rank {rank}" for rank in range(layout.cp)} <= set(found)
+    assert len([text for text in found if text.startswith("head")]) == (
+        layout.cp_ulysses if layout.ring < layout.cp else 0
+    )
+
+
+def test_each_step_of_a_ring_has_its_blocks():
+    # Of 8 × 8 chunks the 36 that are not in the future: of each place's keys, its own in step 1 and so on.
+    steps = Counter(text for text in texts(Layout(cp=4)) if text in {"1", "2", "3", "4"})
+    assert steps == {"1": 12, "2": 8, "3": 8, "4": 8}
+
+
+def test_every_rank_computes_as_many_chunks():
+    boxes = [each for each in drawn(Layout(cp=4)) if each.tag.endswith(("rect", "polygon"))]
+    colours = Counter(box.get("fill") for box in boxes)
+    # 9 blocks of the matrix, a bar, and tokens held at two places: rank 3's meet and are two runs all the same.
+    assert [colours[colour] for colour in COLOURS[:4]] == [12, 12, 12, 12]
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9))
+def test_zigzag_gives_all_places_the_same_number_of_pairs(ring, ulysses, chunk):
+    layout, tokens = Layout(cp=ring * ulysses, cp_ulysses=ulysses), 2 * ring * ulysses * chunk
+    everything = tokens * (tokens + 1) // 2
+    dealt = [pairs(group_places(layout, tokens, place)) for place in range(ring)]
+    assert dealt == [everything // ring] * ring
+    assert sum(pairs(contiguous(layout, tokens, place)) for place in range(ring)) == everything
+    assert pairs([range(5)]) == sum(range(1, 6))
+
+
+def test_the_command_prints_it(capsys):
+    assert main(["cp=4", "seq_len=64"]) == 0
+    assert capsys.readouterr().out.startswith("<svg")
+
+
+def test_nothing_to_draw_without_cp_or_with_parts_that_are_not_equal(capsys):
+    with pytest.raises(JobError, match=r"layout\.cp is 1"):
+        svg(Job())
+    assert main(["cp=3", "seq_len=64"]) == 2
+    assert "seq_len 64 / cp 3 is not whole; nearest cp: 1, 2, 4" in capsys.readouterr().err

@@ -1,0 +1,26 @@
+"""The picture of productive time: a line a size and a dot at its best, inside the panel."""
+
+from xml.etree import ElementTree
+
+from phalanx.pictures.goodput import svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_each_size_has_its_line_with_a_dot_at_its_top():
+    panels = ElementTree.fromstring(svg()).findall(f"{SVG}g[@class='panel']")
+    assert len(panels) == 2
+    for panel in panels:
+        dots = {dot.get("fill"): dot for dot in panel.iter(f"{SVG}circle")}
+        lines = list(panel.iter(f"{SVG}polyline"))
+        assert len(lines) == len(dots) == 4
+        for line in lines:
+            heights = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
+            dot = dots[line.get("stroke")]
+            assert abs(float(dot.get("cy", 0)) - min(heights)) < 1
+            assert 0 <= float(dot.get("cx", -1)) <= 400
+
+
+def test_what_is_best_outside_the_picture_has_no_dot():
+    panel = ElementTree.fromstring(svg(sizes=(1, 16384)))
+    assert len(list(panel.iter(f"{SVG}circle"))) == 2

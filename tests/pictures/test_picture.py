@@ -1,0 +1,159 @@
+"""The picture of a simulated step: every span where its time is, figures of every rank, and never too large."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import JobError
+from phalanx.pictures import schedule as schedule_picture
+from phalanx.pictures.timeline import svg
+from phalanx.pictures.timeline_cells import Window, cells
+from phalanx.simulate.timeline import Span, Timeline
+from simulate.timed_timeline import timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+NAMES = ["1f1b", "interleaved_1f1b", "zb_v", "dualpipe", "terapipe", "pipedream"]
+
+
+def rows(root: ElementTree.Element) -> list[ElementTree.Element]:
+    return root.findall(f"{SVG}g[@class='rank']")
+
+
+def titles(row: ElementTree.Element) -> list[str]:
+    return [title.text or "" for title in row.iter(f"{SVG}title")]
+
+
+def texts(element: ElementTree.Element) -> list[str]:
+    return [text.text or "" for text in element.iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_span_has_its_box_where_its_time_is(name):
+    found = timeline(name, 4, 8, message=0.002)
+    root = ElementTree.fromstring(svg(found))
+    assert len(rows(root)) == 4
+    for row, device, network in zip(rows(root), found.device, found.network, strict=True):
+        boxes = [path for group in row.findall(f"{SVG}g[@fill]") for path in group.findall(f"{SVG}path")]
+        assert len(boxes) == len(titles(row)) == len(device) + len(network)
+        width = float(re.findall("h([0-9.]+)", row.findall(f"{SVG}path")[0].get("d") or "")[0])
+        starts = [float((path.get("d") or "M")[1:].split(" ")[0]) for path in boxes]
+        expected = [span.start / found.seconds * width for span in (*device, *network)]
+        assert sorted(starts) == pytest.approx(sorted(expected), abs=0.61)
+
+
+def test_titles_say_what_and_when():
+    row = rows(ElementTree.fromstring(svg(timeline("1f1b", 4, 8, message=0.002))))[1]
+    assert "F0 stage 1: 30.00 to 40.00 ms, 1.00 exposed" in titles(row)
+    assert "send to rank 2: 38.00 to 40.00 ms" in titles(row)
+    assert {"gather: 0.00 to 20.00 ms", "reduce: 350.00 to 370.00 ms", "optimizer: 370.00 to 390.00 ms"} <= set(
+        titles(row)
+    )
+
+
+def test_a_row_has_its_micro_batches_and_figures():
+    found = timeline("1f1b", 4, 8)
+    root = ElementTree.fromstring(svg(found))
+    for rank, row in enumerate(rows(root)):
+        words = texts(row)
+        assert words[0] == f"rank {rank}"
+        assert sorted(words[1:-4]) == sorted(2 * [str(micro) for micro in range(8)])
+        shares = [found.busy(rank), found.communication(rank), found.idle(rank)]
+        assert words[-4:-1] == [f"{seconds / found.seconds:.1%}" for seconds in shares]
+        assert words[-1] == str(4 - rank)
+    assert "1 step in 390 ms; rank 0 is idle longest, 23.1% of it" in texts(root)
+
+
+def test_the_legend_is_of_what_is_there():
+    found = timeline("zb_v", 4, 8)
+    with_state = " ".join(texts(ElementTree.fromstring(svg(found))))
+    assert all(word in with_state for word in ("W: gradients of weights", "optimizer", "gather", "reduce", "darker"))
+    assert "message" not in with_state
+    bare = Timeline(
+        found.schedule,
+        tuple(tuple(span._replace(exposed=0) for span in spans[:-1]) for spans in found.device),
+        ((),) * 4,
+        found.seconds,
+    )
+    without = " ".join(texts(ElementTree.fromstring(svg(bare))))
+    assert not any(word in without for word in ("optimizer", "gather", "reduce", "darker"))
+
+
+def test_kinds_have_the_colours_of_schedules():
+    found = timeline("zb_v", 4, 8)
+    fills = {group.get("fill") for row in rows(ElementTree.fromstring(svg(found))) for group in row.iter(f"{SVG}g")}
+    assert {schedule_picture.shade(kind, variant, 2)[0] for kind in "FIW" for variant in (0, 1)} <= fills
+
+
+def test_a_window_shows_what_is_in_it():
+    found = timeline("1f1b", 4, 8)
+    root = ElementTree.fromstring(svg(found, 0.125, 0.195))
+    row = rows(root)[0]
+    assert sorted(titles(row)) == [
+        "B0 stage 0: 125.000 to 140.000 ms, 2.000 exposed",
+        "B1 stage 0: 150.000 to 170.000 ms, 2.000 exposed",
+        "B2 stage 0: 180.000 to 195.000 ms",
+        "F4 stage 0: 140.000 to 150.000 ms, 1.000 exposed",
+        "F5 stage 0: 170.000 to 180.000 ms, 1.000 exposed",
+    ]
+    assert any("shown: 125.000 to 195.000 ms" in text for text in texts(root))
+    assert svg(found, 0.0, 99.0) == svg(found)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0.2, 0.2), (0.3, 0.1), (9.0, None), (-1.0, None)])
+def test_an_empty_window_is_refused(begin, end):
+    with pytest.raises(JobError, match="the step takes 0.39 s"):
+        svg(timeline("1f1b", 4, 8), begin, end)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "micro_batches", "shown"),
+    [("1f1b", 32, 64, 32), ("1f1b", 32, 160, 17), ("interleaved_1f1b", 64, 128, 17), ("gpipe", 2, 3000, 2)],
+)
+def test_large_steps_stay_below_a_megabyte(name, ranks, micro_batches, shown):
+    document = svg(timeline(name, ranks, micro_batches, message=0.0008))
+    assert len(document.encode()) < 1.05e6
+    root = ElementTree.fromstring(document)
+    assert len(rows(root)) == shown
+    assert texts(rows(root)[-1])[0] == f"rank {ranks - 1}"
+    words = " ".join(texts(root))
+    assert (f"of {ranks} ranks every {ranks // 16}" in words) == (shown < ranks)
+    width = float(root.get("width", 0))
+    for path in root.iter(f"{SVG}path"):
+        for x, wide in re.findall(r"M([0-9.]+) [0-9.]+h([0-9.]+)", path.get("d") or ""):
+            assert float(x) + float(wide) <= width
+
+
+def test_narrow_passes_share_columns_as_high_as_their_share_of_time():
+    spans = [Span(number * 0.1, 0.05, "FB"[number % 2], 0, 0, exposed=0.01) for number in range(200)]
+    found = list(cells(spans, Window(0, 20, 5.0), 0.7, lambda span: span.kind))
+    assert all(cell.height == pytest.approx(0.25, abs=0.02) for cell in found if len(cell.spans) > 1)
+    assert sum(len(cell.spans) for cell in found) == 200
+    for cell in found:
+        assert cell.width <= 10.5
+        assert cell.exposed == pytest.approx(0.2 * cell.width, rel=0.01)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 2), st.floats(0.001, 2)), max_size=40),
+    st.floats(0, 30),
+    st.floats(1, 30),
+    st.floats(0.5, 30),
+)
+def test_cells_show_all_the_time_of_the_window(gaps, begin, length, narrow):
+    spans, clock = [], 0.0
+    for gap, seconds in gaps:
+        spans.append(Span(clock + gap, seconds, "F", 0, 0))
+        clock += gap + seconds
+    window = Window(begin, begin + length, 12.0)
+    shown = sum(max(0.0, min(s.end, window.end) - max(s.start, begin)) for s in spans)
+    found = list(cells(spans, window, narrow, lambda span: span.kind))
+    assert sum(span.seconds for cell in found for span in cell.spans) == pytest.approx(shown)
+    for cell in found:
+        assert cell.x >= 0
+        assert 0 <= cell.top <= cell.top + cell.height <= 1 + 1e-9
+        assert cell.width * cell.height + 1e-6 >= sum(s.seconds for s in cell.spans) * window.unit

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import itertools
+import math
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import JobError
+from phalanx.pictures import accuracy as accuracy_picture
+from phalanx.validation import accuracy_report
+from phalanx.validation.accuracy import GradedRow, baseline, by, errors, kendall, outcomes, ranking, verdicts
+
+ONE = GradedRow(
+    row_id="a-1",
+    source="a",
+    family="h100 nemo",
+    calibration=False,
+    measured_s=2.0,
+    predicted_s=2.2,
+    measured_bytes=None,
+    predicted_bytes=None,
+    oom=False,
+    fits=True,
+    group="g",
+    layout="tp=1",
+    ideal_s=1.0,
+)
+
+
+def made(*pairs: tuple[float, float], **changed: Any) -> list[GradedRow]:
+    return [
+        replace(ONE, row_id=f"a-{n}", layout=f"tp={n}", measured_s=measured, predicted_s=predicted, **changed)
+        for n, (measured, predicted) in enumerate(pairs)
+    ]
+
+
+def test_errors():
+    found = errors([0.1, -0.2, None, 0.3, -0.4])
+    assert found
+    assert (found.n, found.median, found.p90) == (4, 0.25, 0.4)
+    assert found.bias == pytest.approx(-0.05)
+    assert errors([None]) is None
+    ten = errors([n / 100 for n in range(1, 11)])
+    assert ten
+    assert ten.p90 == 0.09
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=12))
+def test_the_baseline_is_the_best_constant(pairs):
+    rows = [replace(ONE, measured_s=measured, ideal_s=ideal) for measured, ideal in pairs]
+    least = sum(map(abs, baseline(rows)))
+    ratios = [ideal / measured for measured, ideal in pairs]
+    # The sum is convex and bends where a row is met exactly, so that the best is among these.
+    best = min(sum(abs(factor * ratio - 1) for ratio in ratios) for factor in (1 / ratio for ratio in ratios))
+    assert least == pytest.approx(best)
+
+
+def test_a_constant_efficiency_meets_rows_that_have_one():
+    rows = [replace(ONE, measured_s=3.0 * ideal, ideal_s=ideal) for ideal in (0.5, 1.0, 7.0)]
+    assert baseline(rows) == pytest.approx([0, 0, 0])
+    assert baseline([replace(ONE, measured_s=None)]) == []
+
+
+def test_kendall():
+    assert kendall([1, 2, 3], [10, 20, 30]) == 1
+    assert kendall([1, 2, 3], [3, 2, 1]) == -1
+    assert kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    # Ties: tau-b of (1, 2, 2) and (1, 2, 3) is 2 / sqrt(2 × 3).
+    assert kendall([1, 2, 2], [1, 2, 3]) == pytest.approx(2 / math.sqrt(6))
+    assert kendall([1, 1, 1], [1, 2, 3]) is None
+
+
+@given(st.permutations(range(6)))
+def test_kendall_counts_pairs_in_order(order):
+    pairs = list(itertools.combinations(order, 2))
+    assert kendall(range(6), order) == pytest.approx(sum(1 if a < b else -1 for a, b in pairs) / len(pairs))
+
+
+def test_ranking_is_of_layouts_that_compete():
+    good = made((1.0, 1.1), (2.0, 2.3), (3.0, 2.9))
+    found = ranking(good)
+    assert found
+    assert (found.groups, found.rows, found.tau, found.regret) == (1, 3, 1.0, 0.0)
+    # The one that is predicted fastest is half as slow again as the best.
+    wrong = ranking(made((2.0, 1.5), (3.0, 1.0), (4.0, 5.0)))
+    assert wrong
+    assert wrong.regret == pytest.approx(0.5)
+    assert wrong.tau == pytest.approx(1 / 3)
+    assert ranking(good[:2]) is None
+    assert ranking([replace(one, group=n) for n, one in enumerate(good)]) is None
+
+
+def test_runs_of_one_layout_count_once():
+    rows = [*made((1.0, 1.1), (2.0, 2.3), (3.0, 2.9)), replace(ONE, layout="tp=0", measured_s=1.2, predicted_s=1.1)]
+    found = ranking(rows)
+    assert found
+    assert found.rows == 3
+
+
+def test_verdicts():
+    rows = [
+        replace(ONE, row_id="ran"),
+        replace(ONE, row_id="ran, refused", fits=False),
+        replace(ONE, row_id="oom", oom=True, fits=False, measured_s=None),
+        replace(ONE, row_id="oom, missed", oom=True, measured_s=None),
+        replace(ONE, row_id="nothing known", measured_s=None),
+    ]
+    found = verdicts(rows)
+    assert (found.oom_said, found.oom_missed, found.ran_said, found.ran_refused) == (
+        1,
+        ("oom, missed",),
+        1,
+        ("ran, refused",),
+    )
+
+
+def prediction(seconds: float) -> Any:
+    rank = SimpleNamespace(allocated=40 * 2**30, held=49 * 2**30, peak=50 * 2**30)
+    return SimpleNamespace(
+        step_time_s=seconds, memory=(rank,), fits=True, hardware_flops=1e15, devices=8, peak_flops=1e15
+    )
+
+
+def test_outcomes_read_rows_and_name_those_of_the_calibration():
+    row = {"model_name": "llama3-8b", "gpu": "H100", "n_gpus": "8", "global_batch_seqs": "8", "step_time_s": "2"}
+    rows = [row | {"row_id": "s-1", "peak_mem_gb": "49"}, row | {"row_id": "s-2"}, row | {"gpu": "none", "row_id": "x"}]
+    found, refused = outcomes(rows, lambda spec: prediction(1.8), {"s-2"})
+    assert [one.calibration for one in found] == [False, True]
+    assert found[0].time_error == pytest.approx(-0.1)
+    assert found[0].memory_error == pytest.approx(0)
+    assert found[1].memory_error is None
+    assert found[0].source == "s"
+    assert found[0].family == "h100-80gb megatron"
+    assert found[0].ideal_s == pytest.approx(1 / 8)
+    assert refused[0][0] == "x"
+    assert "gpu" in refused[0][1]
+
+
+def test_what_the_model_refuses_is_told():
+    def refuses(spec: Any) -> Any:
+        raise JobError("layout: no")
+
+    row = {"model_name": "llama3-8b", "gpu": "H100", "n_gpus": "8", "global_batch_seqs": "8"}
+    assert outcomes([row], refuses) == ([], [("line 2", "layout: no")])
+
+
+def test_tables_leave_rows_of_the_calibration_out_of_errors():
+    rows = [*made((1.0, 1.1), (2.0, 2.2)), replace(ONE, predicted_s=20.0, calibration=True)]
+    head, line, whole = accuracy_report.table(rows, lambda one: one.source)
+    assert len(head) == len(line) == len(whole)
+    assert line[:5] == ("a", "2", "10.0 %", "10.0 %", "+10.0 %")
+    assert accuracy_report.calibrated(rows)[1][:3] == ("h100 nemo", "1", "900.0 %")
+    assert [len(cells) for cells in accuracy_report.confusion(rows)] == [3, 3, 3]
+    figures = accuracy_report.as_dict(rows, [("x", "why")])
+    assert figures["calibration"] == ["a-1"]
+    assert figures["refused"] == {"x": "why"}
+    assert figures["sources"]["a"]["time"]["median"] == pytest.approx(0.1)
+    text = accuracy_report.markdown([("a", "b"), ("1", "2")])
+    assert text == "| a | b |\n|---|---|\n| 1 | 2 |"
+
+
+def test_groups_are_in_the_order_of_their_names():
+    assert list(by([replace(ONE, source="b"), ONE], lambda one: one.source)) == ["a", "b"]
+
+
+def test_the_picture_has_a_point_for_each_row():
+    rows = [
+        *made((0.01, 0.012), (100.0, 90.0), source="<a>"),
+        replace(ONE, source="b", measured_bytes=40e9, predicted_bytes=42e9),
+    ]
+    root = ET.fromstring(accuracy_picture.svg(rows))
+    circles = [node for node in root.iter() if node.tag.endswith("circle")]
+    assert len(circles) == 2 + 3 + 1  # the legend, times, memory
+    assert "<a>" in {node.text for node in root.iter()}
+    with pytest.raises(ValueError, match="no row"):
+        accuracy_picture.svg([replace(ONE, measured_s=None)])
+
+
+def test_more_sources_than_colours_have_other_marks():
+    rows = [replace(ONE, source=f"s{n:02d}") for n in range(10)]
+    tags = [node.tag.split("}")[-1] for node in ET.fromstring(accuracy_picture.svg(rows)).iter()]
+    assert tags.count("rect") == 4
+    assert tags.count("circle") == 16

@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.check.layout import context_problems
+from phalanx.config.job import Job
+from phalanx.cost.frameworks.known import FRAMEWORKS
+from phalanx.errors import JobError
+from phalanx.validation.row import read
+from phalanx.validation.row_machine import _PROGRAMS, DISTRIBUTED, MODERN, SHARDED
+
+ROW = {
+    "model_name": "llama3-8b",
+    "gpu": "H100",
+    "n_gpus": "64",
+    "dp": "32",
+    "tp": "2",
+    "global_batch_seqs": "128",
+    "micro_batch": "2",
+    "step_time_s": "1.5",
+}
+"""Invented: nobody measured it."""
+
+
+def row(**changed: str) -> dict[str, str]:
+    return ROW | changed
+
+
+def problems(**changed: str) -> str:
+    with pytest.raises(JobError) as caught:
+        read(row(**changed))
+    return "\n".join(caught.value.problems)
+
+
+def test_a_row_is_a_case():
+    reading = read(ROW)
+    spec = reading.spec
+    assert (spec.model.n_layers, spec.model.d_model, spec.model.n_kv_heads) == (32, 4096, 8)
+    assert (spec.model.vocab_size, spec.model.seq_len) == (128256, 8192)
+    assert (spec.layout.tp, spec.layout.dp_shard, spec.layout.zero, spec.layout.sp) == (2, 32, 1, True)
+    assert (spec.batch.global_batch, spec.batch.micro_batch, spec.batch.accumulation) == (128, 2, 2)
+    assert (spec.cluster.nodes, spec.cluster.devices_per_node, spec.cluster.accelerator.name) == (8, 8, "h100-80gb")
+    assert spec.products == "bf16"
+    assert (reading.measured_s, reading.measured_from) == (1.5, "step_time_s")
+    assert "sequence_parallel blank: yes" in reading.assumptions
+    assert "program unknown: as Megatron" in reading.assumptions
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("tokens_per_s_per_gpu", 128 * 8192 / 64 / 1.5), ("tflops_per_gpu", None), ("mfu_pct", None)],
+)
+def test_seconds_follow_from_what_else_was_measured(column, value):
+    told = read(ROW)
+    value = value or {"tflops_per_gpu": told.tflops(1.5), "mfu_pct": told.mfu_pct(1.5)}[column]
+    reading = read(row(step_time_s="", **{column: str(value)}))
+    assert reading.measured_s == pytest.approx(1.5)
+    assert reading.measured_from == column
+
+
+def test_figures_that_contradict_each_other_are_told():
+    reading = read(row(tokens_per_s_per_gpu="100"))
+    assert any("do not agree" in said for said in reading.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device", "a_node"),
+    [
+        ("NVIDIA Blackwell GPU (B200-SXM-180GB)", "b200", 8),
+        ("NVIDIA Blackwell Ultra GPU (GB300)", "gb300", 4),
+        ("GB200", "gb200", 4),
+        ("NVIDIA H100-SXM5-80GB", "h100-80gb", 8),
+        ("H100 PCIe", "h100-pcie-80gb", 8),
+        ("H100-SXM-96GB-HBM2e-500W", "h100-96gb", 8),
+        ("NVIDIA H200-SXM5-141GB", "h200", 8),
+        ("GH200 120GB", "gh200", 1),
+        ("A100", "a100-80gb", 8),
+        ('A100 ("NVIDIA Ampere")', "a100-80gb", 8),
+        ("A100-SXM4-40GB", "a100-40gb", 8),
+        ("V100-SXM-16GB", "v100-16gb", 8),
+        ("AMD Instinct MI355X", "mi355x", 8),
+        ("AMD Instinct MI300X-192GB", "mi300x", 8),
+        ("MI250X (GCD)", "mi250x-gcd", 8),
+        ("Intel Max 1550", "max1550-tile", 12),
+        ("Intel Gaudi 3", "gaudi3", 8),
+        ("TPU v5p", "tpu-v5p", 4),
+        ("TPU-trillium", "tpu-v6e", 8),
+        ("tpu v5 lite", "tpu-v5e", 8),
+    ],
+)
+def test_devices_are_known_by_many_names(gpu, device, a_node):
+    cluster = read(row(gpu=gpu, n_gpus="96", dp="48", global_batch_seqs="96", precision="bf16")).spec.cluster
+    assert (cluster.accelerator.name, cluster.devices_per_node) == (device, a_node)
+    assert cluster.devices == 96
+
+
+def test_sites_have_their_own_machines():
+    def cluster(gpu: str, notes: str):
+        return read(row(gpu=gpu, notes=notes, n_gpus="64")).spec.cluster
+
+    assert cluster("A100-80GB", "Jean Zay").inter.gbs == 6.25
+    assert cluster("A100-80GB", "").inter.gbs == 25
+    assert cluster("A100", "vTrain").inter.gbs == 12.5
+    assert cluster("H100", "24K-GPU cluster").oversubscription == 7
+    assert cluster("A100-40GB", "on Polaris").devices_per_node == 4
+
+
+def test_part_of_a_node_is_no_more_than_that():
+    cluster = read(row(n_gpus="4", dp="2", gpus_per_node="8", global_batch_seqs="4")).spec.cluster
+    assert (cluster.nodes, cluster.devices_per_node) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "products"),
+    [
+        ("H100", "MXFP8", "fp8"),
+        ("GB300", "NVFP4", "fp4"),
+        ("GB200", "fp8 or nvfp4", "fp4"),
+        ("A100", "fp16/bf16 mixed", "bf16"),
+        ("V100", "bf16", "fp16"),
+        ("V100", "", "fp16"),
+        ("A100", "amp_bf16", "bf16"),
+        ("A100", "TF32", "fp32"),
+    ],
+)
+def test_precision(gpu, precision, products):
+    assert read(row(gpu=gpu, precision=precision)).spec.products == products
+
+
+def test_zero_stages():
+    ddp = read(row(zero_stage="0")).spec.layout
+    assert (ddp.dp_replicate, ddp.dp_shard) == (32, 1)
+    fsdp = read(row(zero_stage="3")).spec.layout
+    assert (fsdp.dp_shard, fsdp.zero, fsdp.reshard) == (32, 3, True)
+    kept = read(row(zero_stage="2", notes="FSDP SHARD_GRAD_OP")).spec.layout
+    assert (kept.zero, kept.reshard) == (3, False)
+    within = read(row(zero_stage="3", notes="HSDP")).spec.layout
+    assert (within.dp_replicate, within.dp_shard) == (4, 8)
+
+
+def test_stages_are_cut_as_the_programs_cut_them():
+    def layout(**changed: str):
+        defaults = {"tp": "1", "dp": "8", "pp": "8", "model_name": "", "hidden": "1024", "n_heads": "8"}
+        return read(row(**(defaults | changed))).spec.layout
+
+    assert layout(n_layers="32").pp_cut == "4+4+4+4+4+4+4+4"
+    assert layout(n_layers="30").pp_cut == "3+4+4+4+4+4+4+3"
+    looped = layout(n_layers="32", vpp="2")
+    assert (looped.schedule, looped.pp_chunks, looped.pp_cut) == ("interleaved_1f1b", 2, "+".join(["2"] * 16))
+    # 14 layers on 16 stages: the first and the last would have none.
+    most = layout(n_layers="14", vpp="max (1 layer per chunk)", schedule="1F1B-I")
+    assert (most.schedule, most.pp_cut) == ("1f1b", "1+2+2+2+2+2+2+1")
+    assert layout(n_layers="126", vpp="8").pp_cut.startswith("1+2+2")
+    assert layout(n_layers="126", vpp="8").pp_chunks == 8
+    assert layout(n_layers="32", schedule="ZB-2p").schedule == "zb_h2"
+    assert layout(n_layers="32", schedule="ZB-1p").schedule == "zb_h1"
+    assert layout(n_layers="32", schedule="1f1b (DeepSpeed)").schedule == "1f1b"
+    # Three layers of a rank in two chunks: the later one has two, of which fewer micro-batches are in flight.
+    assert layout(n_layers="22", vpp="3").pp_cut == "1+1+1+1+1+1+1+1+1+2+2+2+2+2+2+1"
+    last = layout(n_layers="30", pp="4", dp="16", notes="chronicles").pp_cut
+    assert last == "8+8+8+6" or sum(map(int, last.split("+"))) == 30
+
+
+def test_blank_layouts_are_filled_in():
+    reading = read({"model_name": "gpt3-175b", "gpu": "A100", "n_gpus": "512", "global_batch_seqs": "512"})
+    layout = reading.spec.layout
+    assert layout.tp == 8
+    assert layout.pp > 1
+    assert layout.world == 512
+    assert any(said.startswith("layout blank") for said in reading.assumptions)
+    small = read({"model_name": "llama3.1-8b", "gpu": "B200", "n_gpus": "8", "global_batch_seqs": "16"}).spec
+    assert (small.layout.dp_shard, small.batch.micro_batch) == (8, 2)
+
+
+def test_an_mlperf_configuration_says_the_layout_in_its_name():
+    notes = "MLPerf Training v5.0 config_X_2x8x8xtp4pp2cp2.sh"
+    layout = read(
+        row(n_gpus="16", dp="", tp="", pp="", notes=notes, global_batch_seqs="8", micro_batch="1")
+    ).spec.layout
+    assert (layout.tp, layout.pp, layout.cp, layout.data_ranks) == (4, 2, 2, 1)
+
+
+def test_a_shape_is_solved_from_what_is_there():
+    model = read(row(model_name="gpt-13B", n_params_b="12.9", hidden="5120", pp="4", dp="8")).spec.model
+    assert (model.n_layers, model.n_heads) == (40, 40)
+    cut = read(row(model_name="llama3-70b-l10", tp="8", dp="8")).spec.model
+    assert (cut.n_layers, cut.d_model) == (10, 8192)
+    few = read(row(model_name="deepseekv3-l4", ep="8", tp="1", dp="64")).spec.model
+    assert (few.n_layers, few.moe.n_dense_layers) == (4, 1)
+    own = read(row(model_name="ours", n_layers="10", hidden="1024", n_heads="16", n_kv_heads="4", ffn_hidden="4096"))
+    assert (own.spec.model.activation, own.spec.model.d_ff) == ("swiglu", 4096)
+
+
+def test_experts_over_tensor_ranks_are_folded():
+    reading = read(row(model_name="mixtral-8x7b", tp="2", dp="32", ep="64", global_batch_seqs="128"))
+    assert 32 % reading.spec.layout.ep == 0
+    assert any(said.startswith("ep 64 reaches over tp 2") for said in reading.assumptions)
+    beside = read(row(model_name="mixtral-8x7b", n_gpus="64", dp="4", tp="2", ep="8", global_batch_seqs="128"))
+    assert beside.spec.layout.dp_shard == 32
+
+
+def test_memory_and_what_it_means():
+    smi = read(row(peak_mem_gb="60", notes="Mem = nvidia-smi max"))
+    assert (smi.memory_means, smi.measured_memory) == ("device", 60 * 2**30)
+    assert read(row(peak_mem_gb="60", notes="max allocated GiB")).memory_means == "allocated"
+    assert read(row(peak_mem_gb="60")).memory_means == "reserved"
+
+
+def test_out_of_memory():
+    assert read(row(step_time_s="", notes="OOM; on two nodes")).oom
+    assert read(row(step_time_s="", peak_mem_gb="OOM")).oom
+    assert not read(row(notes="too close to OOM")).oom
+    assert not read(row(step_time_s="")).oom
+
+
+def test_lora_is_two_thirds_of_a_step():
+    reading = read(row(notes="LoRA Performance"))
+    assert reading.share == pytest.approx(2 / 3)
+    assert reading.tflops(1.0) == pytest.approx(read(ROW).tflops(1.0) * 2 / 3)
+
+
+def test_a_bad_row_says_all_that_is_wrong():
+    told = problems(gpu="a fast one", n_gpus="sixty", tp="3.5")
+    assert "n_gpus: expected a number above 0, found 'sixty'" in told
+    assert "tp: expected a whole number, found '3.5'; nearest: 4" in told
+    assert "gpu: 'a fast one' is no device that is known" in told
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"gpu": "RTX 4090"}, "gpu: 'RTX 4090' is no device that is known"),
+        ({"gpu": "h-200"}, "did you mean h200?"),
+        ({"model_name": "lama3-8b"}, "did you mean llama38b?"),
+        ({"dp": "16"}, "nearest dp: 32"),
+        ({"n_gpus": "63"}, "n_gpus is 63; nearest n_gpus: 64"),
+        ({"global_batch_seqs": "100"}, "nearest: 96"),
+        ({"pp": "64", "dp": "1", "tp": "1"}, "pp: 64 stages need as many layers, the model has 32"),
+        ({"precision": "fp8", "gpu": "A100"}, "has no fp8"),
+        ({"precision": "posit"}, "precision: 'posit' is unknown"),
+        ({"schedule": "quantum", "pp": "2", "dp": "16"}, "schedule: 'quantum' is unknown"),
+        ({"recompute": "some"}, "recompute: 'some' is unknown"),
+        ({"zero_stage": "many"}, "zero_stage: expected 0, 1, 2 or 3"),
+        ({"sequence_parallel": "maybe"}, "sequence_parallel: expected yes or no"),
+        ({"step_time_s": "-1"}, "step_time_s: expected a number above 0"),
+        ({"tp": "3", "n_gpus": "96"}, "tp: n_heads 32 / tp 3 is not whole; nearest: 2"),
+        ({"n_gpus": ""}, "n_gpus: is blank"),
+        ({"n_gpus": "0"}, "n_gpus: is 0"),
+        ({"n_layers": "1e9"}, "n_layers: 1e9, more than there is; at most 10,000"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_nearest_that_can(changed, said):
+    assert said in problems(**changed)
+
+
+def test_blank_words_are_blank():
+    reading = read(row(vpp="n/a", ep="-", cp="", zero_stage="None", n_params_b="8 (approx)"))
+    assert reading.spec.layout.pp == 1
+
+
+def test_every_program_is_known():
+    families = {family for _, family in _PROGRAMS}
+    assert families <= set(FRAMEWORKS)
+    assert set(MODERN) | set(DISTRIBUTED) | set(SHARDED) <= set(FRAMEWORKS)
+    # Newer versions of a program have its habits.
+    assert {family for family in families if family.startswith(("nemo", "mlperf"))} <= set(MODERN)
+
+
+@given(
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.sampled_from("0123"),
+)
+def test_what_is_read_is_a_layout_of_these_devices(tp, pp, cp, dp, accumulation, zero):
+    devices = 2 ** (tp + pp + cp + dp)
+    reading = read(
+        {
+            "model_name": "llama3-8b",
+            "gpu": "H100",
+            "n_gpus": str(devices),
+            "tp": str(2**tp),
+            "pp": str(2**pp),
+            "cp": str(2**cp),
+            "zero_stage": zero,
+            "global_batch_seqs": str(2**dp * accumulation),
+            "micro_batch": "1",
+        }
+    )
+    spec = reading.spec
+    assert spec.layout.world == devices
+    assert spec.batch.micro_batch * spec.batch.accumulation * spec.batch.data_ranks == spec.batch.global_batch
+    assert spec.layout.data_ranks == 2**dp
+    assert not list(context_problems(Job(model=spec.model, layout=spec.layout)))
+    cut = spec.layout.pp_cut
+    assert not cut or sum(map(int, cut.split("+"))) == 32
+
+
+def published() -> Iterator[dict[str, str]]:
+    for path in sorted(Path(os.environ["PHALANX_TRUTH"]).glob("*.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            if "step_time_s" in (reader.fieldnames or ()):
+                yield from reader
+
+
+@pytest.mark.skipif("PHALANX_TRUTH" not in os.environ, reason="PHALANX_TRUTH does not name published measurements")
+def test_published_rows_are_expressed():
+    measured = [
+        one for one in published() if one["step_time_s"] or one["tflops_per_gpu"] or one["tokens_per_s_per_gpu"]
+    ]
+    refused = dict[str, list[str]]()
+    for one in measured:
+        try:
+            reading = read(one)
+        except JobError as error:
+            refused[one["row_id"]] = error.problems
+        else:
+            assert reading.measured_s
+            assert reading.spec.layout.world == int(one["n_gpus"])
+    assert len(refused) <= 0.03 * len(measured), refused
+
+
+@pytest.mark.skipif("PHALANX_TRUTH" not in os.environ, reason="PHALANX_TRUTH does not name published measurements")
+def test_conventions_are_those_of_the_sources():
+    """Rows that print a time and TFLOP/s: both mean the same seconds."""
+    off: dict[str, list[float]] = {}
+    for one in published():
+        try:
+            reading = read(one)
+        except JobError:
+            continue
+        if one["tflops_per_gpu"] and reading.measured_from in ("step_time_s", "tokens_per_s_per_gpu"):
+            assert reading.measured_s
+            printed = float(one["tflops_per_gpu"])
+            off.setdefault(reading.source, []).append(reading.tflops(reading.measured_s) / printed - 1)
+    for source, each in off.items():
+        assert abs(sorted(each)[len(each) // 2]) < 0.03, source
+
+
+def test_maxtext_recomputes_as_its_configurations_do():
+    def layout(**changed: str):
+        return read({"source": "maxtext", "gpu": "TPU v5e", "n_gpus": "512", **changed}).spec.layout
+
+    known = layout(model_name="maxtext-16b")
+    # scripts of 256 devices a slice: six sequences a device, parameters sharded inside a slice.
+    assert (known.dp_replicate, known.dp_shard, known.micro_batch, known.recompute) == (2, 256, 6, "full")
+    assert layout(model_name="maxtext-128b", n_gpus="256").tp == 16
+    assert layout(model_name="llama3.1-8b", n_gpus="256").recompute == "full"
+    assert layout(model_name="llama3.1-8b", n_gpus="256", recompute="none").recompute == "none"
+
+
+def test_chunks_that_nobody_gave_leave_a_small_bubble():
+    given = {"model_name": "", "hidden": "1024", "n_heads": "8", "n_layers": "64", "tp": "1", "pp": "8", "dp": "8"}
+    layout = read(row(**given, notes="vpp not given", micro_batch="1", global_batch_seqs="128")).spec.layout
+    # It stands still for 7 of 16 micro-batches, divided by the chunks: all eight layers apart are the nearest to 5 %.
+    assert (layout.schedule, layout.pp_chunks) == ("interleaved_1f1b", 8)
