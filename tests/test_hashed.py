@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.blocks.memory_profile import MemoryProfile
 from phalanx.config.cluster import Accelerator, Cluster, Sharing
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
@@ -20,7 +21,6 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.known import PHALANX
-from phalanx.cost.frameworks.memory_profile import MemoryProfile
 from phalanx.cost.spec import StepSpec
 from phalanx.hashed import Hashed
 from phalanx.partition.batch import Batch

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+MIB = 2**20
+"""Bytes of a mebibyte."""
+
 
 def gib(count: float) -> str:
     """Bytes as text in binary units: "12.3GiB"."""

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.blocks.kinds import BlockKind
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.memory_profile import (
+from phalanx.cost.frameworks.memory_profiles import (
     MEGATRON_2021,
     MEGATRON_CORE,
     PHALANX,
@@ -20,7 +21,7 @@ from phalanx.cost.frameworks.memory_profile import (
     XLA,
     MemoryProfile,
 )
-from phalanx.cost.memory.activations import activation_bytes, block
+from phalanx.cost.memory.activations import activation_bytes, saved
 
 GPT = ModelConfig(n_layers=2, d_model=64, n_heads=8, seq_len=32, dropout=0.1)
 LLAMA = replace(PRESETS["llama3-8b"], seq_len=8192)
@@ -34,7 +35,8 @@ def parts(
     model: ModelConfig, layout: Layout = ALONE, memory_profile: MemoryProfile = PHALANX, experts: bool = False
 ) -> dict[str, float]:
     """Bytes of a token that each operator keeps."""
-    return dict(block(model, layout, 2, experts, memory_profile))
+    kind = BlockKind("latent" if model.mla.kv_rank else "heads", "experts" if experts else "dense")
+    return dict(saved(model, layout, 2, kind, memory_profile))
 
 
 @given(
@@ -182,7 +184,7 @@ def test_inputs_in_eight_bits():
 
 def test_queries_that_are_not_compressed():
     plain = replace(DEEPSEEK, mla=MLA(q_rank=0, kv_rank=512))
-    assert parts(plain)["q_norm, wq_b"] == 0
+    assert "q_norm, wq_b" not in parts(plain)
     assert parts(plain)["queries, keys"] == parts(DEEPSEEK)["queries, keys"]
 
 

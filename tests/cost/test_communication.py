@@ -1,27 +1,80 @@
-"""Seconds of a block's collectives agree with what the runtime sends."""
+"""Seconds of a block's messages price the bytes that the ledger counts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from phalanx.blocks.kinds import block, block_kinds
+from phalanx.config.cluster import Cluster, Link
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks.known import MEGATRON_CORE, PHALANX
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.communication import block_traffic
-from phalanx.cost.traffic.blocks import Micro, balanced_rows
+from phalanx.cost.time.communication import messages_seconds, place
+from phalanx.cost.time.rank_time import block_time
+from phalanx.cost.traffic.blocks import balanced_rows, block_traffic, row_traffic
+from phalanx.cost.traffic.table import Table
 from phalanx.partition import batch
+
+SLOW = Link(gbs=1e-6, latency_us=0, reached=1.0)
+"""A kilobyte per second: beside its bytes no message's latency counts."""
+
+
+def of(model: str, layout: Layout, cluster: Cluster, **more) -> StepSpec:
+    layout = replace(layout, micro_batch=1)
+    return StepSpec(PRESETS[model], cluster, layout, batch.solve(2 * layout.data_ranks, layout), **more)
 
 
 @pytest.mark.parametrize(("framework", "share"), [(PHALANX, 1), (MEGATRON_CORE, 2)])
 def test_each_tensor_rank_dispatches_all_tokens_unless_it_holds_whole_experts(framework, share):
-    model = PRESETS["mixtral-8x7b"]
-    layout = Layout(tp=2, ep=4, dp_shard=4, sp=True, micro_batch=1)
-    spec = StepSpec(model, cluster_of("dgx-h100"), layout, batch.solve(8, layout), framework=framework)
-    plain = replace(layout, sp=False)
-    assert balanced_rows(Micro(model, layout, 1, 2)) == balanced_rows(Micro(model, plain, 1, 2))
-    parted, whole = (block_traffic(replace(spec, layout=each), moe=True).ep_forward for each in (layout, plain))
-    assert parted == pytest.approx(whole / share, rel=0.1)
+    layout = Layout(tp=2, ep=4, dp_shard=4, sp=True)
+    parted, whole = (
+        of("mixtral-8x7b", each, cluster_of("dgx-h100"), framework=framework)
+        for each in (layout, replace(layout, sp=False))
+    )
+    assert balanced_rows(place(parted)) == balanced_rows(place(whole))
+    kind = block_kinds(parted.model)[-1]
+    parted_s, whole_s = (block_time(each, kind).ep for each in (parted, whole))
+    assert parted_s == pytest.approx(whole_s / share, rel=0.1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.sampled_from(["gpt2", "llama3-8b", "mixtral-8x7b", "deepseek-v3"]),
+    tp=st.sampled_from([1, 2, 4]),
+    ring=st.sampled_from([1, 2, 4]),
+    ulysses=st.sampled_from([1, 2, 4]),
+    ep=st.sampled_from([1, 2, 4]),
+    sp=st.booleans(),
+    regather=st.booleans(),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    dropout=st.sampled_from([0.0, 0.1]),
+)
+def test_seconds_price_the_bytes_of_the_ledger(model, tp, ring, ulysses, ep, sp, regather, recompute, dropout):
+    shape = replace(PRESETS[model], dropout=dropout)
+    assume(ep == 1 or shape.moe.n_experts)
+    assume(shape.n_heads % (tp * ulysses) == 0)
+    layout = Layout(
+        tp=tp,
+        cp=ring * ulysses,
+        cp_ulysses=ulysses,
+        ep=ep,
+        dp_shard=4,
+        sp=sp and tp > 1,
+        sp_regather=regather and sp and tp > 1,
+        recompute=recompute,
+    )
+    cluster = Cluster(devices_per_node=layout.world, intra=SLOW, inter=SLOW)
+    spec = replace(of(model, layout, cluster), model=shape)
+    here, kind = place(spec), block_kinds(shape)[-1]
+    priced = messages_seconds(spec, here, block(here, kind))
+    counted = Table()
+    counted.take(block_traffic(here, kind))
+    counted.take(row_traffic(here, kind), balanced_rows(here) if shape.moe.n_experts else 0)
+    seconds = sum(each.forward + each.again + each.backward for each in priced.values())
+    assert seconds == pytest.approx(sum(counted.entries.values()) / 1e3, rel=1e-3)

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.blocks.kinds import block as block_of
+from phalanx.blocks.kinds import block_kinds
+from phalanx.blocks.place import Place
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.config.cpu_node import with_processes
-from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.fit import (
     GENERATION,
@@ -27,9 +29,9 @@ from phalanx.cost.fit import (
     product_call_us,
 )
 from phalanx.cost.frameworks.known import PHALANX_CPU
-from phalanx.cost.time import link, operators
+from phalanx.cost.time import link
 from phalanx.cost.time.kernel import attention_seconds, product_seconds, stream_seconds
-from phalanx.cost.time.layer import work_seconds
+from phalanx.cost.time.layer import operator_seconds
 
 SHAPES = [(n, n, n) for n in (64, 256, 512, 1024, 2048, 4096)] + [(t, 2048, 512) for t in (64, 512, 4096)]
 MOVED = (1024, 4096, 2e6, 128e6, 512e6)
@@ -177,8 +179,8 @@ def test_products_with_a_call_are_fitted_with_it():
 def test_the_time_to_start_an_operation_is_what_a_tiny_block_leaves(host):
     true = Accelerator(fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=2, product_us=20, host_us=host)
     tiny = ModelConfig(n_layers=1, d_model=32, seq_len=16, vocab_size=64)
-    work = operators.block(tiny, 0, Layout(), 1)
-    block = work_seconds(alone(true), work, PHALANX_CPU, "fp32")
+    work = block_of(Place(tiny), block_kinds(tiny)[0])
+    block = operator_seconds(alone(true), work, PHALANX_CPU, "fp32")
     found = fit_host(replace(true, host_us=0), "fp32", tiny, block.forward + block.backward)
     assert close(found.host_us, host)
     assert fit_host(true, "fp32", tiny, 1e-9).host_us > 0
@@ -193,7 +195,9 @@ def test_what_threads_gain_in_training_is_what_a_block_gains_from_them(share: fl
     middling = ModelConfig(n_layers=1, d_model=128, seq_len=128, vocab_size=64)
     one = with_processes(Cluster(accelerator=device, sharing=true), 1).accelerator
     parts = [
-        work_seconds(alone(each), operators.block(middling, 0, Layout(), 8), PHALANX_CPU, "fp32")
+        operator_seconds(
+            alone(each), block_of(Place(middling, sequences=8), block_kinds(middling)[0]), PHALANX_CPU, "fp32"
+        )
         for each in (device, one)
     ]
     together, single = (wrong * (part.forward + part.backward) for part in parts)

@@ -2,46 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.blocks.ends import head
 from phalanx.blocks.flops import (
     block_flops_per_token,
     head_flops_per_token,
     train_flops_per_step,
 )
+from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.operator import Operator
+from phalanx.blocks.place import Place, place_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
 from phalanx.cost.flops import hardware_flops_per_step
-from phalanx.cost.time.operators import block, head
+
+
+def flops(operators: Iterable[Operator], place: Place, without: str = "") -> int:
+    """Forward FLOPs of the matrix products and of attention without a mask."""
+    found = 0
+    for operator in operators:
+        product = operator.product(place.tp, place.ep)
+        found += product.flops if product and product.name != without else 0
+        found += operator.core.flops if operator.core else 0
+    return found
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama3-8b", "llama3-70b", "mixtral-8x7b", "deepseek-v3", "tiny-moe"])
 def test_a_block_has_the_flops_of_the_model(preset: str) -> None:
     model = replace(PRESETS[preset], vocab_size=32000)
-    layer = model.n_layers - 1
+    layer, place = model.n_layers - 1, Place(model, sequences=2)
     tokens = 2 * model.seq_len
-    assert block(model, layer, Layout(), 2).flops == pytest.approx(tokens * block_flops_per_token(model, layer))
-    assert head(model, Layout(), 2).flops == tokens * head_flops_per_token(model)
+    whole = block(place, block_kinds(model)[layer])
+    assert flops(whole, place) == pytest.approx(tokens * block_flops_per_token(model, layer))
+    assert flops(head(place, 32000), place) == tokens * head_flops_per_token(model)
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 def test_ranks_share_the_flops(tp: int, cp: int, ep: int) -> None:
     model = PRESETS["mixtral-8x7b"]
-    shared = block(model, 0, Layout(tp=tp, cp=cp, dp_shard=4, ep=ep), 1)
-    router = sum(2 * p.m * p.n * p.k for p in shared.products if p.name == "router")
-    whole = block(model, 0, Layout(), 1)
-    alone = sum(2 * p.m * p.n * p.k for p in whole.products if p.name == "router")
-    assert tp * cp * (shared.flops - router) == pytest.approx(whole.flops - alone)
+    kind = block_kinds(model)[0]
+    here, whole = place_of(model, Layout(tp=tp, cp=cp, dp_shard=4, ep=ep)), Place(model)
+    shared, alone = (flops(block(place, kind), place, without="router") for place in (here, whole))
+    assert tp * cp * shared == pytest.approx(alone)
 
 
 def test_memory_bound_work_is_cut_by_sequence_parallelism() -> None:
     model = PRESETS["llama3-8b"]
-    plain, cut = ({s.name: s.forward for s in block(model, 0, Layout(tp=4, sp=sp), 1).streams} for sp in (False, True))
-    assert cut["norms"] == plain["norms"] / 4
+    plain, cut = (
+        {
+            stream.name: stream.forward
+            for operator in block(Place(model, tp=4, sp=sp), block_kinds(model)[0])
+            for stream in operator.memory_bound
+        }
+        for sp in (False, True)
+    )
+    assert cut["attn_norm"] == plain["attn_norm"] / 4
     assert cut["mlp.activation"] == plain["mlp.activation"]
 
 

@@ -15,7 +15,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.memory_profile import (
+from phalanx.cost.frameworks.memory_profiles import (
     FSDP1,
     MEGATRON_2021,
     MEGATRON_CORE,

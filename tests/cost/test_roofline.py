@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.blocks.kinds import block, block_kinds
 from phalanx.config.clusters import ACCELERATORS, CLUSTERS
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -14,9 +15,8 @@ from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks.known import PHALANX
 from phalanx.cost.roofline import OperatorPoint, block_slowdown, data_sheet, points, reached
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time import operators
-from phalanx.cost.time.communication import block_traffic
-from phalanx.cost.time.layer import work_seconds
+from phalanx.cost.time.communication import messages_seconds, place
+from phalanx.cost.time.layer import operator_seconds
 from phalanx.partition.batch import Batch
 
 
@@ -40,7 +40,7 @@ def test_the_ridge_of_an_h100_is_at_295_flops_a_byte():
 def test_a_product_reads_both_operands_and_writes_its_result(heads, layers, tp, micro_batch):
     one = spec(ModelConfig(n_layers=layers, d_model=64 * heads * tp, n_heads=heads * tp), Layout(tp=tp), micro_batch)
     found = by_name(one)
-    for p in operators.block(one.model, 0, one.layout, micro_batch).products:
+    for p in filter(None, (each.product(tp, 1) for each in block(place(one), block_kinds(one.model)[0]))):
         flops, moved = 2 * p.m * p.n * p.k, 2 * (p.m * p.k + p.k * p.n + p.m * p.n)
         assert found[p.name].flops == flops
         assert isclose(found[p.name].bytes, moved)
@@ -85,8 +85,8 @@ def test_nothing_lies_above_the_roof(
 def test_seconds_are_those_of_the_prediction(model, products):
     one = spec(PRESETS[model], Layout(tp=2), products=products)
     one = replace(one, framework=replace(PHALANX, slowdown=1.2, moe_slowdown=1.5))
-    work = operators.block(one.model, one.model.n_layers - 1, one.layout, 1)
-    whole = work_seconds(one.cluster.accelerator, work, one.framework, products)
+    work = block(place(one), block_kinds(one.model)[-1])
+    whole = operator_seconds(one.cluster.accelerator, work, one.framework, products, 2)
     assert isclose(sum(point.seconds for point in points(one)), whole.forward)
 
 
@@ -94,7 +94,9 @@ def test_bounds():
     large = by_name(spec(PRESETS["llama3-8b"]))
     assert {name: point.bound for name, point in large.items()} == {
         **dict.fromkeys(("qkv", "wo", "mlp.up", "mlp.down", "attention"), "compute"),
-        **dict.fromkeys(("norms", "residuals", "rotary", "mlp.activation"), "memory"),
+        **dict.fromkeys(
+            ("attn_norm", "mlp_norm", "attn residual", "mlp residual", "rotary", "mlp.activation"), "memory"
+        ),
     }
     # One token: the weights are read for it alone.
     assert by_name(spec(replace(PRESETS["llama3-70b"], seq_len=1)))["mlp.up"].bound == "memory"
@@ -112,8 +114,8 @@ def test_bounds():
 )
 def test_every_collective_of_the_block_belongs_to_an_operator(model, layout):
     one = spec(PRESETS[model], layout)
-    traffic = block_traffic(one, model == "mixtral-8x7b")
-    whole = traffic.tp_forward + traffic.ep_forward + traffic.ring_forward + traffic.cp_forward
+    messages = messages_seconds(one, place(one), block(place(one), block_kinds(one.model)[-1]))
+    whole = sum(each.forward for each in messages.values())
     assert whole > 0
     assert isclose(sum(point.communication for point in points(one)), whole)
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.blocks.kinds import BlockKind
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
@@ -113,8 +114,9 @@ def test_ranks_have_the_layers_of_a_written_cut() -> None:
 
 def test_dense_layers_before_the_experts_are_told_apart() -> None:
     found = contents(spec(Layout(pp=4, micro_batch=1), 8, model="deepseek-v3"))
-    assert [content.dense for content in found] == [3, 0, 0, 0]
-    assert sum(content.moe for content in found) == 58
+    dense, moe = BlockKind("latent", "dense"), BlockKind("latent", "experts")
+    assert [content.of_kind.get(dense, 0) for content in found] == [3, 0, 0, 0]
+    assert sum(content.of_kind.get(moe, 0) for content in found) == 58
 
 
 @pytest.mark.parametrize("pp", [4, 5])

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Pending
 from phalanx.comm.ledger import Ledger
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as layers
 from phalanx.parallel.expert import connect, cut_experts
-from phalanx.partition.tensor_slices import experts_of, is_expert
+from phalanx.partition.tensor_slices import experts_of
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 

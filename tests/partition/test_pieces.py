@@ -10,17 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.partition.tensor_slices import (
-    KEY_VALUE_ROWS,
-    VOCABULARY_ROWS,
-    TensorSlice,
-    experts_of,
-    is_expert,
-    padded_vocabulary,
-    piece,
-)
+from phalanx.partition.tensor_slices import TensorSlice, experts_of, padded_vocabulary, piece
+
+VOCABULARY_ROWS = ("embed.weight", "head.weight")
+KEY_VALUE_ROWS = ("attn.wk.weight", "attn.wk.bias", "attn.wv.weight", "attn.wv.bias")
 
 MIXTRAL = ModelConfig(
     n_layers=1,
@@ -225,7 +221,7 @@ def test_by_hand():
 
 
 def test_a_piece_beyond_the_vocabulary_is_all_padding():
-    last = piece("head.weight", (3, 2), ModelConfig(), 8, 7)
+    last = piece("embed.weight", (3, 2), ModelConfig(), 8, 7)
     assert (last.start, last.size, last.real, prod(last.shape)) == (7, 1, 0, 2)
 
 

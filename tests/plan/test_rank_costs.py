@@ -47,11 +47,11 @@ def test_more_layers_take_more_bytes_and_other_recomputation_makes_room():
     full = replace(asked, cluster=replace(asked.cluster, accelerator=device)).spec(layout)
     ranks = PipelineRanks(full)
     assert ranks.calibrated(full)
-    fillings = [ranks.filling(rank, ((8, 0),)) for rank in range(4)]
+    fillings = [ranks.filling(rank, ((8,),)) for rank in range(4)]
     recomputed = [filling.numbers[0][2] for filling in fillings if filling]
     # The fewer are in flight the more layers keep what twice the memory has room for.
     assert 8 > recomputed[0] > recomputed[1] > recomputed[2] > recomputed[3]
-    more, less = ranks.filling(0, ((9, 0),)), ranks.filling(0, ((7, 0),))
+    more, less = ranks.filling(0, ((9,),)), ranks.filling(0, ((7,),))
     assert less is not None
     assert more is None or more.numbers[0][2] > recomputed[0]
     assert less.numbers[0][2] < recomputed[0]

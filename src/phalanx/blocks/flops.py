@@ -14,10 +14,13 @@ Model FLOPs (`train_flops_*`) leave recomputation out; `phalanx.cost.flops` adds
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from phalanx.blocks.parameters import active_size, block_shapes, vocabulary
+from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.parameters import active_size, block_weights, vocabulary
+from phalanx.blocks.place import Place
 from phalanx.config.model import ModelConfig
 
 Attention = Literal["full", "causal"]
@@ -66,19 +69,16 @@ def block_flops_per_token(
 @lru_cache(1024)
 def matrix_flops_per_token(model: ModelConfig, layer: int) -> int:
     """Forward FLOPs a token of the weight matrices of one block."""
-    weights = sum(
-        active_size(name, shape, model)
-        for name, shape in block_shapes(model, layer).items()
-        if name.endswith(".weight") and len(shape) > 1
-    )
-    return 2 * weights
+    weights = block_weights(model, block_kinds(model)[layer])
+    return 2 * sum(active_size(weight.name, weight.shape, model) for weight in weights if weight.is_matrix)
 
 
 @lru_cache(1024)
 def attention_flops_per_token(model: ModelConfig, seq_len: int | None = None, attention: Attention = "full") -> int:
     """Forward FLOPs a token of one layer's scores (queries by keys) and of their product with the values."""
-    keys = seq_len or model.seq_len
-    flops = 2 * keys * model.n_heads * (model.head_size + model.v_head_size)
+    whole = replace(model, seq_len=seq_len or model.seq_len)
+    core = next(operator.core for operator in block(Place(whole), block_kinds(model)[0]) if operator.core)
+    flops = core.flops // core.queries
     return flops if attention == "full" else flops // 2
 
 

@@ -1,4 +1,4 @@
-"""Every parameter of a model, by name and shape, from the shape dataclass alone.
+"""Every parameter of a model, by name and shape: a view of the operators' weights.
 
 The torch module in `phalanx.model` has exactly these parameters (a test compares them), so counting, sharding, memory
 and FLOPs can be worked out without building anything. A linear layer's weight is (outputs, inputs).
@@ -6,8 +6,15 @@ and FLOPs can be worked out without building anything. A linear layer's weight i
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from math import prod
+from types import MappingProxyType
 
+from phalanx.blocks.ends import embedding_weights, head_weights
+from phalanx.blocks.kinds import BlockKind, block, block_kinds
+from phalanx.blocks.operator import Weight, is_expert
+from phalanx.blocks.place import Place
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 
@@ -15,7 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def vocabulary(model: ModelConfig, vocab_size: int | None = None) -> int:
-    """Tokens in the vocabulary: `vocab_size` (what the tokenizer has) where given, else the model's own.
+    """Returns the number of tokens in the vocabulary: `vocab_size` (the tokenizer's) where given, else the model's own.
 
     Raises JobError when neither says how many."""
     size = vocab_size or model.vocab_size
@@ -27,103 +34,60 @@ def vocabulary(model: ModelConfig, vocab_size: int | None = None) -> int:
     return size
 
 
-def parameter_shapes(model: ModelConfig, vocab_size: int | None = None) -> Shapes:
-    """Name and shape of every parameter, in the order of the module tree. A tied head has no entry of its own."""
+@lru_cache(maxsize=1024)
+def block_weights(model: ModelConfig, kind: BlockKind) -> tuple[Weight, ...]:
+    """Returns the weights of a block of one kind, in the order of its modules."""
+    return tuple(weight for operator in block(Place(model), kind) for weight in operator.weights)
+
+
+def weights(model: ModelConfig, vocab_size: int | None = None) -> Iterator[Weight]:
+    """Yields every parameter of the model under its full name, in the order of the module tree. A tied head has no
+    entry of its own."""
     vocab = vocabulary(model, vocab_size)
-    shapes: Shapes = {"embed.weight": (vocab, model.d_model)}
-    if model.positions == "learned":
-        shapes["positions.weight"] = (model.seq_len, model.d_model)
-    for layer in range(model.n_layers):
-        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block_shapes(model, layer).items()}
-    shapes |= _norm("final_norm", model.d_model, model)
-    if not model.tied:
-        shapes["head.weight"] = (vocab, model.d_model)
-    return shapes
+    yield from embedding_weights(model, vocab)
+    for layer, kind in enumerate(block_kinds(model)):
+        for weight in block_weights(model, kind):
+            yield weight._replace(name=f"blocks.{layer}.{weight.name}")
+    yield from head_weights(model, vocab)
+
+
+@lru_cache(maxsize=256)
+def _by_name(model: ModelConfig) -> Mapping[str, Weight]:
+    """Every weight by its name within its block, or within the model."""
+    every = [*embedding_weights(model, 1), *head_weights(model, 1)]
+    for kind in dict.fromkeys(block_kinds(model)):
+        every += block_weights(model, kind)
+    return MappingProxyType({weight.name: weight for weight in every})
+
+
+def weight_of(model: ModelConfig, name: str) -> Weight:
+    """Returns how ranks divide the parameter `name`, such as "blocks.3.attn.wq.weight". Raises KeyError for a name that
+    the model does not have."""
+    parts = name.split(".", 2)
+    return _by_name(model)[parts[2] if parts[0] == "blocks" else name]
+
+
+def parameter_shapes(model: ModelConfig, vocab_size: int | None = None) -> Shapes:
+    """Returns name and shape of every parameter, in the order of the module tree."""
+    return {weight.name: weight.shape for weight in weights(model, vocab_size)}
 
 
 def block_shapes(model: ModelConfig, layer: int) -> Shapes:
-    """Name (without the leading `blocks.LAYER.`) and shape of every parameter of one block."""
-    attention = _latent_attention(model) if model.mla.kv_rank else _attention(model)
-    feed_forward = _experts(model) if model.is_moe_layer(layer) else _mlp("mlp", model.ff_size, model)
-    return _norm("attn_norm", model.d_model, model) | attention | _norm("mlp_norm", model.d_model, model) | feed_forward
+    """Returns name (without the leading `blocks.LAYER.`) and shape of every parameter of one block."""
+    return {weight.name: weight.shape for weight in block_weights(model, block_kinds(model)[layer])}
 
 
 def count(model: ModelConfig, vocab_size: int | None = None) -> int:
-    """Parameters of the model: a tied head once, learned positions included."""
-    return sum(prod(shape) for shape in parameter_shapes(model, vocab_size).values())
+    """Returns the parameters of the model: a tied head once, learned positions included."""
+    return sum(prod(weight.shape) for weight in weights(model, vocab_size))
 
 
 def count_active(model: ModelConfig, vocab_size: int | None = None) -> int:
-    """Parameters that one token uses: as `count`, but of the routed experts only the top_k that the token visits."""
-    shapes = parameter_shapes(model, vocab_size)
-    return sum(active_size(name, shape, model) for name, shape in shapes.items())
+    """Returns the parameters that one token uses: as `count`, but of the routed experts only the top_k that the token
+    visits."""
+    return sum(active_size(weight.name, weight.shape, model) for weight in weights(model, vocab_size))
 
 
 def active_size(name: str, shape: tuple[int, ...], model: ModelConfig) -> int:
-    """Elements of one parameter that one token uses."""
-    if "moe.experts." in name:
-        return prod((model.moe.top_k, *shape[1:]))
-    return prod(shape)
-
-
-def _attention(model: ModelConfig) -> Shapes:
-    """Multi-head, grouped-query or multi-query attention."""
-    bias = model.bias or model.qkv_bias
-    queries = model.n_heads * model.head_size
-    keys = model.kv_heads * model.head_size
-    return (
-        _linear("attn.wq", queries, model.d_model, bias)
-        | _linear("attn.wk", keys, model.d_model, bias)
-        | _linear("attn.wv", keys, model.d_model, bias)
-        | _linear("attn.wo", model.d_model, queries, model.bias)
-    )
-
-
-def _latent_attention(model: ModelConfig) -> Shapes:
-    """Multi-head latent attention as in DeepSeek-V3's released model (DeepSeek-V2, section 2.1)."""
-    mla, bias = model.mla, model.bias or model.qkv_bias
-    queries = model.n_heads * model.head_size
-    if mla.q_rank:
-        shapes = (
-            _linear("attn.wq_a", mla.q_rank, model.d_model, bias)
-            | _norm("attn.q_norm", mla.q_rank, model)
-            | _linear("attn.wq_b", queries, mla.q_rank, bias)
-        )
-    else:
-        shapes = _linear("attn.wq", queries, model.d_model, bias)
-    # One rotary key serves all heads, so it comes straight from the input beside the compressed keys and values.
-    return (
-        shapes
-        | _linear("attn.wkv_a", mla.kv_rank + mla.rope_head_dim, model.d_model, bias)
-        | _norm("attn.kv_norm", mla.kv_rank, model)
-        | _linear("attn.wkv_b", model.n_heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_rank, bias)
-        | _linear("attn.wo", model.d_model, model.n_heads * mla.v_head_dim, model.bias)
-    )
-
-
-def _mlp(name: str, width: int, model: ModelConfig) -> Shapes:
-    shapes = _linear(f"{name}.up", width, model.d_model, model.bias)
-    if model.activation == "swiglu":
-        shapes |= _linear(f"{name}.gate", width, model.d_model, model.bias)
-    return shapes | _linear(f"{name}.down", model.d_model, width, model.bias)
-
-
-def _experts(model: ModelConfig) -> Shapes:
-    """Router, routed experts stacked along a leading dimension, and the shared experts as one wide MLP."""
-    moe = model.moe
-    shapes = _linear("moe.router", moe.n_experts, model.d_model, moe.bias_balanced)
-    one_expert = _mlp("moe.experts", model.expert_ff_size, model)
-    shapes |= {name: (moe.n_experts, *shape) for name, shape in one_expert.items()}
-    if moe.n_shared:
-        shapes |= _mlp("moe.shared", moe.n_shared * model.expert_ff_size, model)
-    return shapes
-
-
-def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Shapes:
-    weight: Shapes = {f"{name}.weight": (outputs, inputs)}
-    return weight | {f"{name}.bias": (outputs,)} if bias else weight
-
-
-def _norm(name: str, width: int, model: ModelConfig) -> Shapes:
-    weight: Shapes = {f"{name}.weight": (width,)}
-    return weight | {f"{name}.bias": (width,)} if model.bias and model.norm == "layernorm" else weight
+    """Returns the elements of one parameter that one token uses."""
+    return prod((model.moe.top_k, *shape[1:])) if is_expert(name) else prod(shape)

@@ -7,6 +7,8 @@ from typing import Literal
 
 from phalanx.hashed import Hashed, hashed_once
 
+Recompute = Literal["none", "selective", "full"]
+"""What the backward pass of a block computes again."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh's axes, outermost first; `ep` is carved out of dp_shard × cp and multiplies nothing."""
 
@@ -63,7 +65,7 @@ class Layout(Hashed):
     """Sequences in one forward pass of one data rank; 0 means the rest of the equation decides."""
     accumulation: int = 0
     """Micro-batches a step on each data rank; 0 means the rest of the equation decides."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """Activations computed again in the backward pass instead of kept."""
     recompute_cut: str = ""
     """What each layer recomputes, runs of layers in order: 8*full+4*selective+20*none; empty: every layer does what

@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import Literal
 
+from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.place import Place
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.config.cpu_node import with_processes
-from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.known import PHALANX_CPU
 from phalanx.cost.least_squares import least_squares
-from phalanx.cost.time import link, operators
+from phalanx.cost.time import link
 from phalanx.cost.time.kernel import attention_seconds, product_seconds, stream_seconds
-from phalanx.cost.time.layer import work_seconds
+from phalanx.cost.time.layer import operator_seconds
 from phalanx.cost.traffic.collectives import Collective, sent_bytes
 from phalanx.units import gib
 
@@ -223,7 +224,8 @@ def fit_sharing(
 
 def _block_alone(device: Accelerator, precision: Precision, model: ModelConfig, sequences: int) -> float:
     """Seconds of a block, both passes of so many sequences, again and again."""
-    parts = work_seconds(alone(device), operators.block(model, 0, Layout(), sequences), PHALANX_CPU, precision)
+    operators = block(Place(model, sequences=sequences, width=4), block_kinds(model)[0])
+    parts = operator_seconds(alone(device), operators, PHALANX_CPU, precision)
     return parts.forward + parts.backward
 
 

@@ -7,77 +7,73 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from phalanx.blocks.parameters import Shapes, block_shapes
+from phalanx.blocks.ends import VOCABULARY, embedding_weights, head_weights
+from phalanx.blocks.kinds import BlockKind, block_kinds
+from phalanx.blocks.parameters import block_weights
 from phalanx.config.model import ModelConfig
 from phalanx.partition.recompute import Mode, modes
-from phalanx.partition.tensor_slices import is_expert, padded_vocabulary, piece
 
 
 class BlockParameters(NamedTuple):
-    """Numbers of a block on the first tensor rank."""
+    """Parameters of a block on one tensor and expert rank."""
 
     dense: int
-    """What all expert-parallel ranks have."""
+    """Those that all expert ranks have."""
     experts: int
-    """Of the routed experts that the rank holds."""
+    """Those of the routed experts that the rank holds."""
     matrices: int
-    """Of all matrices, one expert's in place of all."""
+    """Those of all matrices, one expert's in place of all."""
     largest: int
-    """Of the largest matrix; the same matrix of all experts held is one."""
+    """Those of the largest matrix; the same matrix of all experts held is one."""
 
 
 @lru_cache(maxsize=4096)
-def block_parameters(model: ModelConfig, tp: int, ep: int, experts: bool) -> BlockParameters:
-    """Of a block with or without experts, on one of tp × ep ranks."""
+def block_parameters(model: ModelConfig, tp: int, ep: int, kind: BlockKind) -> BlockParameters:
+    """Returns the parameters of a block of one kind on one of tp × ep ranks."""
     dense = routed = matrices = largest = 0
-    for name, whole in _shapes(model, experts).items():
-        shape = piece(f"blocks.0.{name}", whole, model, tp, 0).shape
-        size = prod(shape)
-        if is_expert(name):
-            size //= ep
+    for weight in block_weights(model, kind):
+        size = weight.size_on(tp, ep)
+        if weight.routed:
             routed += size
         else:
             dense += size
-        if len(shape) > 1 and not name.endswith("bias"):
-            matrices += prod(shape[-2:])
+        if weight.is_matrix:
+            matrices += prod(weight.shape_on(tp)[-2:])
         largest = max(largest, size)
     return BlockParameters(dense, routed, matrices, largest)
 
 
-class BlockKind(NamedTuple):
-    """What tells one block from another."""
+class LayerKind(NamedTuple):
+    """A kind of block, and what it recomputes."""
 
-    experts: bool
+    block: BlockKind
     recompute: Mode
 
 
 @lru_cache(maxsize=4096)
-def block_kinds(model: ModelConfig, recomputes: str) -> tuple[BlockKind, ...]:
-    """Of every layer; `recomputes` is what the layout says of them (job.recompute.written)."""
+def layer_kinds(model: ModelConfig, recomputes: str) -> tuple[LayerKind, ...]:
+    """Returns the kind of every layer; `recomputes` is what the layout says of them (partition.recompute.written)."""
     every = modes(recomputes, model.n_layers)
-    return tuple(BlockKind(model.is_moe_layer(layer), mode) for layer, mode in enumerate(every))
+    return tuple(LayerKind(kind, mode) for kind, mode in zip(block_kinds(model), every, strict=True))
 
 
 @lru_cache(maxsize=4096)
-def kinds_of(model: ModelConfig, recomputes: str, layers: range) -> tuple[tuple[BlockKind, int], ...]:
-    """Of some layers, the kinds and how many of each come one after the other."""
-    kinds = block_kinds(model, recomputes)
+def kinds_of(model: ModelConfig, recomputes: str, layers: range) -> tuple[tuple[LayerKind, int], ...]:
+    """Returns the kinds of some layers, and how many of each come one after the other."""
+    kinds = layer_kinds(model, recomputes)
     return tuple((kind, len(list(run))) for kind, run in groupby(kinds[layer] for layer in layers))
 
 
+@lru_cache(maxsize=4096)
 def table(model: ModelConfig, tp: int) -> int:
-    """Numbers of a tensor rank's part of the embedding, or of the head."""
-    return padded_vocabulary(model.vocab_size, tp) // tp * model.d_model
+    """Returns the parameters of a tensor rank's part of the embedding, or of the head."""
+    return VOCABULARY._replace(shape=(model.vocab_size, model.d_model)).size_on(tp)
 
 
+@lru_cache(maxsize=4096)
 def outside(model: ModelConfig, tp: int, first: bool, last: bool) -> int:
-    """Numbers that lie around the blocks, on a rank that has the first stage, the last, or both."""
-    norm = model.d_model * (2 if model.bias and model.norm == "layernorm" else 1)
-    positions = model.seq_len * model.d_model if model.positions == "learned" else 0
-    tables = 1 if model.tied and first and last else first + last
-    return tables * table(model, tp) + first * positions + last * norm
-
-
-def _shapes(model: ModelConfig, experts: bool) -> Shapes:
-    dense = 0 if model.moe.n_dense_layers else model.n_layers - 1
-    return block_shapes(model, model.n_layers - 1 if experts else dense)
+    """Returns the parameters around the blocks, on a rank that has the first stage, the last, or both."""
+    vocab = model.vocab_size
+    weights = [*(embedding_weights(model, vocab) if first else ()), *(head_weights(model, vocab) if last else ())]
+    copied = table(model, tp) if model.tied and last and not first else 0
+    return sum(weight.size_on(tp) for weight in weights) + copied

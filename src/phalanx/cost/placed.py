@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from phalanx.blocks.kinds import BlockKind
 from phalanx.config.model import ModelConfig
-from phalanx.cost.held import BlockKind, block_kinds
+from phalanx.cost.held import LayerKind, layer_kinds
 from phalanx.cost.memory.in_flight import Flight, flights
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.recompute import written
@@ -20,7 +21,7 @@ from phalanx.partition.stages import even, written_stages
 class Content:
     """What a pipeline rank, or one stage, has of the model, in blocks of each kind."""
 
-    kinds: tuple[tuple[BlockKind, int], ...]
+    kinds: tuple[tuple[LayerKind, int], ...]
     embedding: bool
     head: bool
     share: float = 1.0
@@ -31,13 +32,12 @@ class Content:
         return sum(many for _, many in self.kinds)
 
     @property
-    def moe(self) -> int:
-        """Blocks with experts."""
-        return sum(many for kind, many in self.kinds if kind.experts)
-
-    @property
-    def dense(self) -> int:
-        return self.blocks - self.moe
+    def of_kind(self) -> dict[BlockKind, int]:
+        """The number of blocks of each kind, whatever they recompute."""
+        found: dict[BlockKind, int] = {}
+        for kind, many in self.kinds:
+            found[kind.block] = found.get(kind.block, 0) + many
+        return found
 
 
 def contents(spec: StepSpec) -> tuple[Content, ...]:
@@ -56,7 +56,7 @@ def content_of(spec: StepSpec, stages: Sequence[range], held: Sequence[int], sha
 def _content(
     model: ModelConfig, recomputes: str, stages: tuple[range, ...], held: tuple[int, ...], share: float
 ) -> Content:
-    every = block_kinds(model, recomputes)
+    every = layer_kinds(model, recomputes)
     kinds = Counter(every[layer] for stage in held for layer in stages[stage])
     return Content(tuple(sorted(kinds.items())), 0 in held, len(stages) - 1 in held, share)
 

@@ -6,19 +6,17 @@ each limit is what the same prediction says of a device that has no other.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
+from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.operator import AttentionCore, Operator
 from phalanx.config.cluster import Accelerator
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time import operators
-from phalanx.cost.time.communication import block_traffic
+from phalanx.cost.time.communication import messages_seconds, place
 from phalanx.cost.time.kernel import BEST_INNER, FILLING, READ, peak_flops, rate
-from phalanx.cost.time.layer import work_seconds
-from phalanx.cost.time.operators import MemoryBound, Product, Scores, Work
+from phalanx.cost.time.layer import number_format, operator_seconds
 
 Bound = Literal["compute", "memory", "launch"]
 
@@ -86,45 +84,47 @@ def reached(device: Accelerator, products: str, slowdown: float = 1.0) -> Roof:
 def block_slowdown(spec: StepSpec) -> float:
     """Time of the last block's kernels beside that of the same kernels alone."""
     framework = spec.framework
-    return framework.slowdown * (framework.moe_slowdown if spec.model.is_moe_layer(spec.model.n_layers - 1) else 1.0)
+    return framework.slowdown * (
+        framework.moe_slowdown if block_kinds(spec.model)[-1].feed_forward == "experts" else 1.0
+    )
 
 
 def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
-    """The operators of the last block, one with experts where the model has them: matrix products, attention,
-    memory-bound operations."""
-    layer = spec.model.n_layers - 1
-    work = operators.block(spec.model, layer, spec.layout, spec.batch.micro_batch)
-    waits = _collectives(spec, work)
-    found = [*_products(spec, work), *_attention(spec, work.scores), *_streams(spec, work)]
-    return tuple(replace(point, communication=waits[point.name]) for point in found)
+    """Returns the operators of the last block, one with experts where the model has them: matrix products, attention,
+    memory-bound operations. An operator's collectives count with its product, or with its attention."""
+    here = place(spec)
+    operators = block(here, block_kinds(spec.model)[-1])
+    products, streams = list[OperatorPoint](), list[OperatorPoint]()
+    for operator in operators:
+        alone = replace(operator, memory_bound=(), saved=(), messages=())
+        waits = sum(each.forward for each in messages_seconds(spec, here, [operator]).values())
+        if product := operator.product(spec.layout.tp, spec.layout.ep):
+            narrow = number_format(product, spec.products)
+            products.append(_point(spec, operator.name, alone, product.flops, narrow, waits))
+        elif operator.core:
+            products.append(_attention(spec, operator.core, alone, waits))
+        elif waits:
+            products[-1] = replace(products[-1], communication=products[-1].communication + waits)
+        for stream in operator.memory_bound:
+            part = Operator(stream.name, memory_bound=(stream,))
+            streams.append(_point(spec, stream.name, part, stream.forward, spec.products))
+    return (*products, *streams)
 
 
-def _products(spec: StepSpec, work: Work) -> Iterator[OperatorPoint]:
-    for p in work.products:
-        narrow = "bf16" if p.sixteen and spec.products in ("fp8", "fp4") else spec.products
-        yield _point(spec, Work((p,), None, ()), p, 2.0 * p.m * p.n * p.k * p.number, narrow)
-
-
-def _attention(spec: StepSpec, scores: Scores | None) -> Iterator[OperatorPoint]:
+def _attention(spec: StepSpec, core: AttentionCore, alone: Operator, waits: float) -> OperatorPoint:
     """One fused kernel over the half of the pairs that the mask leaves, or products of all with a softmax between."""
-    if scores is None:
-        return
-    s, widths = scores, scores.head + scores.value_head
-    pairs = s.queries * (max(1, s.keys // 2) if spec.framework.attention == "flash" else s.keys)
-    kind = "fp32" if spec.products == "fp32" else "bf16"
-    yield _point(spec, Work((), s, ()), s, 2.0 * s.sequences * s.heads * pairs * widths, kind)
+    pairs = core.queries * (max(1, core.keys // 2) if spec.framework.attention == "flash" else core.keys)
+    flops = 2.0 * core.sequences * core.heads * pairs * (core.head + core.value_head)
+    return _point(spec, "attention", alone, flops, "fp32" if spec.products == "fp32" else "bf16", waits)
 
 
-def _streams(spec: StepSpec, work: Work) -> Iterator[OperatorPoint]:
-    for stream in work.streams:
-        yield _point(spec, Work((), None, (stream,)), stream, stream.forward, spec.products)
-
-
-def _point(spec: StepSpec, work: Work, op: Product | Scores | MemoryBound, flops: float, kind: str) -> OperatorPoint:
+def _point(
+    spec: StepSpec, name: str, operator: Operator, flops: float, kind: str, communication: float = 0.0
+) -> OperatorPoint:
     device, alone = spec.cluster.accelerator, replace(spec.framework, slowdown=1.0, moe_slowdown=1.0)
 
     def seconds(on: Accelerator) -> float:
-        return work_seconds(on, work, alone, spec.products).forward
+        return operator_seconds(on, [operator], alone, spec.products, spec.layout.tp, spec.layout.ep).forward
 
     free = {"ceiling": inf, "fp8_ceiling": inf}
     bandwidth = device.bandwidth_gbs * 1e9 * READ
@@ -135,27 +135,11 @@ def _point(spec: StepSpec, work: Work, op: Product | Scores | MemoryBound, flops
         "launch": seconds(replace(device, bandwidth_gbs=inf, **free)),
     }
     return OperatorPoint(
-        name="attention" if isinstance(op, Scores) else op.name,
+        name=name,
         flops=flops,
         bytes=moved,
         seconds=block_slowdown(spec) * seconds(device),
         bound=max(limits, key=lambda name: limits[name]),
         products=kind,
+        communication=communication,
     )
-
-
-def _collectives(spec: StepSpec, work: Work) -> dict[str, float]:
-    """By operator, seconds of its collectives forward: tensor parallelism gathers sequences before the first product of
-    each half of a block and scatters after the last (or only sums there), rows travel to their experts and back, keys
-    around the ring of attention, or heads of Ulysses."""
-    moe = any(p.name.startswith("experts") for p in work.products)
-    traffic, feed = block_traffic(spec, moe), "experts" if moe else "mlp"
-    first, last = (work.products[0].name, f"{feed}.up"), ("wo", f"{feed}.down")
-    found: defaultdict[str, float] = defaultdict(float)
-    around = (*first, *last) if spec.layout.sp else last
-    for name in around:
-        found[name] += traffic.tp_forward / len(around)
-    for name in (first[1], last[1]):
-        found[name] += traffic.ep_forward / 2
-    found["attention"] += traffic.ring_forward + traffic.cp_forward
-    return found

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # exported by no public module
 from torch.distributed.tensor import DTensor
 
+from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config.layout import Layout
 from phalanx.model.experts import Experts, GroupedLinear
@@ -32,7 +33,6 @@ from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.tiling import Tile
 from phalanx.parallel.zero import before
-from phalanx.partition.tensor_slices import is_expert
 
 
 class ShardedReplica(Replica):

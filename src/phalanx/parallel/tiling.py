@@ -77,7 +77,7 @@ def tile(
             continue
         number, leaf = rest.split(".")
         names[name] = f"{owner}.{leaf}"
-        parts = arithmetic.tile(names[name], pieces[names[name]][0].whole, tiles)
+        parts = arithmetic.tile(names[name], pieces[names[name]][0].whole, tiles, model.model)
         found[name] = (parts[int(number)],)
     return found, names
 

@@ -16,12 +16,12 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis
 from phalanx.parallel.bucket import Bucket, Slot, fill
 from phalanx.parallel.data import PartialGradients, Pieces, Replica
 from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.objective import Objective
-from phalanx.partition.tensor_slices import is_expert
 
 
 class BucketReplica(Replica):

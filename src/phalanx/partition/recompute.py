@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, NamedTuple, cast, get_args
+from typing import NamedTuple, cast, get_args
 
-from phalanx.config.layout import Layout
+from phalanx.config.layout import Layout, Recompute
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
 
-Mode = Literal["none", "selective", "full"]
+Mode = Recompute
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 

@@ -1,4 +1,4 @@
-"""Which part of every parameter a tensor-parallel rank holds: arithmetic on names and shapes alone.
+"""Which part of every parameter a tensor-parallel rank holds: a view of the weights of phalanx.blocks.
 
 Matrices that read the residual stream are cut by rows (their outputs), those that write to it by columns (their
 inputs), so that a block needs no communication between the two (Shoeybi et al. 2019, section 3). The same holds for the
@@ -14,20 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.blocks.ends import VOCABULARY
+from phalanx.blocks.parameters import weight_of
 from phalanx.config.model import ModelConfig
 
-ROWS = (
-    *("attn.wq.weight", "attn.wq.bias", "attn.wq_b.weight", "attn.wq_b.bias", "attn.wkv_b.weight", "attn.wkv_b.bias"),
-    *("mlp.up.weight", "mlp.up.bias", "mlp.gate.weight", "mlp.gate.bias"),
-    *("moe.shared.up.weight", "moe.shared.up.bias", "moe.shared.gate.weight", "moe.shared.gate.bias"),
-)
-KEY_VALUE_ROWS = ("attn.wk.weight", "attn.wk.bias", "attn.wv.weight", "attn.wv.bias")
-COLUMNS = ("attn.wo.weight", "mlp.down.weight", "moe.shared.down.weight")
-EXPERT_ROWS = ("moe.experts.up.weight", "moe.experts.up.bias", "moe.experts.gate.weight", "moe.experts.gate.bias")
-EXPERT_COLUMNS = ("moe.experts.down.weight",)
-TILED_ROWS = ("mlp.up.weight", "mlp.up.bias", "mlp.gate.weight", "mlp.gate.bias")
-TILED_COLUMNS = ("mlp.down.weight",)
-VOCABULARY_ROWS = ("embed.weight", "head.weight")
 WITHIN = (
     *("attn.wq_a.weight", "attn.wq_a.bias", "attn.q_norm.weight", "attn.q_norm.bias"),
     *("attn.wkv_a.weight", "attn.wkv_a.bias", "attn.kv_norm.weight", "attn.kv_norm.bias"),
@@ -70,28 +60,18 @@ class TensorSlice:
 
 
 def piece(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: int) -> TensorSlice:
-    """The part of the parameter `name` that tensor rank `rank` of `tp` holds.
+    """Returns the part of the parameter `name` that tensor rank `rank` of `tp` holds.
 
     Key/value heads fewer than tensor ranks are held by several ranks each. The layout has been checked: heads and the
     widths of MLP and experts divide by tp, and of key/value heads and tp one divides the other."""
     if tp == 1:
         return TensorSlice(whole)
-    if name.endswith(VOCABULARY_ROWS):
-        size = padded_vocabulary(whole[0], tp) // tp
-        return TensorSlice(whole, 0, rank * size, size)
-    if name.endswith(KEY_VALUE_ROWS) and model.kv_heads < tp:
-        copies = tp // model.kv_heads
-        return TensorSlice(whole, 0, rank // copies * model.head_size, model.head_size, copies, rank % copies == 0)
-    for dim, names in enumerate((ROWS + KEY_VALUE_ROWS, COLUMNS + EXPERT_ROWS, EXPERT_COLUMNS)):
-        if name.endswith(names):
-            size = whole[dim] // tp
-            return TensorSlice(whole, dim, rank * size, size)
-    return TensorSlice(whole, copies=tp, first=rank == 0)
-
-
-def is_expert(name: str) -> bool:
-    """Whether the parameter `name` is one of routed experts, stacked along its leading dimension."""
-    return "moe.experts." in name
+    weight = weight_of(model, name)._replace(shape=whole)
+    if weight.dim is None:
+        return TensorSlice(whole, copies=tp, first=rank == 0)
+    size = weight.part(tp)
+    copies = 1 if weight.padded else max(1, tp * size // whole[weight.dim])
+    return TensorSlice(whole, weight.dim, rank // copies * size, size, copies, rank % copies == 0)
 
 
 def experts_of(n_experts: int, ep: int, rank: int) -> range:
@@ -102,14 +82,14 @@ def experts_of(n_experts: int, ep: int, rank: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
-def tile(name: str, whole: tuple[int, ...], tiles: int) -> tuple[TensorSlice, ...]:
-    """What each of the tiles of a matrix holds of the parameter `name`, where the MLP runs in `tiles` tiles.
+def tile(name: str, whole: tuple[int, ...], tiles: int, model: ModelConfig) -> tuple[TensorSlice, ...]:
+    """Returns what each of the tiles of a matrix holds of the parameter `name`, where the MLP runs in `tiles` tiles.
 
-    One piece, the whole, of what is not cut; the bias of the matrix that is cut by columns belongs to its first tile.
+    One slice, the whole, of what is not cut; the bias of the matrix that is cut by columns belongs to its first tile.
     The layout has been checked: the MLP's width divides by the tiles."""
-    if tiles == 1 or not name.endswith(TILED_ROWS + TILED_COLUMNS):
+    dim = weight_of(model, name).dim if tiles > 1 and weight_of(model, name).tiled else None
+    if dim is None:
         return (TensorSlice(whole),)
-    dim = 0 if name.endswith(TILED_ROWS) else 1
     size = whole[dim] // tiles
     return tuple(TensorSlice(whole, dim, number * size, size) for number in range(tiles))
 
@@ -129,5 +109,5 @@ def groups(sizes: Sequence[int], least: float) -> list[list[int]]:
 
 
 def padded_vocabulary(vocab: int, tp: int) -> int:
-    """Rows of an embedding or head on all tensor ranks together: the vocabulary, rounded up to a multiple of tp."""
-    return -(-vocab // tp) * tp
+    """Returns the rows of an embedding or head on all tensor ranks together: the vocabulary, padded to equal parts."""
+    return VOCABULARY._replace(shape=(vocab, 1)).part(tp) * tp

@@ -14,6 +14,8 @@ from html import escape
 from itertools import accumulate, pairwise
 from math import prod
 
+from phalanx.blocks.kinds import block_kinds
+from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import Shapes, block_shapes, parameter_shapes, vocabulary
 from phalanx.check.load import load_words
 from phalanx.config import overrides
@@ -22,7 +24,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
 from phalanx.partition.stages import even
-from phalanx.partition.tensor_slices import TensorSlice, groups, is_expert, piece
+from phalanx.partition.tensor_slices import TensorSlice, groups, piece
 from phalanx.units import gib
 
 # Of tensor ranks: legible on white and on black.
@@ -58,7 +60,7 @@ def svg(job: Job) -> str:
 def _drawn(model: ModelConfig, vocab: int) -> Shapes:
     """The embedding, the matrices of the first block, and of the first one with experts those of these."""
     found = {"embed.weight": parameter_shapes(model, vocab)["embed.weight"]}
-    experts = next((layer for layer in range(model.n_layers) if model.is_moe_layer(layer)), 0)
+    experts = next((layer for layer, kind in enumerate(block_kinds(model)) if kind.feed_forward == "experts"), 0)
     for layer in sorted({0, experts}):
         for name, shape in block_shapes(model, layer).items():
             if name.endswith(".weight") and len(shape) > 1 and (layer == 0 or name.startswith("moe.")):

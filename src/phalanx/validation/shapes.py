@@ -1,6 +1,6 @@
 """Shapes of models that published measurements name, by the names that they use.
 
-Each is the released configuration (config.json of the model's hub page) or the table of its paper. What phalanx.job
+Each is the released configuration (config.json of the model's hub page) or the table of its paper. What phalanx.config
 .presets has is taken from there. `ModelConfig` has one kind of block, attention and an MLP or experts; what a model has
 besides is expressed by the nearest of these and said in REMARKS.
 """

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.plan import CollectiveProgram, Message, check_root, chunked, reversed_as_copies, step
+from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram, check_root, chunked, reversed_as_copies, step
 
 
 def naive_all_reduce(ranks: int, n: int) -> CollectiveProgram:
     """Everything to rank 0 and back: 2(P-1) steps of D, all through rank 0, whose traffic is 2·D·(P-1)."""
     check_root(0, ranks)
-    inward = [step("to rank 0", [Message(rank, 0, range(n), "reduce")]) for rank in range(1, ranks)]
-    outward = [step("from rank 0", [Message(0, rank, range(n), "copy")]) for rank in range(1, ranks)]
+    inward = [step("to rank 0", [ChunkMessage(rank, 0, range(n), "reduce")]) for rank in range(1, ranks)]
+    outward = [step("from rank 0", [ChunkMessage(0, rank, range(n), "copy")]) for rank in range(1, ranks)]
     return CollectiveProgram("naive all-reduce", ranks, (n,) * ranks, chunked(n, 1), tuple(inward + outward))
 
 
@@ -18,7 +18,7 @@ def scatter(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
     check_root(root, ranks)
     chunks = chunked(n, ranks)
     steps = [
-        step("scatter", [Message(root, rank, chunks[rank], "copy")])
+        step("scatter", [ChunkMessage(root, rank, chunks[rank], "copy")])
         for rank in ((root + place) % ranks for place in range(1, ranks))
     ]
     return CollectiveProgram("scatter", ranks, (n,) * ranks, chunks, tuple(steps))
@@ -42,7 +42,7 @@ def all_to_all(ranks: int, n: int) -> CollectiveProgram:
         step(
             "pairwise exchange",
             (
-                Message(rank, to, chunks[to], "copy", shift=n + rank * len(chunks[to]) - chunks[to].start)
+                ChunkMessage(rank, to, chunks[to], "copy", shift=n + rank * len(chunks[to]) - chunks[to].start)
                 for rank, to in ((rank, (rank + distance) % ranks) for rank in range(ranks))
             ),
         )

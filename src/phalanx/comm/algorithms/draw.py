@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape
 
-from phalanx.comm.algorithms.plan import CollectiveProgram, Message
+from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram
 from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 
 _CELL = 14  # pixels
@@ -59,7 +59,7 @@ def _text(x: float, y: float, text: str, weight: int = 400) -> str:
     return f"<text x='{x:g}' y='{y:g}' font-weight='{weight}' xml:space='preserve'>{escape(text)}</text>"
 
 
-def _chunks_of(message: Message, plan: CollectiveProgram) -> list[int]:
+def _chunks_of(message: ChunkMessage, plan: CollectiveProgram) -> list[int]:
     """The chunks that have elements in the message."""
     span = message.span
     return [
@@ -67,7 +67,7 @@ def _chunks_of(message: Message, plan: CollectiveProgram) -> list[int]:
     ]
 
 
-def _message(message: Message, plan: CollectiveProgram, columns: list[float], top: float) -> str:
+def _message(message: ChunkMessage, plan: CollectiveProgram, columns: list[float], top: float) -> str:
     """The chunks above the source, and the arrow from there to the target at the end of the step."""
     carried = _chunks_of(message, plan)
     colour = COLOURS[carried[0] % len(COLOURS)] if len(carried) == 1 else NEUTRAL
@@ -90,7 +90,7 @@ def _cells(carried: list[int], plan: CollectiveProgram, centre: float, top: floa
     return "".join(cells)
 
 
-def _arrow(message: Message, columns: list[float], top: float, colour: str) -> str:
+def _arrow(message: ChunkMessage, columns: list[float], top: float, colour: str) -> str:
     """A line to just above the next step, and its head."""
     x1, y1 = columns[message.source], top + _CELL
     x2, y2 = columns[message.target], top + _BAND - 6

@@ -6,9 +6,9 @@ The bytes of the ring in a number of steps that grows with the logarithm of the 
 from __future__ import annotations
 
 from phalanx.comm.algorithms.plan import (
+    ChunkMessage,
     CollectiveProgram,
     CollectiveStep,
-    Message,
     chunked,
     joined,
     reversed_as_copies,
@@ -25,7 +25,7 @@ def all_reduce(ranks: int, n: int) -> CollectiveProgram:
     power = 1 << (ranks.bit_length() - 1) if ranks > 0 else 0
     chunks = chunked(n, power)
     extra = range(power, ranks)
-    fold = [step("fold", (Message(rank, rank - power, range(n), "reduce") for rank in extra))] if extra else []
+    fold = [step("fold", (ChunkMessage(rank, rank - power, range(n), "reduce") for rank in extra))] if extra else []
     halving = [_exchange(power, chunks, k) for k in range(power.bit_length() - 1)]
     back = reversed_as_copies("doubling all-gather", halving) + reversed_as_copies("unfold", fold)
     return CollectiveProgram("halving-doubling all-reduce", ranks, (n,) * ranks, chunks, tuple(fold + halving + back))
@@ -44,5 +44,5 @@ def _exchange(power: int, chunks: tuple[range, ...], k: int) -> CollectiveStep:
             # The bits below k chose this rank's window; in the last round, the half that its partner keeps.
             owner = rank if bit < k else rank ^ (1 << k)
             start += length * (owner >> bit & 1)
-        messages.append(Message(rank, rank ^ (1 << k), joined(chunks[start : start + length]), "reduce"))
+        messages.append(ChunkMessage(rank, rank ^ (1 << k), joined(chunks[start : start + length]), "reduce"))
     return step("halving reduce-scatter", messages)

@@ -11,7 +11,7 @@ Action = Literal["copy", "reduce"]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChunkMessage:
     """Elements that one rank sends to another."""
 
     source: int
@@ -37,7 +37,7 @@ class CollectiveStep:
     """
 
     phase: str
-    messages: tuple[Message, ...]
+    messages: tuple[ChunkMessage, ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CollectiveProgram:
     steps: tuple[CollectiveStep, ...]
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[ChunkMessage]:
         """All messages, in the order of the steps."""
         return list(chain.from_iterable(step.messages for step in self.steps))
 
@@ -100,7 +100,7 @@ def joined(chunks: Sequence[range]) -> range:
     return range(chunks[0].start, chunks[-1].stop)
 
 
-def step(phase: str, messages: Iterable[Message]) -> CollectiveStep:
+def step(phase: str, messages: Iterable[ChunkMessage]) -> CollectiveStep:
     """A step without the messages that carry nothing."""
     return CollectiveStep(phase, tuple(message for message in messages if message.span))
 
@@ -116,7 +116,9 @@ def side_by_side(plans: Sequence[Sequence[CollectiveStep]]) -> list[CollectiveSt
 def reversed_as_copies(phase: str, steps: Sequence[CollectiveStep]) -> list[CollectiveStep]:
     """The way back: the same messages from target to source, last step first; what was collected is handed out."""
     return [
-        CollectiveStep(phase, tuple(Message(each.target, each.source, each.span, "copy") for each in back.messages))
+        CollectiveStep(
+            phase, tuple(ChunkMessage(each.target, each.source, each.span, "copy") for each in back.messages)
+        )
         for back in reversed(steps)
     ]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.comm.algorithms.plan import CollectiveProgram, CollectiveStep, Message, chunked, step
+from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram, CollectiveStep, chunked, step
 
 
 def all_reduce(ranks: int, n: int) -> CollectiveProgram:
@@ -49,7 +49,7 @@ def _turn(phase: str, members: Sequence[int], chunks: Sequence[range], behind: i
     return step(
         phase,
         (
-            Message(
+            ChunkMessage(
                 members[i],
                 members[(i + 1) % count],
                 chunks[(i - behind) % count],

@@ -6,9 +6,9 @@ The fewest steps possible, each with the whole tensor: for short messages.
 from __future__ import annotations
 
 from phalanx.comm.algorithms.plan import (
+    ChunkMessage,
     CollectiveProgram,
     CollectiveStep,
-    Message,
     check_root,
     chunked,
     reversed_as_copies,
@@ -43,7 +43,7 @@ def _reduce_steps(ranks: int, n: int, root: int) -> list[CollectiveStep]:
         step(
             "reduce",
             (
-                Message((root + place) % ranks, (root + place - distance) % ranks, whole, "reduce")
+                ChunkMessage((root + place) % ranks, (root + place - distance) % ranks, whole, "reduce")
                 for place in range(distance, ranks, 2 * distance)
             ),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.cost.frameworks.memory_profile import MemoryProfile
+from phalanx.blocks.memory_profile import MemoryProfile
 from phalanx.hashed import Hashed, hashed_once
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.cost.frameworks import memory_profile as profiles
+from phalanx.cost.frameworks import memory_profiles as profiles
 from phalanx.cost.frameworks.framework import Framework
 
 PHALANX = Framework(name="phalanx", slowdown=1.14, interference=1.5, passes=2.0, memory_profile=profiles.PHALANX)

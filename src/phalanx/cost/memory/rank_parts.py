@@ -7,15 +7,15 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from phalanx.cost.frameworks.memory_profile import MIB
-from phalanx.cost.held import BlockKind, BlockParameters, block_parameters, kinds_of, outside, table
-from phalanx.cost.memory.activations import block
+from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, kinds_of, outside, table
+from phalanx.cost.memory.activations import saved
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.memory.state import STATE_WIDTHS
 from phalanx.cost.placed import placed
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.pipeline import flushes
 from phalanx.partition.recompute import alike, written
+from phalanx.units import MIB
 
 TRANSIT = 2
 """Messages between stages that a rank has under way at a time: one that comes and one that goes."""
@@ -24,20 +24,22 @@ TRANSIT = 2
 class BlockBytes:
     """A kind of block: bytes that one of it takes on a rank."""
 
-    def __init__(self, step: StepParts, kind: BlockKind):
+    def __init__(self, step: StepParts, kind: LayerKind):
         model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
-        layout, experts = alike(step.spec.layout, kind.recompute), kind.experts
+        layout = alike(step.spec.layout, kind.recompute)
         narrow = step.spec.products in ("fp8", "fp4")
         alone = replace(layout, recompute="none")
-        self.parameters: BlockParameters = block_parameters(model, layout.tp, layout.ep, experts)
-        self.kept = step.tokens * sum(size for _, size in block(model, layout, width, experts, memory_profile, narrow))
-        whole = step.tokens * sum(size for _, size in block(model, alone, width, experts, memory_profile, narrow))
+        self.parameters: BlockParameters = block_parameters(model, layout.tp, layout.ep, kind.block)
+        self.kept = step.tokens * sum(
+            size for _, size in saved(model, layout, width, kind.block, memory_profile, narrow)
+        )
+        whole = step.tokens * sum(size for _, size in saved(model, alone, width, kind.block, memory_profile, narrow))
         self.again = max(0.0, whole - self.kept)
         # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
         # wrote, which the last matrix does not need any longer. Of experts also those of rows.
         tensors = 2 if model.activation == "swiglu" else 1
         wide = model.ff_size * tensors / layout.tp
-        if experts:
+        if kind.block.feed_forward == "experts":
             rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
             spread = step.share if memory_profile.routes_shards else 1
             wide = rows * (model.expert_ff_size * tensors / layout.tp + model.d_model / spread)
@@ -68,7 +70,7 @@ class StepParts:
         every = kinds_of(spec.model, self.recomputes, range(spec.model.n_layers))
         self.kinds = {kind: BlockBytes(self, kind) for kind in {kind for kind, _ in every}}
 
-    def kinds_of(self, stage: int) -> tuple[tuple[BlockKind, int], ...]:
+    def kinds_of(self, stage: int) -> tuple[tuple[LayerKind, int], ...]:
         """The kinds of blocks of a stage, and how many there are of each."""
         return kinds_of(self.spec.model, self.recomputes, self.cut[stage])
 
@@ -160,7 +162,7 @@ class RankParts:
         most = max(self._backward(held, gradients) for held in self.blocks)
         return most, gathered + between
 
-    def _backward(self, held: Sequence[tuple[BlockKind, int]], gradients: bool) -> float:
+    def _backward(self, held: Sequence[tuple[LayerKind, int]], gradients: bool) -> float:
         """The same of one stage. Blocks that recompute alike count as one run, which keeps all until its end; then it
         has gradients of its weights instead."""
         most = given_up = 0.0

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import prod
 
+from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import Shapes
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.memory.activations import activation_bytes
 from phalanx.partition.pipeline import flushes
 from phalanx.partition.stages import stage_shapes
-from phalanx.partition.tensor_slices import groups, is_expert, piece, tile
+from phalanx.partition.tensor_slices import groups, piece, tile
 from phalanx.schedule.schedule import Schedule
 
 __all__ = [
@@ -126,6 +127,6 @@ def _held_shapes(model: ModelConfig, layout: Layout, vocab: int | None, stages: 
         if layout.tp > 1:
             shapes[name] = piece(name, whole, model, layout.tp, 0).shape
         else:
-            tiles = tile(name, whole, layout.tiles)
+            tiles = tile(name, whole, layout.tiles, model)
             shapes |= {f"{name}.{number}": part.shape for number, part in enumerate(tiles)}
     return shapes

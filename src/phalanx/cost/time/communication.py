@@ -1,13 +1,17 @@
-"""Seconds of communication of one block, of a stage boundary and of the state, and how much of it nothing hides."""
+"""Seconds of the messages of operators: the table of phalanx.blocks, priced on the links of a cluster."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from phalanx.blocks.ends import boundary
+from phalanx.blocks.operator import Message, Operator
+from phalanx.blocks.place import Place, place_of
 from phalanx.config.layout import Layout
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.link import RankGroup, dispatch_seconds, seconds
+from phalanx.cost.time.link import RankGroup, dispatch_seconds, occupancy, seconds
 
 
 @lru_cache(1000)
@@ -20,6 +24,7 @@ def group(layout: Layout, axis: str) -> RankGroup:
         "tp": RankGroup(tp),
         "ulysses": RankGroup(layout.cp_ulysses, tp if ulysses_inside else tp * layout.ring),
         "ring": RankGroup(layout.ring, tp * layout.cp_ulysses if ulysses_inside else tp),
+        "cp": RankGroup(cp, tp),
         "ep": RankGroup(layout.ep, tp),
         "edp": RankGroup(layout.shard_ranks // layout.ep or 1, tp * layout.ep),
         "shard": RankGroup(cp * shard, tp),
@@ -29,67 +34,98 @@ def group(layout: Layout, axis: str) -> RankGroup:
 
 
 @dataclass(frozen=True)
-class BlockTraffic:
-    """Seconds of one block's collectives for a micro-batch, if nothing hid them."""
+class MessageSeconds:
+    """Seconds of the collectives of some operators for a micro-batch, if nothing hid them."""
 
-    tp_forward: float = 0.0
-    tp_backward: float = 0.0
-    tp_regather: float = 0.0
-    ring_forward: float = 0.0
-    """Keys and values around the ring: beside attention."""
-    ring_backward: float = 0.0
-    cp_forward: float = 0.0
-    """Ulysses: before and after attention."""
-    cp_backward: float = 0.0
-    ep_forward: float = 0.0
-    ep_backward: float = 0.0
+    forward: float = 0.0
+    again: float = 0.0
+    """In a forward pass that is repeated."""
+    backward: float = 0.0
+    occupancy: float = 0.0
+    """Of what neighbouring devices can exchange, the share that these messages use while they travel."""
+
+    def __add__(self, other: MessageSeconds) -> MessageSeconds:
+        return MessageSeconds(
+            self.forward + other.forward,
+            self.again + other.again,
+            self.backward + other.backward,
+            max(self.occupancy, other.occupancy),
+        )
 
 
-def block_traffic(spec: StepSpec, moe: bool) -> BlockTraffic:
-    """A dense block's, or a block's with experts."""
-    model, layout, cluster = spec.model, spec.layout, spec.cluster
-    tokens = spec.batch.micro_batch * model.seq_len / layout.cp
-    hidden = tokens * model.d_model * spec.width
-    tp = group(layout, "tp")
-    if layout.sp:
-        pair = seconds(cluster, "all_gather", hidden, tp) + seconds(cluster, "reduce_scatter", hidden, tp)
-    else:
-        pair = seconds(cluster, "all_reduce", hidden, tp)
-    regather = seconds(cluster, "all_gather", hidden, tp) if layout.sp and layout.sp_regather else 0.0
-    # A rank's share of keys and values, both, in numbers of two bytes; gradients come back beside them.
-    kv_heads = max(model.kv_heads // layout.tp, 1)
-    keys = 2 * tokens * kv_heads * model.head_size * spec.width
-    hop = seconds(cluster, "send", keys, RankGroup(2, group(layout, "ring").stride)) if layout.ring > 1 else 0.0
-    heads = (2 * model.n_heads / layout.tp + 2 * kv_heads) * model.head_size * tokens * spec.width
-    ulysses = seconds(cluster, "all_to_all", heads, group(layout, "ulysses"))
-    exchange = 0.0
-    if moe:
-        folds = spec.framework.ep_folds
+NO_MESSAGES = MessageSeconds()
+Kind = str
+"""An axis of the ledger (tp, cp, ep), or what a message travels beside."""
+
+
+def place(spec: StepSpec, layout: Layout | None = None) -> Place:
+    """Returns the place of a rank of a spec, under another layout where one is given."""
+    return place_of(
+        spec.model,
+        layout or spec.layout,
+        spec.batch.micro_batch,
+        width=spec.width,
+        narrow=spec.products in ("fp8", "fp4"),
+        profile=spec.framework.memory_profile,
+    )
+
+
+def messages_seconds(spec: StepSpec, place: Place, operators: Iterable[Operator]) -> dict[Kind, MessageSeconds]:
+    """Returns the seconds of the operators' messages by axis; those beside attention and beside the gradients of
+    weights by that."""
+    found: dict[Kind, MessageSeconds] = {}
+    for operator in operators:
+        for message in operator.messages:
+            once = message_seconds(spec, place, message)
+            if once:
+                kind = _AXES[message.axis] if message.beside == "nothing" else message.beside
+                load = occupancy(spec.cluster, place.bytes_of(message), once) if message.axis == "ring" else 0.0
+                more = MessageSeconds(once * message.forward, once * message.again, once * message.backward, load)
+                found[kind] = found.get(kind, NO_MESSAGES) + more
+    return found
+
+
+_AXES = {"tp": "tp", "ring": "cp", "ulysses": "cp", "cp": "cp", "ep": "ep", "pp": "pp"}
+"""By axis of a message, the axis of the ledger."""
+
+
+def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
+    """Returns the seconds of one message if nothing hid it."""
+    cluster, framework, layout = spec.cluster, spec.framework, spec.layout
+    if message.axis == "pp":
+        ranks = RankGroup(2, group(layout, "pp").stride)
+    elif place.ranks_of(message) == 1:
+        return 0.0
+    elif message.copies:
+        folds = framework.ep_folds
         # Where tensor ranks share every expert, each of them sends all tokens.
-        sent = tokens / (layout.tp if folds and layout.sp else 1)
-        experts = RankGroup(layout.ep) if folds else group(layout, "ep")
-        row = spec.width * model.d_model
-        exchange = 2 * dispatch_seconds(cluster, sent, row, model.moe.top_k, experts, once=spec.framework.ep_once)
-    return BlockTraffic(
-        tp_forward=2 * pair,
-        tp_backward=2 * pair,
-        tp_regather=2 * regather,
-        ring_forward=(layout.ring - 1) * hop,
-        ring_backward=2 * (layout.ring - 1) * hop,
-        cp_forward=ulysses,
-        cp_backward=ulysses,
-        ep_forward=exchange,
-        ep_backward=exchange,
+        sent = place.tokens / (place.tp if folds and place.sp else 1)
+        ranks = RankGroup(place.ep) if folds else group(layout, "ep")
+        row = place.width * place.model.d_model
+        return dispatch_seconds(cluster, sent, row, message.copies, ranks, once=framework.ep_once)
+    elif message.collective == "send":
+        ranks = RankGroup(2, group(layout, message.axis).stride)
+    else:
+        ranks = group(layout, message.axis)
+    return seconds(cluster, message.collective, place.bytes_of(message), ranks)
+
+
+def collectives(place: Place, operators: Iterable[Operator]) -> float:
+    """Returns the collectives that the host starts in the forward pass of some operators."""
+    return sum(
+        message.forward
+        for operator in operators
+        for message in operator.messages
+        if message.axis != "pp" and place.ranks_of(message) > 1
     )
 
 
 def boundary_seconds(spec: StepSpec) -> float:
-    """One micro-batch's hidden states from a stage to the next."""
-    model, layout = spec.model, spec.layout
-    if layout.pp == 1:
+    """Returns the seconds of one micro-batch's hidden states from a stage to the next."""
+    if spec.layout.pp == 1:
         return 0.0
-    numbers = spec.batch.micro_batch * model.seq_len / layout.cp * model.d_model
-    if layout.sp or spec.framework.pp_scatters:
-        numbers /= layout.tp
-    stride = group(layout, "pp").stride
-    return seconds(spec.cluster, "send", numbers * spec.width, RankGroup(2, stride))
+    here = place(spec)
+    message = boundary(here)
+    if spec.framework.pp_scatters and not here.sp:
+        message = message._replace(elements=message.elements / here.tp)
+    return message_seconds(spec, here, message)

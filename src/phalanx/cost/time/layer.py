@@ -1,14 +1,14 @@
-"""Seconds of the operations of a block on one device, forward and backward."""
+"""Seconds of a list of operators on one device, forward and backward."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
+from phalanx.blocks.operator import AttentionCore, Operator, Product
 from phalanx.config.cluster import Accelerator
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.time.kernel import WIDTHS, attention_seconds, product_seconds, stream_seconds
-from phalanx.cost.time.operators import Product, Scores, Work
 
 HOST_BACKWARD = 1.6
 """Operations that the host starts backward for each forward: a product has two, and gradients are added up."""
@@ -37,34 +37,39 @@ class Seconds:
         return self.forward + self.backward - self.products
 
 
-@lru_cache(20_000)
-def work_seconds(device: Accelerator, work: Work, framework: Framework, products: str) -> Seconds:
-    """A part of a model on `device`, its products in the number format `products`."""
-    kinds = [_format(p, products) for p in work.products]
-    forward = sum(
-        product_seconds(device, kind, p.m, p.n, p.k, p.number) for p, kind in zip(work.products, kinds, strict=True)
-    )
-    inputs = sum(
-        product_seconds(device, kind, p.m, p.k, p.n, p.number) for p, kind in zip(work.products, kinds, strict=True)
-    )
-    weights = sum(
-        product_seconds(device, kind, p.n, p.k, p.m, p.number) for p, kind in zip(work.products, kinds, strict=True)
-    )
-    scores, scores_back, scores_kernels = _attention(device, work.scores, framework, products)
-    narrow = sum(
-        p.number * p.m * (p.k + p.n / 2) for p, kind in zip(work.products, kinds, strict=True) if kind in ("fp8", "fp4")
-    )
+def operator_seconds(
+    device: Accelerator, operators: Iterable[Operator], framework: Framework, products: str, tp: int = 1, ep: int = 1
+) -> Seconds:
+    """Returns the time of operators on one of tp × ep ranks, their products in the number format `products`."""
+    operators = tuple(operators)
+    every = [product for operator in operators if (product := operator.product(tp, ep))]
+    streams = [stream for operator in operators for stream in operator.memory_bound]
+    forward = inputs = weights = narrow = 0.0
+    for p in every:
+        kind = number_format(p, products)
+        forward += product_seconds(device, kind, p.m, p.n, p.k, p.number)
+        inputs += product_seconds(device, kind, p.m, p.k, p.n, p.number)
+        weights += product_seconds(device, kind, p.n, p.k, p.m, p.number)
+        if kind in ("fp8", "fp4"):
+            narrow += p.number * p.m * (p.k + p.n / 2)
+    scores = scores_back = 0.0
+    kernels = len(every)
+    for core in (operator.core for operator in operators if operator.core):
+        there, back, started = _attention(device, core, framework, products)
+        scores, scores_back, kernels = scores + there, scores_back + back, kernels + started
     casts = narrow * framework.cast_bytes
     width = max(2, WIDTHS[products])
+    launches = sum(stream.launches for stream in streams)
     moved, moved_back = (
-        stream_seconds(device, framework.passes * width * numbers + casts, len(work.streams))
-        for numbers in (sum(s.forward for s in work.streams), sum(s.backward for s in work.streams))
+        stream_seconds(device, framework.passes * width * numbers + casts, launches)
+        for numbers in (sum(stream.forward for stream in streams), sum(stream.backward for stream in streams))
     )
-    kernels = len(work.products) + scores_kernels + sum(s.kernels for s in work.streams)
+    kernels += sum(stream.kernels for stream in streams)
     host = kernels * (device.host_us or framework.kernel_us) * 1e-6
-    # One processor starts an operation and then does it, or the host runs ahead of its device.
+    # A processor starts an operation and then does it; the host of an accelerator runs ahead.
     within, ahead = (host, 0.0) if device.host_us else (0.0, host)
-    slowdown = framework.slowdown * (framework.moe_slowdown if any(p.name == "router" for p in work.products) else 1.0)
+    routed = any(weight.routed for operator in operators for weight in operator.weights)
+    slowdown = framework.slowdown * (framework.moe_slowdown if routed else 1.0)
     return Seconds(
         forward=slowdown * (forward + scores + moved) + within,
         backward=slowdown * (inputs + weights + scores_back + moved_back) + within * HOST_BACKWARD,
@@ -76,30 +81,29 @@ def work_seconds(device: Accelerator, work: Work, framework: Framework, products
     )
 
 
-def _format(p: Product, products: str) -> str:
-    """The number format of one product where the others run in `products`."""
-    return "bf16" if p.sixteen and products in ("fp8", "fp4") else products
+def number_format(product: Product, products: str) -> str:
+    """Returns the number format of one product where the others run in `products`."""
+    return "bf16" if product.sixteen and products in ("fp8", "fp4") else products
 
 
 def _attention(
-    device: Accelerator, scores: Scores | None, framework: Framework, products: str
+    device: Accelerator, core: AttentionCore, framework: Framework, products: str
 ) -> tuple[float, float, int]:
-    """Forward and backward seconds, and kernels."""
-    if scores is None:
-        return 0.0, 0.0, 0
-    heads, kv_heads = scores.sequences * scores.heads, scores.sequences * scores.kv_heads
+    """Forward and backward seconds, and kernels. A ring computes one part of the keys at a time."""
+    heads, kv_heads = core.sequences * core.heads, core.sequences * core.kv_heads
+    queries, keys, steps = core.queries, -(-core.keys // core.steps), core.steps
     if framework.attention == "flash":
-        shape = (device, products, scores.queries, scores.keys, heads, kv_heads, scores.head, scores.value_head)
+        shape = (device, products, queries, keys, heads, kv_heads, core.head, core.value_head)
         forward, backward = (
-            attention_seconds(*shape, backward=back, generation=framework.flash) for back in (False, True)
+            steps * attention_seconds(*shape, backward=back, generation=framework.flash) for back in (False, True)
         )
-        return forward, backward, 2
+        return forward, backward, 2 * steps
     # Every product of every query with every key, and the probabilities go through memory between them.
-    s, k, d = scores.queries, scores.keys, scores.head
     kind = "fp32" if products == "fp32" else "bf16"
-    forward = product_seconds(device, kind, s, k, d, heads) + product_seconds(device, kind, s, d, k, heads)
+    forward = product_seconds(device, kind, queries, keys, core.head, heads)
+    forward += product_seconds(device, kind, queries, core.head, keys, heads)
     backward = 2 * forward
-    pairs = max(2, WIDTHS[products]) * heads * s * k
+    pairs = max(2, WIDTHS[products]) * heads * queries * keys
     forward += stream_seconds(device, framework.softmax_passes * pairs, 4)
     backward += stream_seconds(device, framework.softmax_passes * pairs, 4)
-    return forward, backward, 8
+    return steps * forward, steps * backward, 8 * steps

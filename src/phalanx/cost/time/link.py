@@ -71,11 +71,16 @@ def seconds(cluster: Cluster, collective: Collective, payload: float, group: Ran
 
 
 def load(cluster: Cluster, group: RankGroup, payload: float) -> float:
-    """How much of what neighbouring devices can exchange a group's collectives of `payload` bytes each do: by as much
+    """Returns `occupancy` of a group's all-gathers of `payload` bytes each."""
+    spent = seconds(cluster, "all_gather", payload, group)
+    return occupancy(cluster, payload * (1 - 1 / group.ranks), spent)
+
+
+def occupancy(cluster: Cluster, sent: float, spent: float) -> float:
+    """Returns the share of what neighbouring devices can exchange that `sent` bytes in `spent` seconds use: by as much
     they slow down what runs beside them. Bytes that come slowly over a network take few cores and little of the
     memory's bandwidth, and a ring that waits for its next step takes none."""
-    spent = seconds(cluster, "all_gather", payload, group)
-    return min(1.0, payload * (1 - 1 / group.ranks) / spent / _bytes(cluster.intra)) if spent else 0.0
+    return min(1.0, sent / spent / _bytes(cluster.intra)) if spent else 0.0
 
 
 def _bytes(link: Link) -> float:
@@ -112,7 +117,7 @@ def _exchange(cluster: Cluster, nodes: int, inside: float, outside: float) -> fl
 
 @lru_cache(100_000)
 def dispatch_seconds(
-    cluster: Cluster, tokens: float, width: float, copies: int, group: RankGroup, *, once: bool
+    cluster: Cluster, tokens: float, width: float, copies: float, group: RankGroup, *, once: bool
 ) -> float:
     """Tokens of `width` bytes travel to `copies` experts each, evenly over the ranks of `group`.
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import add, attrgetter
 
-from phalanx.config.layout import Layout
+from phalanx.blocks.ends import embedding, head
+from phalanx.blocks.kinds import BlockKind, block
+from phalanx.blocks.operator import Operator
 from phalanx.cost.held import block_parameters, outside
 from phalanx.cost.placed import Content
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time import operators
-from phalanx.cost.time.communication import BlockTraffic, block_traffic
+from phalanx.cost.time.communication import NO_MESSAGES, MessageSeconds, collectives, messages_seconds, place
 from phalanx.cost.time.kernel import stream_seconds
-from phalanx.cost.time.layer import Seconds, work_seconds
+from phalanx.cost.time.layer import Seconds, operator_seconds
 from phalanx.cost.time.state_time import ParameterCounts, interference, state_seconds, zero_three
 from phalanx.partition.recompute import Mode, alike
 
@@ -92,61 +93,63 @@ def _waits(device: float, host: float) -> float:
 
 
 def held_by(spec: StepSpec, content: Content) -> ParameterCounts:
-    """Parameters of a rank before data ranks shard them."""
+    """Returns the parameters of a rank before data ranks shard them."""
     model, layout = spec.model, spec.layout
     dense, experts = float(outside(model, layout.tp, content.embedding, content.head)), 0.0
-    for number, moe in ((content.dense, False), (content.moe, True)):
-        if number:
-            block = block_held(spec, moe)
-            dense += number * block.dense
-            experts += number * block.experts
+    for kind, number in content.of_kind.items():
+        held = block_held(spec, kind)
+        dense += number * held.dense
+        experts += number * held.experts
     return ParameterCounts(round(dense), round(experts))
 
 
-def block_held(spec: StepSpec, moe: bool) -> ParameterCounts:
-    """Parameters of one block, with experts or without."""
-    found = block_parameters(spec.model, spec.layout.tp, spec.layout.ep, moe)
+def block_held(spec: StepSpec, kind: BlockKind) -> ParameterCounts:
+    """Returns the parameters of one block."""
+    found = block_parameters(spec.model, spec.layout.tp, spec.layout.ep, kind)
     return ParameterCounts(found.dense, found.experts)
 
 
 @lru_cache(50_000)
-def block_time(spec: StepSpec, moe: bool) -> RankTime:
-    """One block with its communication; what it recomputes is what `layout.recompute` says."""
-    return block_times(spec, moe, (spec.layout.recompute,))[0]
+def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
+    """Returns the time of one block with its communication; it recomputes what `layout.recompute` says."""
+    return block_times(spec, kind, (spec.layout.recompute,))[0]
 
 
-def block_times(spec: StepSpec, moe: bool, recomputes: Sequence[Mode]) -> list[RankTime]:
-    """The same of each of some recomputations."""
-    model, layout = spec.model, spec.layout
-    layer = model.n_layers - 1 if moe else 0
-    work = operators.block(model, layer, layout, spec.batch.micro_batch)
-    seconds = work_seconds(spec.cluster.accelerator, work, spec.framework, spec.products)
-    traffic = block_traffic(spec, moe)
-    return [_block_time(spec, moe, seconds, traffic, mode) for mode in recomputes]
+def block_times(spec: StepSpec, kind: BlockKind, recomputes: Sequence[Mode]) -> list[RankTime]:
+    """Returns the same for each of some recomputations."""
+    layout = spec.layout
+    here = place(spec)
+    work = block(here._replace(recompute="none"), kind)
+    seconds = operator_seconds(spec.cluster.accelerator, work, spec.framework, spec.products, layout.tp, layout.ep)
+    return [_block_time(spec, kind, seconds, block(here._replace(recompute=mode), kind), mode) for mode in recomputes]
 
 
-def _block_time(spec: StepSpec, moe: bool, seconds: Seconds, traffic: BlockTraffic, mode: Mode) -> RankTime:
-    layout, framework = spec.layout, spec.framework
-    again, tp_again, ep_again = _recomputed(spec, mode, seconds, traffic.tp_forward, traffic.ep_forward)
+def _block_time(
+    spec: StepSpec, kind: BlockKind, seconds: Seconds, operators: Sequence[Operator], mode: Mode
+) -> RankTime:
+    layout, framework, here = spec.layout, spec.framework, place(spec)
+    messages = messages_seconds(spec, here, operators)
+    tp, cp, ep = (messages.get(axis, NO_MESSAGES) for axis in ("tp", "cp", "ep"))
+    ring, regather = messages.get("attention", NO_MESSAGES), messages.get("weight_gradients", NO_MESSAGES)
+    again = _recomputed(spec, mode, seconds)
     visible = 1 - framework.tp_hidden
-    tp_forward = traffic.tp_forward * visible
-    # What is gathered again, and the sum of the inputs' gradients, travel beside the weights' gradients.
-    tp_backward = traffic.tp_backward * visible + max(0.0, traffic.tp_regather - seconds.weights)
-    tp_backward += tp_again * visible
-    ring_forward = _beside(spec, traffic.ring_forward, seconds.attention)
-    ring_backward = _beside(spec, traffic.ring_backward, 2 * seconds.attention)
-    cp_forward, cp_backward = traffic.cp_forward + ring_forward, traffic.cp_backward + ring_backward
-    ep_forward, ep_backward = traffic.ep_forward, traffic.ep_backward + ep_again
-    handling = _handling(spec, moe)
+    tp_forward = tp.forward * visible
+    # What is gathered again travels beside the gradients of weights.
+    tp_backward = (tp.backward + tp.again) * visible + max(0.0, regather.backward - seconds.weights)
+    cp_forward = cp.forward + _beside(spec, ring, ring.forward, seconds.attention)
+    cp_backward = cp.backward + cp.again + _beside(spec, ring, ring.backward, 2 * seconds.attention)
+    cp_backward += _beside(spec, ring, ring.again, seconds.attention)
+    ep_forward, ep_backward = ep.forward, ep.backward + ep.again
+    handling = _handling(spec, kind)
     tp_forward, tp_backward = tp_forward + handling["tp"], tp_backward + 2 * handling["tp"]
     cp_forward, cp_backward = cp_forward + handling["cp"], cp_backward + 2 * handling["cp"]
     ep_forward, ep_backward = ep_forward + handling["ep"], ep_backward + 2 * handling["ep"]
     forward = seconds.forward + tp_forward + cp_forward + ep_forward
     backward = seconds.backward + again + tp_backward + cp_backward + ep_backward
-    shard_forward, shard_backward = _shard(spec, moe, forward, backward)
+    shard_forward, shard_backward = _shard(spec, kind, forward, backward)
     shard_forward, shard_backward = shard_forward + handling["shard"], shard_backward + 2 * handling["shard"]
     repeated = seconds.host_forward if mode == "full" else 0.0
-    starts = framework.kernel_us * 1e-6 * _collectives(layout, moe)
+    starts = framework.kernel_us * 1e-6 * (collectives(here, operators) + zero_three(layout))
     return RankTime(
         products=seconds.products,
         streams=seconds.streams,
@@ -162,14 +165,14 @@ def _block_time(spec: StepSpec, moe: bool, seconds: Seconds, traffic: BlockTraff
     )
 
 
-def _handling(spec: StepSpec, moe: bool) -> dict[str, float]:
+def _handling(spec: StepSpec, kind: BlockKind) -> dict[str, float]:
     """Seconds that the program itself takes around a block's collectives, by axis, in the forward pass; twice that in
     the backward pass. 0 where it runs ahead of a device."""
     layout, each = spec.layout, spec.cluster.accelerator.host_us * 1e-6
     operations = {
         "tp": (layout.tp > 1) * HANDLING["sp" if layout.sp else "tp"],
         "cp": (layout.ring - 1) * HANDLING["ring"] + (layout.cp_ulysses > 1) * HANDLING["ulysses"],
-        "ep": (moe and layout.ep > 1) * HANDLING["ep"],
+        "ep": (kind.feed_forward == "experts" and layout.ep > 1) * HANDLING["ep"],
         "shard": zero_three(layout) * HANDLING["shard"],
     }
     return {axis: count * each for axis, count in operations.items()}
@@ -180,42 +183,31 @@ def _alike(spec: StepSpec, mode: Mode) -> StepSpec:
     return replace(spec, layout=alike(spec.layout, mode)) if spec.layout.recompute_cut else spec
 
 
-def _beside(spec: StepSpec, traffic: float, work: float) -> float:
-    """What a ring's traffic adds to the attention beside it: what is longer, and where one processor moves bytes and
-    computes, what it takes of it."""
-    slower = spec.framework.interference - 1 if spec.cluster.accelerator.host_us else 0.0
-    return max(0.0, traffic - work) + slower * min(traffic, work)
+def _beside(spec: StepSpec, ring: MessageSeconds, traffic: float, work: float) -> float:
+    """Seconds that a ring's messages add to the attention beside them: what is longer, and what they slow it down. One
+    processor moves bytes and computes; an accelerator loses the cores and the memory bandwidth that messages use."""
+    share = 1.0 if spec.cluster.accelerator.host_us else ring.occupancy
+    return max(0.0, traffic - work) + (spec.framework.interference - 1) * share * min(traffic, work)
 
 
-def _collectives(layout: Layout, moe: bool) -> int:
-    """Collectives that the host starts in a block's forward pass."""
-    return (
-        (layout.tp > 1) * (4 if layout.sp else 2)
-        + (layout.ring - 1)
-        + (layout.cp_ulysses > 1) * 4
-        + (moe and layout.ep > 1) * 2
-        + zero_three(layout)
-    )
-
-
-def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds, tp: float, ep: float) -> tuple[float, float, float]:
-    """Seconds of work, of tensor- and of expert-parallel traffic that the backward pass repeats."""
+def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds) -> float:
+    """Seconds of work that the backward pass repeats."""
     if mode == "full":
-        return seconds.forward, tp, ep
+        return seconds.forward
     if mode == "selective":
         if spec.framework.memory_profile.selective == "products":
-            return (seconds.forward - seconds.attention) / 2, 0.0, 0.0
-        return seconds.attention, 0.0, 0.0
-    return 0.0, 0.0, 0.0
+            return (seconds.forward - seconds.attention) / 2
+        return seconds.attention
+    return 0.0
 
 
-def _shard(spec: StepSpec, moe: bool, forward: float, backward: float) -> tuple[float, float]:
+def _shard(spec: StepSpec, kind: BlockKind, forward: float, backward: float) -> tuple[float, float]:
     """What zero 3 adds to a block forward and backward: gathering and scattering beside the neighbour's work, and its
     slowing it down."""
     layout, framework = spec.layout, spec.framework
     if not zero_three(layout):
         return 0.0, 0.0
-    held = block_held(spec, moe)
+    held = block_held(spec, kind)
     state = state_seconds(spec, held, framework.messages)
     scatters = 1.0 if layout.accumulate == "sharded" or spec.batch.accumulation == 1 else 1 / spec.batch.accumulation
     there = state.gather if layout.reshard or spec.batch.accumulation == 1 else state.gather / spec.batch.accumulation
@@ -230,21 +222,23 @@ def _shard(spec: StepSpec, moe: bool, forward: float, backward: float) -> tuple[
 
 
 def around_time(spec: StepSpec, content: Content) -> RankTime:
-    """Embedding, head and loss."""
-    found = RankTime()
-    parts = []
+    """Returns the time of embedding, head and loss with their communication."""
+    found, here, vocab = RankTime(), place(spec), spec.model.vocab_size
+    parts: list[tuple[Operator, ...]] = []
     if content.embedding:
-        parts.append(operators.embedding(spec.model, spec.layout, spec.batch.micro_batch))
+        parts.append((embedding(here, vocab),))
     if content.head:
-        parts.append(operators.head(spec.model, spec.layout, spec.batch.micro_batch))
-    for work in parts:
-        seconds = work_seconds(spec.cluster.accelerator, work, spec.framework, spec.products)
+        parts.append(tuple(head(here, vocab)))
+    for operators in parts:
+        seconds = operator_seconds(spec.cluster.accelerator, operators, spec.framework, spec.products, spec.layout.tp)
+        tp = messages_seconds(spec, here, operators).get("tp", NO_MESSAGES)
         found += RankTime(
             products=seconds.products,
             streams=seconds.streams,
             host_forward=seconds.host_forward,
             host_backward=seconds.host_backward,
-            forward=seconds.forward,
+            tp=tp.forward + tp.again + tp.backward,
+            forward=seconds.forward + tp.forward,
             weights=seconds.weights,
         )
     return found
@@ -254,7 +248,7 @@ def rank_time(spec: StepSpec, content: Content) -> RankTime:
     """A micro-batch on a rank with `content`; where only some pass it, their share of one."""
     found = around_time(spec, content)
     for kind, many in content.kinds:
-        found += block_time(_alike(spec, kind.recompute), kind.experts).scaled(many)
+        found += block_time(_alike(spec, kind.recompute), kind.block).scaled(many)
     found += _summed(spec, content)
     return found if content.share == 1 else found.scaled(content.share)
 

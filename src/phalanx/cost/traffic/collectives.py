@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+from phalanx.blocks.operator import Collective
 
 
-def sent_bytes(collective: Collective, payload: int, ranks: int) -> float:
+def sent_bytes(collective: Collective, payload: float, ranks: int) -> float:
     """Bytes that each of `ranks` ranks sends for a collective over a tensor of `payload` bytes.
 
     `payload` is the whole tensor: what an all-gather ends with and a reduce-scatter starts from. An all-reduce is a

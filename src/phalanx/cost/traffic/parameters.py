@@ -8,14 +8,15 @@ from itertools import groupby
 from math import prod
 from typing import Literal, NamedTuple
 
+from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import Shapes
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.held import BlockKind, block_kinds
+from phalanx.cost.held import LayerKind, layer_kinds
 from phalanx.cost.traffic.passes import PipelineWork
 from phalanx.partition.recompute import written
 from phalanx.partition.stages import stage_shapes
-from phalanx.partition.tensor_slices import is_expert, piece, tile
+from phalanx.partition.tensor_slices import piece, tile
 
 Group = Literal["block", "experts", "tile", "last tile", "around"]
 """What FSDP makes whole together (parallel/fsdp.py): a block, or of it the experts that ranks deal out, or one tile of
@@ -102,7 +103,7 @@ def _held_by(
         return tuple(dict.fromkeys(line[stage] for line in placements for stage in everywhere))
 
     of_layer = {layer: stage for stage in stages for layer in cut[stage]}
-    kinds = block_kinds(model, written(layout))
+    kinds = layer_kinds(model, written(layout))
     alike = {run.start: run for stage in stages for run in _alike(kinds, cut[stage])}
     last = len(cut) - 1
     ends = {"embed": [0, last] if model.tied and last else [0], "positions": [0]}
@@ -122,7 +123,7 @@ def _held_by(
     return tuple(found)
 
 
-def _alike(kinds: Sequence[BlockKind], layers: range) -> Iterator[range]:
+def _alike(kinds: Sequence[LayerKind], layers: range) -> Iterator[range]:
     """Runs of layers of one kind."""
     for _, run in groupby(layers, lambda layer: kinds[layer]):
         same = tuple(run)
@@ -139,7 +140,7 @@ def _parts(
     named: Shapes, model: ModelConfig, layout: Layout, users: tuple[int, ...], holders: tuple[int, ...]
 ) -> Iterator[HeldParameter]:
     """One module's parameters, or those of its tiles, one after the other."""
-    tiles = {name: tile(name, shape, layout.tiles) for name, shape in named.items()}
+    tiles = {name: tile(name, shape, layout.tiles, model) for name, shape in named.items()}
     for number in range(max(map(len, tiles.values()))):
         for name, parts in tiles.items():
             if number < len(parts):

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
+from phalanx.blocks.ends import boundary
+from phalanx.blocks.kinds import BlockKind
+from phalanx.blocks.place import Place, place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.held import kinds_of
 from phalanx.cost.memory.state import WIDTHS
-from phalanx.cost.traffic.blocks import Micro, around_traffic, balanced_rows, block_traffic, row_traffic
+from phalanx.cost.traffic.blocks import around_traffic, balanced_rows, block_traffic, row_traffic
 from phalanx.cost.traffic.parameters import held_parameters
 from phalanx.cost.traffic.passes import pipeline_work
 from phalanx.cost.traffic.state import Spread, state_traffic
 from phalanx.cost.traffic.table import Table, Traffic
 from phalanx.errors import JobError
 from phalanx.partition.batch import Batch
-from phalanx.partition.recompute import alike, written
+from phalanx.partition.recompute import written
 
 STATUS = 3 * 8
 """Loss, square of the gradients' norm, and whether to stop, in fp64."""
@@ -67,23 +69,23 @@ def step_traffic(
     runs = held_parameters(model, layout, vocab, plan, pp)
     spread = Spread.of(layout, precision, gradients, shard_rank, drops=model.dropout > 0)
     table = state_traffic(runs, spread, work)
-    micro = Micro(model, layout, batch.micro_batch, WIDTHS[precision], plan.slices)
-    last, passed, routed = len(plan.cut) - 1, Table(), Counter[Micro]()
+    place = place_of(model, layout, batch.micro_batch, width=WIDTHS[precision], slices=plan.slices)
+    last, passed, routed = len(plan.cut) - 1, Table(), Counter[tuple[Place, BlockKind]]()
     for stage, passes in work.passes.items():
-        here = around_traffic(micro, first=stage == 0, last=stage == last)
+        here = around_traffic(place, first=stage == 0, last=stage == last)
         for kind, many in kinds_of(model, written(layout), plan.cut[stage]):
-            alone = replace(micro, layout=alike(layout, kind.recompute))
-            here.take(block_traffic(alone, kind.experts), many)
-            if not kind.experts:
+            alone = place._replace(recompute=kind.recompute)
+            here.take(block_traffic(alone, kind.block), many)
+            if kind.block.feed_forward != "experts":
                 continue
-            routed[alone] += many * passes.forward
+            routed[alone, kind.block] += many * passes.forward
             if rows is None:
-                here.take(row_traffic(alone, many * balanced_rows(micro)))
+                here.take(row_traffic(alone, kind.block), many * balanced_rows(place))
         passed.take(here, passes.forward / plan.slices)
     if rows is not None:
-        for alone, blocks in routed.items():
-            passed.take(row_traffic(alone, rows * (blocks / routed.total())))
-    passed.note("pp", "send", work.sends * micro.boundary)
+        for (alone, kind), blocks in routed.items():
+            passed.take(row_traffic(alone, kind), rows * (blocks / routed.total()))
+    passed.note("pp", "send", work.sends * place.bytes_of(boundary(place)))
     table.take(passed, 1 / work.steps)
     _status(table, layout)
     return table.traffic()

@@ -16,7 +16,7 @@ class Table:
 
     entries: dict[tuple[str, Collective], float] = field(default_factory=dict)
 
-    def add(self, axis: str, collective: Collective, payload: int, ranks: int, times: float = 1) -> None:
+    def add(self, axis: str, collective: Collective, payload: float, ranks: int, times: float = 1) -> None:
         """`times` collectives over `payload` bytes (see sent_bytes) and `ranks` ranks."""
         if ranks > 1:
             self.note(axis, collective, times * sent_bytes(collective, payload, ranks))

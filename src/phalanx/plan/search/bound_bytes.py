@@ -42,12 +42,12 @@ class StepBytes:
     def _activations(self) -> Floats:
         group, tables, chunks = self.group, self.tables, self.group.scheduled.pp_chunks or 1
         several, which = np.unique(self.m, return_inverse=True)
-        kinds = {moe: tables.activations(moe, group.mode, group.inner) for moe in group.kinds}
+        kinds = {kind: tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
         found = []
         for share, rank in zip(group.shares, group.first, strict=True):
             most = [self.counted(self.pp, int(n), chunks, rank) if self.counted else 1 for n in several]
             # What one block needs is there whichever comes first: the least of the kinds.
-            here = [kinds[moe] for _, moe in share.blocks]
+            here = [kinds[kind] for kind, _ in share.blocks]
             kept = np.array(most)[which] * share.least * np.minimum.reduce([kind[:, 0] for kind in here])
             moving = np.minimum.reduce([kind[:, 1] + kind[:, 2] for kind in here])
             found.append(kept + (np.maximum(moving, tables.loss(group.inner)) if share.head else moving))

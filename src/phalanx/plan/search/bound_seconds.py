@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.blocks.kinds import BlockKind
 from phalanx.config.layout import Layout
 from phalanx.cost.time.kernel import stream_seconds
 from phalanx.cost.time.pipeline import CLOSED, GRID, WIDEST, idle
@@ -85,29 +86,29 @@ class StepSeconds:
         _, reshard, accumulate = STATES[state]
         added, starts = np.zeros((5, *self.work.shape[1:])), self.framework.kernel_us * 1e-6
         handling = HANDLING["shard"] * self.device.host_us * 1e-6
-        for moe, (gather, reduce, slower) in self._blocks.items():
+        for kind, (gather, reduce, slower) in self._blocks.items():
             there = gather if reshard else gather / self.m
             back = gather * reshard + (reduce / self.m if accumulate == "local" else reduce)
             if self.framework.dp_overlaps:
-                forward, backward, *_ = self.tables.block(moe, self.group.mode, self.group.inner).T
+                forward, backward, *_ = self.tables.block(kind, self.group.mode, self.group.inner).T
                 there = np.maximum(0.0, there - forward) + slower * np.minimum(there, forward)
                 back = np.maximum(0.0, back - backward) + slower * np.minimum(back, backward)
             twice = 2 if RECOMPUTE[self.group.mode] == "full" and not self.device.host_us else 1
-            number = np.array([[share.moe if moe else share.dense] for share in self.group.shares])
+            number = np.array([[share.of(kind)] for share in self.group.shares])
             for row, seconds in enumerate((there + handling, back + 2 * handling, starts, starts * twice)):
                 added[row] += number * seconds
         return added
 
     @cached_property
-    def _blocks(self) -> dict[bool, tuple[Floats, Floats, Floats]]:
+    def _blocks(self) -> dict[BlockKind, tuple[Floats, Floats, Floats]]:
         """Of blocks without and with experts, those that there are: seconds in which one's parameters are gathered and
         its gradients reduced, and what that slows down products."""
         found = {}
-        for moe in self.group.kinds:
-            kind = RankContents(0, 1, False, False) if moe else RankContents(1, 0, False, False)
-            held = self.tables.numbers(kind, inside=True)[self.group.inner].T
+        for kind in self.group.kinds:
+            alone = RankContents(((kind, 1),), False, False)
+            held = self.tables.numbers(alone, inside=True)[self.group.inner].T
             slower = self._interference(held.sum(0), self.framework.messages)
-            found[moe] = *self._state(held, self.framework.messages), slower
+            found[kind] = *self._state(held, self.framework.messages), slower
         return found
 
     def _state(self, held: Floats, messages: Floats | int) -> tuple[Floats, Floats]:

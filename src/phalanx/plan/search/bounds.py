@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.frameworks.memory_profile import MIB
 from phalanx.cost.memory.rank_parts import by_stage
 from phalanx.cost.time.link import RankGroup
 from phalanx.plan.search.bound_bytes import IN_FLIGHT, StepBytes
@@ -21,6 +20,7 @@ from phalanx.plan.search.bound_seconds import StepSeconds, power_mean
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import RECOMPUTE, STATES, Rows, Space
 from phalanx.plan.search.tables import MICRO, TP, Floats, Pipelines, Tables, line
+from phalanx.units import MIB
 
 ROUNDING = 1e-9
 """Relative difference of sums that are added up in another order."""
@@ -105,7 +105,7 @@ class Bounds:
             first=[rank for rank, _ in cut.values()],
             count=np.array([[number] for _, number in cut.values()]),
             parts=np.array([[share.part] for share in cut]),
-            blocks=np.array([share.dense + share.moe for share in cut]),
+            blocks=np.array([share.number for share in cut]),
             inner=inner,
             outer=tables.outer_of[pairs],
             m=self.space.accumulation[pairs],
@@ -130,7 +130,7 @@ class Bounds:
         needs besides."""
         tables = self.tables
         inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
-        kinds = [(number, tables.activations(moe, mode, inner)) for number, moe in tables.whole.blocks]
+        kinds = [(number, tables.activations(kind, mode, inner)) for kind, number in tables.whole.blocks]
         kept = np.add.reduce([number * kind[:, 0] for number, kind in kinds])
         least = np.minimum.reduce([kind[:, 0] for _, kind in kinds])
         moving = np.minimum.reduce([kind[:, 1] + kind[:, 2] for _, kind in kinds])

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
-from phalanx.cost.held import BlockKind
+from phalanx.blocks.kinds import BlockKind, block_kinds
+from phalanx.cost.held import LayerKind
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.memory.rank_memory import needed_bytes, step_memory
 from phalanx.cost.memory.rank_parts import BlockBytes, StepParts, by_stage
@@ -23,8 +24,8 @@ from phalanx.cost.time.rank_time import rank_time
 from phalanx.partition.recompute import MODES, Mode, modes, written
 from phalanx.plan.search.knapsack import EqualBlocks, Filling, fill
 
-Counts = tuple[int, int]
-"""Blocks without and with experts, of a stage."""
+Counts = tuple[int, ...]
+"""Blocks of each of a model's kinds, of a stage."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,21 @@ class PipelineRanks:
     def __init__(self, spec: StepSpec, allowed: Sequence[Mode] = MODES):
         self.spec, self.modes = spec, tuple(allowed)
         model = spec.model
-        self.experts = [model.is_moe_layer(layer) for layer in range(model.n_layers)]
-        """Of each layer, whether it has experts."""
-        self._experts_before = list(accumulate(self.experts, initial=0))
+        self.kinds = tuple(dict.fromkeys(block_kinds(model)))
+        """The kinds of blocks of the model."""
+        self.of_layer = [self.kinds.index(kind) for kind in block_kinds(model)]
+        """By layer, the number of its kind."""
+        self.before = [
+            list(accumulate((one == number for one in self.of_layer), initial=0)) for number in range(len(self.kinds))
+        ]
+        """By kind and layer, the blocks of that kind before it."""
         # With a cut, the cost model takes of a kind of block what it recomputes.
         cut = replace(spec.layout, recompute="none", recompute_cut=f"{model.n_layers}*none")
         self._plain = replace(spec, layout=cut)
         step = StepParts(self._plain)
         self.flights: tuple[Flight, ...] = step.flights
         self.stages = self.flights[0].stages
-        self.blocks = {experts: self._block(step, experts) for experts in set(self.experts)}
+        self.blocks = [self._block(step, kind) for kind in self.kinds]
         self.embedding = rank_time(self._plain, Content((), True, False)).total
         self.head = rank_time(self._plain, Content((), False, True)).total
         self.limit = spec.cluster.accelerator.memory_gib * 2**30 or inf
@@ -62,9 +68,9 @@ class PipelineRanks:
         """Of each rank, bytes besides those of the line."""
         self._known: dict[tuple[int, tuple[Counts, ...]], Filling | None] = {}
 
-    def _block(self, step: StepParts, experts: bool) -> BlockCosts:
+    def _block(self, step: StepParts, kind: BlockKind) -> BlockCosts:
         layout = self.spec.layout
-        kinds = [BlockKind(experts, mode) for mode in self.modes]
+        kinds = [LayerKind(kind, mode) for mode in self.modes]
         parts = [BlockBytes(step, kind) for kind in kinds]
         numbers = parts[0].parameters
         state = 0.0
@@ -86,12 +92,12 @@ class PipelineRanks:
         for rank, memory in enumerate(step_memory(spec)):
             flight = self.flights[rank]
             mine = [counts[stage] for stage in flight.held]
-            line = sum(many * self.blocks[e].state for stage in mine for (e, _), many in stage.items())
+            line = sum(many * self.blocks[kind].state for stage in mine for (kind, _), many in stage.items())
             line += max(
                 sum(
-                    flying * many * self.blocks[experts].kept[mode]
+                    flying * many * self.blocks[kind].kept[mode]
                     for flying, stage in zip(moment, mine, strict=True)
-                    for (experts, mode), many in stage.items()
+                    for (kind, mode), many in stage.items()
                 )
                 for moment in flight.most
             )
@@ -102,11 +108,11 @@ class PipelineRanks:
         self._known.clear()
         return needed_bytes(spec, self.limit) <= self.limit
 
-    def _kinds(self, spec: StepSpec) -> list[Counter[tuple[bool, int]]]:
-        """Of each stage of a case, its blocks by experts and by the number of their mode."""
+    def _kinds(self, spec: StepSpec) -> list[Counter[tuple[int, int]]]:
+        """Of each stage of a case, its blocks by the numbers of their kind and mode."""
         every = modes(written(spec.layout), spec.model.n_layers)
         return [
-            Counter((self.experts[layer], self.modes.index(every[layer])) for layer in stage)
+            Counter((self.of_layer[layer], self.modes.index(every[layer])) for layer in stage)
             for stage in stages_of_case(spec, self.stages)
         ]
 
@@ -116,9 +122,9 @@ class PipelineRanks:
         found = []
         for flight in self.flights:
             blocks = sum(
-                many * self.blocks[experts].seconds[mode]
+                many * self.blocks[kind].seconds[mode]
                 for stage in flight.held
-                for (experts, mode), many in counts[stage].items()
+                for (kind, mode), many in counts[stage].items()
             )
             found.append((blocks + self._ends(flight)) * flight.share)
         return found
@@ -139,9 +145,9 @@ class PipelineRanks:
     def _filling(self, rank: int, counts: tuple[Counts, ...]) -> Filling | None:
         flight, room = self.flights[rank], self.limit - self.around[rank]
         kinds = [
-            (place, self.blocks[experts], many)
+            (place, block, many)
             for place, stage in enumerate(counts)
-            for experts, many in zip((False, True), stage, strict=True)
+            for block, many in zip(self.blocks, stage, strict=True)
             if many
         ]
         room -= sum(many * block.state for _, block, many in kinds)
@@ -171,9 +177,7 @@ class PipelineRanks:
 
     def counts(self, stages: Sequence[range]) -> list[Counts]:
         """Blocks of each kind in each stage."""
-        before = self._experts_before
-        moe = [before[stage.stop] - before[stage.start] for stage in stages]
-        return [(len(stage) - some, some) for stage, some in zip(stages, moe, strict=True)]
+        return [tuple(before[stage.stop] - before[stage.start] for before in self.before) for stage in stages]
 
     def held(self, rank: int, counts: Sequence[Counts]) -> tuple[Counts, ...]:
         """Those of a rank's stages."""

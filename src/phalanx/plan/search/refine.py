@@ -121,16 +121,16 @@ def _written(
         layout = replace(layout, pp_cut="+".join(str(len(stage)) for stage in stages))
     if not mixes:
         return layout
-    counts, every = ranks.counts(stages), ["full"] * len(ranks.experts)
+    counts, every = ranks.counts(stages), ["full"] * len(ranks.of_layer)
     for rank, flight in enumerate(ranks.flights):
         filling = ranks.filling(rank, ranks.held(rank, counts))
         if filling is None:
             return layout
         numbers = iter(filling.numbers)
         for stage in flight.held:
-            for experts, many in zip((False, True), counts[stage], strict=True):
+            for kind, many in enumerate(counts[stage]):
                 if many:
-                    layers = [layer for layer in stages[stage] if ranks.experts[layer] == experts]
+                    layers = [layer for layer in stages[stage] if ranks.of_layer[layer] == kind]
                     _assign(every, layers, dict(zip(ranks.modes, next(numbers), strict=True)))
     runs = [RecomputeRun(len(list(run)), mode) for mode, run in groupby(every)]  # type: ignore[arg-type]
     if len(runs) == 1:

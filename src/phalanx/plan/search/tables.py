@@ -8,7 +8,8 @@ model on the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import inf
@@ -17,10 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.blocks.kinds import BlockKind, block_kinds
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.held import BlockKind, block_parameters, outside
+from phalanx.cost.held import LayerKind, block_parameters, outside
 from phalanx.cost.job_spec import stages
 from phalanx.cost.memory.rank_parts import RankParts, StepParts
 from phalanx.cost.placed import Content, content_of
@@ -45,10 +47,10 @@ HUGE = 1e15
 
 @dataclass(frozen=True)
 class RankContents:
-    """What some ranks of a pipeline have of the model: blocks without and with experts, and what lies around them."""
+    """What some ranks of a pipeline have of the model: blocks of each kind, and what lies around them."""
 
-    dense: int
-    moe: int
+    blocks: tuple[tuple[BlockKind, int], ...]
+    """Each kind of block, and how many there are."""
     embedding: bool
     head: bool
     part: float = 1.0
@@ -57,9 +59,13 @@ class RankContents:
     """Blocks of its smallest stage."""
 
     @property
-    def blocks(self) -> tuple[tuple[int, bool], ...]:
-        """Number and kind (with experts), of each kind that there is."""
-        return tuple((number, moe) for number, moe in ((self.dense, False), (self.moe, True)) if number)
+    def number(self) -> int:
+        """Blocks of all kinds."""
+        return sum(many for _, many in self.blocks)
+
+    def of(self, kind: BlockKind) -> int:
+        """Returns the number of blocks of a kind."""
+        return dict(self.blocks).get(kind, 0)
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,9 @@ class Pipelines:
     """Seconds of a message from a stage to the next."""
 
     @cached_property
-    def kinds(self) -> list[bool]:
-        """Of blocks, without and with experts, those that there are."""
-        return [moe for moe in (False, True) if any(share.moe if moe else share.dense for share in self.shares)]
+    def kinds(self) -> list[BlockKind]:
+        """The kinds of blocks that there are."""
+        return list(dict.fromkeys(kind for share in self.shares for kind, _ in share.blocks))
 
     @cached_property
     def total(self) -> Floats:
@@ -119,7 +125,7 @@ class Pipelines:
         """The parameters, dense and of experts, each with its factors, added up."""
         dense, experts = (factors, factors) if isinstance(factors, float | int) else factors
         found = self.numbers[0] * dense
-        return found + self.numbers[1] * experts if True in self.kinds else found
+        return found + self.numbers[1] * experts
 
 
 class Tables:
@@ -137,15 +143,14 @@ class Tables:
         )
         """The same of the outer degrees."""
         model = request.model
-        moe = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
-        self.whole = RankContents(model.n_layers - moe, moe, True, True, least=model.n_layers)
+        self.whole = RankContents(every_block(model), True, True, least=model.n_layers)
         self.widths = StepParts(alone(request, Layout(), 1)).widths
         """Bytes of a parameter, its gradient and its optimizer's state, on one device."""
         self.slopes = self._slopes()
         """By outer combination: seconds a parameter, gathered (dense, experts) and reduced (dense, experts), and those
         of a message of no bytes, in the same order; of what is gathered beside products, seconds of a message of no
         bytes and a byte, and a byte's share of what neighbours can exchange in a second."""
-        self._asked: dict[tuple[str, int, int], Floats] = {}
+        self._asked: dict[tuple[str, Hashable, int], Floats] = {}
         self._parts: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.intp]]] = {}
         self._numbers: dict[tuple[RankContents, bool], Floats] = {}
         self._cuts: dict[tuple[int, int], Cut] = {}
@@ -159,26 +164,26 @@ class Tables:
             ("around", ends, 0), (TP, CP, MICRO), inner, 5, lambda spec: _seconds(around_time(spec, content))
         )
 
-    def block(self, moe: bool, mode: int, inner: NDArray[Any]) -> Floats:
+    def block(self, kind: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
         """The same of a block; `mode` is the number of a recomputation."""
-        on = (TP, SP, CP, ULYSSES, EP, MICRO) if moe else (TP, SP, CP, ULYSSES, MICRO)
+        on = (TP, SP, CP, ULYSSES, EP, MICRO) if kind.feed_forward == "experts" else (TP, SP, CP, ULYSSES, MICRO)
 
         def ask(spec: StepSpec) -> list[float]:
-            return [each for time in block_times(spec, moe, RECOMPUTE) for each in _seconds(time)]
+            return [each for time in block_times(spec, kind, RECOMPUTE) for each in _seconds(time)]
 
-        return self._ask(("block", moe, 0), on, inner, 5 * len(RECOMPUTE), ask, slice(5 * mode, 5 * mode + 5))
+        return self._ask(("block", kind, 0), on, inner, 5 * len(RECOMPUTE), ask, slice(5 * mode, 5 * mode + 5))
 
     def work(self, share: RankContents, mode: int, inner: NDArray[Any]) -> Floats:
         """The same of all that a rank has, of a micro-batch that passes all of its stages."""
         found = self.around(share, inner)
-        for number, moe in share.blocks:
-            found = found + number * self.block(moe, mode, inner)
+        for kind, number in share.blocks:
+            found = found + number * self.block(kind, mode, inner)
         return found
 
-    def activations(self, moe: bool, mode: int, inner: NDArray[Any]) -> Floats:
+    def activations(self, block: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
         """Of inner combinations, bytes: what a block keeps of a micro-batch, what its backward pass needs besides, what
         it gathers for that."""
-        kind = BlockKind(moe, RECOMPUTE[mode])
+        kind = LayerKind(block, RECOMPUTE[mode])
 
         def ask(spec: StepSpec) -> tuple[float, float, float]:
             step = StepParts(spec)
@@ -186,8 +191,8 @@ class Tables:
             gathered = RankParts(step, step.flights[0]).backward(True)[1]
             return found.kept, sum(found.backward), gathered
 
-        on = (TP, SP, CP, ULYSSES, EP) if moe else (TP, SP, CP, ULYSSES)
-        each = self._ask(("activations", moe, mode), on, inner, 3, ask)
+        on = (TP, SP, CP, ULYSSES, EP) if block.feed_forward == "experts" else (TP, SP, CP, ULYSSES)
+        each = self._ask(("activations", block, mode), on, inner, 3, ask)
         return each * self.inner[inner, MICRO, None]
 
     def loss(self, inner: NDArray[Any]) -> Floats:
@@ -211,8 +216,8 @@ class Tables:
         for tp, _, _, _, ep, _ in degrees.tolist():
             dense = 0.0 if inside else outside(model, tp, share.embedding, share.head)
             experts = 0.0
-            for number, moe in share.blocks:
-                held = block_parameters(model, tp, ep, moe)
+            for kind, number in share.blocks:
+                held = block_parameters(model, tp, ep, kind)
                 dense, experts = dense + number * held.dense, experts + number * held.experts
             found.append((dense, experts))
         return self._numbers.setdefault((share, inside), np.array(found, np.float64)[which])
@@ -237,7 +242,7 @@ class Tables:
 
     def _ask(
         self,
-        what: tuple[str, int, int],
+        what: tuple[str, Hashable, int],
         on: tuple[int, ...],
         inner: NDArray[Any],
         width: int,
@@ -290,12 +295,16 @@ class Tables:
         return np.array(found)
 
 
+@lru_cache(1024)
+def every_block(model: ModelConfig) -> tuple[tuple[BlockKind, int], ...]:
+    """Returns each kind of block of a model, and how many there are."""
+    return tuple(Counter(block_kinds(model)).items())
+
+
 @lru_cache(4096)
 def _cut(model: ModelConfig, layout: Layout) -> Cut:
     if layout.pp == 1:
-        moe = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
-        alone = RankContents(model.n_layers - moe, moe, True, True, least=model.n_layers)
-        return Cut({alone: (0, 1)})
+        return Cut({RankContents(every_block(model), True, True, least=model.n_layers): (0, 1)})
     cut, shares = stages(model, layout), []
     # Who holds what does not depend on the number of micro-batches: the smallest that is legal is built fastest.
     name, few = layout.schedule, range(1, 2 * layout.pp + 1)
@@ -307,7 +316,7 @@ def _cut(model: ModelConfig, layout: Layout) -> Cut:
         visits = sum(placement.count(rank) for placement in schedule.placements)
         part = visits / len(held) / len(schedule.placements)
         least = min(len(cut[stage]) for stage in held)
-        shares.append(RankContents(content.dense, content.moe, content.embedding, content.head, part, least))
+        shares.append(RankContents(tuple(content.of_kind.items()), content.embedding, content.head, part, least))
     return Cut({share: (shares.index(share), shares.count(share)) for share in dict.fromkeys(shares)})
 
 

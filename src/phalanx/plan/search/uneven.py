@@ -31,20 +31,20 @@ def stages_of_ranks(ranks: PipelineRanks, start: Sequence[range]) -> tuple[range
 
 
 def _best(ranks: PipelineRanks) -> tuple[range, ...]:
-    experts = np.concatenate([[0], np.cumsum(ranks.experts)])
-    layers, stages = len(ranks.experts), ranks.stages
+    layers, stages = len(ranks.of_layer), ranks.stages
+    before = np.array(ranks.before)
     of_stage = {flight.held[0]: rank for rank, flight in enumerate(ranks.flights)}
     most = LARGEST * (-(-layers // stages) + 1)
 
     def cost(stage: int, begins: Places, ends: Places) -> Floats:
-        length, moe = np.broadcast_arrays(ends - begins, experts[ends] - experts[begins])
-        keys, which = np.unique(length * (layers + 1) + moe, return_inverse=True)
-        known = [(int(key) // (layers + 1), int(key) % (layers + 1)) for key in keys]
+        begins, ends = np.broadcast_arrays(begins, ends)
+        counts = (before[:, ends] - before[:, begins]).reshape(len(before), -1)
+        known, which = np.unique(counts, axis=1, return_inverse=True)
         found = [
-            ranks.seconds(of_stage[stage], ((total - some, some),)) if 0 < total <= most else inf
-            for total, some in known
+            ranks.seconds(of_stage[stage], (tuple(map(int, one)),)) if 0 < one.sum() <= most and one.min() >= 0 else inf
+            for one in known.T
         ]
-        return np.array(found)[which].reshape(length.shape)
+        return np.array(found)[which].reshape(begins.shape)
 
     return cut_by(cost, stages, layers)
 

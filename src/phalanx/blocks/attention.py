@@ -1,0 +1,187 @@
+"""Attention: multi-head, grouped or multi-query (Ainslie et al. 2023), and multi-head latent (DeepSeek-V2, section
+2.1).
+
+Tensor ranks have whole heads; of key/value heads fewer than ranks several have the same. Context-parallel ranks have a
+part of every sequence: keys and values travel a ring forward, and again in the backward pass with their gradients in
+fp32 (Liu et al. 2023); Ulysses exchanges queries, keys, values and the output for heads (Jacobs et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.blocks.operator import PLAIN, AttentionCore, MemoryBound, Message, Operator, SavedTensor
+from phalanx.blocks.place import Place
+from phalanx.blocks.residual import enter, leave, linear_weights, norm_weights
+
+ROWS = PLAIN._replace(cut="rows")
+COLUMNS = PLAIN._replace(cut="columns")
+PARTIAL = PLAIN._replace(gradient="partial")
+"""Compressions serve all heads: whole on every tensor rank, each of which finds its heads' part of the gradient."""
+ROTARY_KERNELS, HEADS_KERNELS = 6, 4
+
+
+def attention(place: Place) -> Iterator[Operator]:
+    """Yields the operators of multi-head, grouped-query or multi-query attention."""
+    model, width = place.model, place.width
+    bias = model.bias or model.qkv_bias
+    queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
+    heads = ROWS._replace(unit=model.head_size)
+    # Key heads fewer than ranks that share the heads: these hold copies.
+    spread = max(model.kv_heads, place.tp * place.ulysses) * model.head_size
+    yield Operator(
+        "qkv",
+        (
+            *linear_weights("attn.wq", queries, model.d_model, bias, ROWS),
+            *linear_weights("attn.wk", keys, model.d_model, bias, heads),
+            *linear_weights("attn.wv", keys, model.d_model, bias, heads),
+        ),
+        place.tokens,
+        saved=(
+            SavedTensor("wq, wk, wv", model.d_model * place.read, "gathered"),
+            SavedTensor("queries", queries * width, "width"),
+            SavedTensor("keys, values", 2 * spread * width, "width"),
+            # Without the fused kernel every head has keys and values of its own.
+            *(
+                [SavedTensor("keys, values of each head", 2 * (queries - spread) * width, "width", inside=True)]
+                if saves_scores(place)
+                else []
+            ),
+        ),
+        messages=tuple(enter(place, regather=True, again=place.repeats)),
+    )
+    yield _core(place, max(1, model.kv_heads // place.tp))
+    yield _output(place)
+
+
+def latent_attention(place: Place) -> Iterator[Operator]:
+    """Yields the operators of multi-head latent attention as in DeepSeek-V3's released model. One rotary key serves all
+    heads, so it comes straight from the input beside the compressed keys and values."""
+    model, mla, width, profile = place.model, place.model.mla, place.width, place.profile
+    bias = model.bias or model.qkv_bias
+    spread = "tokens" if profile.routes_shards else "whole"
+    heads, tokens = model.n_heads * model.head_size, place.tokens
+    entering = tuple(enter(place, again=place.repeats))
+    inputs = (SavedTensor("wq_a, wkv_a" if mla.q_rank else "wq, wkv_a", model.d_model * place.read, spread),)
+    if mla.q_rank:
+        yield Operator(
+            "wq_a",
+            linear_weights("attn.wq_a", mla.q_rank, model.d_model, bias, PARTIAL),
+            tokens,
+            saved=inputs,
+            messages=entering,
+        )
+        yield _compressed_norm(place, "q_norm", mla.q_rank)
+        yield Operator(
+            "wq_b",
+            linear_weights("attn.wq_b", heads, mla.q_rank, bias, ROWS),
+            tokens,
+            saved=(SavedTensor("q_norm, wq_b", mla.q_rank * (width + place.read), spread),),
+        )
+    else:
+        yield Operator(
+            "wq", linear_weights("attn.wq", heads, model.d_model, bias, ROWS), tokens, saved=inputs, messages=entering
+        )
+    rank, parts = mla.kv_rank, mla.nope_head_dim + mla.v_head_dim
+    yield Operator(
+        "wkv_a",
+        linear_weights("attn.wkv_a", rank + mla.rope_head_dim, model.d_model, bias, PARTIAL),
+        tokens,
+        saved=(SavedTensor("kv_norm", (rank + mla.rope_head_dim) * width, spread),),
+    )
+    yield _compressed_norm(place, "kv_norm", rank)
+    values = mla.v_head_dim + (0 if profile.values_apart else mla.nope_head_dim)
+    yield Operator(
+        "wkv_b",
+        linear_weights("attn.wkv_b", model.n_heads * parts, rank, bias, ROWS),
+        tokens,
+        saved=(
+            SavedTensor("wkv_b", rank * place.read, spread),
+            SavedTensor("queries, keys", 2 * heads * width, "width"),
+            SavedTensor("values", model.n_heads * width * values, "width"),
+        ),
+    )
+    joined = 4 * tokens * (model.n_heads // place.tp) * model.head_size
+    # Keys are put together of a part with positions, the same for all heads, and a part without.
+    yield _core(place, model.n_heads // place.tp, MemoryBound("heads", joined, joined, HEADS_KERNELS))
+    yield _output(place)
+
+
+def saves_scores(place: Place) -> bool:
+    """Whether attention saves its probabilities. A ring computes those of each of its blocks again."""
+    if place.ring > 1:
+        return False
+    scores = place.profile.scores
+    return scores == "always" or (scores == "dropout" and place.model.dropout > 0)
+
+
+def _compressed_norm(place: Place, name: str, rank: int) -> Operator:
+    numbers = place.tokens * rank
+    weights = norm_weights(place.model, f"attn.{name}", rank, PARTIAL)
+    return Operator(name, weights, memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, 2),))
+
+
+def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
+    """Scores, softmax and the product with the values: everything between the matrices."""
+    model, heads = place.model, place.model.n_heads // place.tp
+    saved = []
+    if place.ulysses > 1:
+        # The output before and after it exchanges heads for tokens.
+        output = model.n_heads * model.v_head_size * place.width
+        saved.append(SavedTensor("exchange", output, "width", inside=True))
+    if saves_scores(place):
+        # With dropout also a mask, and what it leaves of them.
+        each = 2 * place.width + 1 if model.dropout else place.width
+        saved.append(SavedTensor("softmax", model.n_heads * model.seq_len * each, "width", inside=True))
+    work = list(memory_bound)
+    if model.positions == "rope":
+        turned = 2 * place.tokens * (heads + kv_heads) * model.rotary_size
+        work.append(MemoryBound("rotary", turned, turned, ROTARY_KERNELS))
+    if place.ring > 1:
+        # Each step's output and log-sum-exp, in fp32, are merged with those so far.
+        merged = (place.ring - 1) * place.tokens * heads * model.v_head_size
+        work.append(MemoryBound("ring merge", 6 * merged, 4 * merged, 4 * (place.ring - 1), 2 * (place.ring - 1)))
+    queries = -(-model.seq_len // place.cp)
+    return Operator(
+        "attention",
+        core=AttentionCore(
+            place.sequences, heads, kv_heads, queries, model.seq_len, model.head_size, model.v_head_size, place.ring
+        ),
+        memory_bound=tuple(work),
+        saved=tuple(saved),
+        messages=tuple(_context_messages(place, kv_heads)),
+    )
+
+
+def _context_messages(place: Place, kv_heads: int) -> Iterator[Message]:
+    """Messages of attention where ranks hold parts of every sequence."""
+    model, heads = place.model, place.model.n_heads // place.tp
+    # With slices keys and values are those of all slices so far: of the first slice once for each there is.
+    seen = place.tokens // place.slices * (place.slices * (place.slices + 1) // 2)
+    # Fewer key/value heads than ranks go to several.
+    keys_and_values = seen * max(kv_heads, place.ulysses) * (model.head_size + model.v_head_size)
+    if place.ulysses > 1:
+        inputs = place.tokens * heads * model.head_size + keys_and_values
+        output = place.tokens * heads * model.v_head_size
+        again = place.recompute != "none" if place.profile.selective == "core" else place.repeats
+        yield Message("ulysses", "all_to_all", inputs, forward=1, again=again, backward=1)
+        # The last that attention saves for its backward pass is what comes before this exchange.
+        yield Message("ulysses", "all_to_all", output, forward=1, again=place.repeats, backward=1)
+    if place.ring > 1:
+        hops = place.ring - 1
+        again = hops * place.repeats_attention
+        yield Message("ring", "send", keys_and_values, forward=hops, again=again, backward=hops, beside="attention")
+        yield Message("ring", "send", keys_and_values, "wide", backward=hops, beside="attention")
+
+
+def _output(place: Place) -> Operator:
+    """The last matrix. Attention's own backward pass reads its input, too."""
+    model, width, read = place.model, place.width, place.read
+    inner = model.n_heads * model.v_head_size
+    return Operator(
+        "wo",
+        linear_weights("attn.wo", model.d_model, inner, model.bias, COLUMNS, cuts_bias=False),
+        place.tokens,
+        saved=(SavedTensor("wo", inner * (width if read == width else width + read), "width"),),
+        messages=tuple(leave(place, again=place.repeats)),
+    )

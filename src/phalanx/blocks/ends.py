@@ -1,0 +1,71 @@
+"""What lies around the blocks: embedding, final norm, head and loss.
+
+The vocabulary is cut by rows and padded to equal parts; the loss sums three numbers per token over the tensor ranks:
+the largest logit, the denominator and the chosen one (Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.blocks.operator import PLAIN, MemoryBound, Message, Operator, Weight
+from phalanx.blocks.place import Place
+from phalanx.blocks.residual import enter, leave, norm_weights
+from phalanx.config.model import ModelConfig
+
+VOCABULARY = PLAIN._replace(cut="rows", padded=True)
+EMBEDDING_KERNELS, LOSS_KERNELS = 3, 20
+LOSS_NUMBERS = 3
+
+
+def embedding(place: Place, vocabulary: int) -> Operator:
+    """Returns the look-up of a token's row and the sum with its position. `vocabulary` is the number of tokens in
+    it."""
+    model, numbers = place.model, 3 * place.hidden
+    return Operator(
+        "embedding",
+        embedding_weights(model, vocabulary),
+        memory_bound=(MemoryBound("embedding", numbers, numbers, EMBEDDING_KERNELS),),
+        messages=tuple(leave(place)),
+    )
+
+
+def head(place: Place, vocabulary: int) -> Iterator[Operator]:
+    """Yields the final norm, the head and the loss, whose fp32 logits are read and written by the softmax and by its
+    gradient. With `loss_chunk` logits are computed a second time in the backward pass."""
+    model, again = place.model, bool(place.loss_chunk)
+    yield Operator(
+        "final norm",
+        norm_weights(model, "final_norm", model.d_model),
+        memory_bound=(MemoryBound("final norm", 2 * place.hidden, 3 * place.hidden),),
+        messages=tuple(enter(place)),
+    )
+    matrix = VOCABULARY._replace(name="head.weight", shape=(vocabulary, model.d_model))
+    yield Operator("head", (matrix,), place.tokens, sixteen=True)
+    logits = place.tokens * matrix.part(place.tp)
+    yield Operator(
+        "loss",
+        memory_bound=(MemoryBound("loss", 8 * logits, 6 * logits, LOSS_KERNELS),),
+        messages=(Message("tp", "all_reduce", LOSS_NUMBERS * place.tokens, "wide", forward=1, again=again),),
+    )
+
+
+def boundary(place: Place) -> Message:
+    """Returns the message between two stages of a pipeline: the hidden states of a micro-batch, or of a slice of it."""
+    return Message("pp", "send", place.hidden / place.slices / place.token_share, forward=1, backward=1)
+
+
+def embedding_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]:
+    """Returns the weights of the first stage."""
+    rows = VOCABULARY._replace(name="embed.weight", shape=(vocabulary, model.d_model))
+    if model.positions != "learned":
+        return (rows,)
+    return rows, Weight("positions.weight", (model.seq_len, model.d_model))
+
+
+def head_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]:
+    """Returns the weights of the last stage. A tied head has none of its own."""
+    norm = norm_weights(model, "final_norm", model.d_model)
+    if model.tied:
+        return norm
+    return *norm, VOCABULARY._replace(name="head.weight", shape=(vocabulary, model.d_model))

@@ -1,0 +1,110 @@
+"""A mixture of experts: router, exchange of rows between expert ranks, routed and shared experts.
+
+Rows go out to their experts and come back, in the forward and in the backward pass (Lepikhin et al. 2021). Routed
+experts get equal numbers of rows, or as many as their capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from phalanx.blocks.feed_forward import hidden_bytes, mlp
+from phalanx.blocks.operator import MemoryBound, Message, Operator, SavedTensor, Weight
+from phalanx.blocks.place import INDEX, WIDE, Place
+from phalanx.blocks.residual import enter, leave
+
+ROUTE_KERNELS, PERMUTE_KERNELS = 12, 8
+Spread = Literal["tokens", "whole"]
+
+
+def experts(place: Place) -> Iterator[Operator]:
+    """Yields the operators of a mixture of experts."""
+    model, moe, width = place.model, place.model.moe, place.width
+    spread: Spread = "tokens" if place.profile.routes_shards else "whole"
+    stream, rows = model.d_model * width, routed_rows(place) / place.tokens
+    arrived = rows * (place.profile.imbalance if place.ep > 1 else 1)
+    yield _router(place, spread, rows)
+    yield _moving(place, "dispatch", rows, SavedTensor("places", 2 * INDEX * rows, spread))
+    up, activation, down = mlp(
+        place, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts)
+    )
+    read = SavedTensor("experts.up", arrived * model.d_model * place.read, spread)
+    yield replace(_in_mixture(up, moe.n_experts), saved=(read,))
+    here = max(1, moe.n_experts // place.ep)
+    each = (one._replace(forward=here * one.forward, backward=here * one.backward) for one in activation.memory_bound)
+    yield replace(activation, memory_bound=tuple(each))
+    hidden = SavedTensor("experts", arrived * model.expert_ff_size * hidden_bytes(place), "width")
+    yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,))
+    # What experts wrote, and with gates: torch's index_add keeps what it adds.
+    combined = () if place.profile.weights_inside else (SavedTensor("combine", 2 * rows * stream, spread),)
+    # Nothing after the sum over experts is saved but the dropout's mask: else that sum is not repeated.
+    again = place.repeats and model.dropout > 0
+    yield _moving(place, "combine", rows, *combined).sending(*leave(place, again=again))
+    if moe.n_shared:
+        for part in mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens):
+            yield _in_mixture(part)
+
+
+def routed_rows(place: Place) -> int:
+    """Returns the rows that a rank's tokens send to experts: `top_k` each, or with a capacity all that it leaves room
+    for."""
+    model, moe = place.model, place.model.moe
+    if not moe.capacity:
+        return place.tokens * moe.top_k
+    return moe.n_experts * place.sequences * min(moe.most_tokens(model.seq_len), model.seq_len // place.cp)
+
+
+def _router(place: Place, spread: Spread, rows: float) -> Operator:
+    model, moe = place.model, place.model.moe
+    weights = [Weight("moe.router.weight", (moe.n_experts, model.d_model), gradient="partial")]
+    if moe.bias_balanced:
+        weights.append(Weight("moe.router.bias", (moe.n_experts,), gradient="whole"))
+    routed = 8 * place.tokens * moe.n_experts
+    gates = moe.top_k * (INDEX + (WIDE if moe.renormalise else 0)) + (2 * WIDE if moe.renormalise else 0)
+    return Operator(
+        "router",
+        tuple(weights),
+        place.tokens,
+        sixteen=True,
+        memory_bound=(MemoryBound("route", routed, routed, ROUTE_KERNELS),),
+        saved=(
+            SavedTensor("router", model.d_model * place.width, spread),
+            SavedTensor("scores", moe.n_experts * WIDE * (2 if moe.z_loss else 1), spread),
+            SavedTensor("gates", gates + rows * place.width, spread),
+        ),
+        messages=(*enter(place, again=place.repeats), *_routing_messages(place)),
+    )
+
+
+def _routing_messages(place: Place) -> Iterator[Message]:
+    """Yields what routers tell each other: sums over a sequence, and how many rows each rank gets."""
+    moe, again = place.model.moe, place.repeats
+    if moe.aux_loss:
+        yield Message("cp", "all_reduce", place.sequences * moe.n_experts, "index", forward=1, again=again)
+    if moe.capacity:
+        chosen = place.cp * place.tokens * moe.top_k
+        yield Message("cp", "all_gather", chosen, "index", forward=1, again=again)
+    else:
+        n = place.slices
+        yield Message("ep", "all_gather", place.ep * moe.n_experts, "index", forward=n, again=n * again)
+
+
+def _moving(place: Place, name: str, rows: float, *saved: SavedTensor) -> Operator:
+    """Rows are copied into the order of their experts, or back with their gates, on both sides of the exchange."""
+    copies = 2 if place.ep > 1 else 1
+    moved = 2 * copies * routed_rows(place) * place.model.d_model
+    again = place.repeats
+    message = Message(
+        "ep", "all_to_all", routed_rows(place) * place.model.d_model, forward=1, again=again, backward=1, copies=rows
+    )
+    kernels = PERMUTE_KERNELS // 2 + copies
+    return Operator(name, memory_bound=(MemoryBound(name, moved, moved, kernels),), saved=saved, messages=(message,))
+
+
+def _in_mixture(operator: Operator, n_experts: int = 0) -> Operator:
+    """Names an MLP's weights as a mixture's, and stacks them where there are so many experts of them."""
+    stack = (n_experts,) if n_experts else ()
+    weights = (w._replace(name=f"moe.{w.name}", shape=(*stack, *w.shape)) for w in operator.weights)
+    return replace(operator, weights=tuple(weights))

@@ -1,0 +1,74 @@
+"""Feed-forward layers: a dense MLP, with or without a gate (Shazeer 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.blocks.operator import PLAIN, MemoryBound, Operator, SavedTensor, Weight
+from phalanx.blocks.place import Place
+from phalanx.blocks.residual import enter, leave, linear_weights
+from phalanx.config.model import ModelConfig
+
+ROWS, COLUMNS = PLAIN._replace(cut="rows"), PLAIN._replace(cut="columns")
+
+
+def dense(place: Place) -> Iterator[Operator]:
+    """Yields the operators of a dense MLP."""
+    up, activation, down = mlp(place, "mlp", place.model.ff_size, place.tokens, tiled=True)
+    yield Operator(
+        up.name,
+        up.weights,
+        up.rows,
+        saved=(SavedTensor("up", place.model.d_model * place.read, "gathered"),),
+        messages=tuple(enter(place, regather=True, again=place.repeats)),
+    )
+    yield activation
+    yield down.sending(*leave(place, again=place.repeats))
+
+
+def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) -> tuple[Operator, Operator, Operator]:
+    """Returns the matrices of an MLP `width` wide over `rows` tokens, and the activation between them. The second
+    matrix saves what the activation reads and what it reads itself."""
+    model = place.model
+    hidden = max(1, width // place.tp)
+    gated = model.activation == "swiglu"
+    inner = rows * hidden
+    return (
+        Operator(f"{name}.up", up_weights(model, name, width, tiled=tiled), rows),
+        Operator(
+            f"{name}.activation",
+            memory_bound=(
+                MemoryBound(f"{name}.activation", (3 if gated else 2) * inner, (5 if gated else 3) * inner, 2),
+            ),
+        ),
+        Operator(
+            f"{name}.down",
+            down_weights(model, name, width, tiled=tiled),
+            rows,
+            saved=(SavedTensor(name, width * hidden_bytes(place), "width"),),
+        ),
+    )
+
+
+def up_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = False) -> tuple[Weight, ...]:
+    """Returns the weights that read the residual stream: one matrix, or two with a gate."""
+    kind = ROWS._replace(tiled=tiled)
+    weights = linear_weights(f"{name}.up", width, model.d_model, model.bias, kind)
+    if model.activation == "swiglu":
+        weights += linear_weights(f"{name}.gate", width, model.d_model, model.bias, kind)
+    return weights
+
+
+def down_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = False) -> tuple[Weight, ...]:
+    """Returns the weights that write to the residual stream."""
+    kind = COLUMNS._replace(tiled=tiled)
+    weight, *bias = linear_weights(f"{name}.down", model.d_model, width, model.bias, kind, cuts_bias=False)
+    # Inside a mixture of experts gates multiply the bias, of which each rank sees a part.
+    return weight, *(one._replace(gradient="tokens" if name == "mlp" else "partial") for one in bias)
+
+
+def hidden_bytes(place: Place) -> int:
+    """Returns the bytes per number of the hidden width that an MLP saves: what it activates, and what the last matrix
+    reads."""
+    tensors = place.profile.swiglu_kept if place.model.activation == "swiglu" else 2
+    return (tensors - 1) * place.width + place.read

@@ -1,0 +1,198 @@
+"""What an operator of a model states: weights, products, memory traffic, saved tensors and messages.
+
+A block, the embedding, the head and the loss are lists of operators (attention.py, feed_forward.py, experts.py,
+ends.py). Parameter counts, tensor slices, FLOPs, memory, traffic, seconds, roofline and the planner's bounds are views
+of these lists: a formula that stands here stands nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, NamedTuple
+
+Cut = Literal["whole", "rows", "columns"]
+"""How tensor parallelism cuts a weight: rows are outputs, columns are inputs (Shoeybi et al. 2019, section 3)."""
+Gradient = Literal["tokens", "partial", "whole"]
+"""What a tensor rank finds of the gradient of a weight that it holds whole: that of its own tokens (all of them without
+sequence parallelism), that of its part of the layer, or all of it whatever the layout is."""
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+NumberType = Literal["activation", "wide", "index"]
+"""activation: the width of the computation; wide: at least fp32; index: 8 bytes."""
+Beside = Literal["nothing", "attention", "weight_gradients"]
+
+
+class Weight(NamedTuple):
+    """One parameter, and how ranks divide it."""
+
+    name: str
+    """Within its block, or within the model where it belongs to no block."""
+    shape: tuple[int, ...]
+    """Of the whole parameter. A linear layer's is (outputs, inputs), an expert's has the experts in front."""
+    cut: Cut = "whole"
+    unit: int = 1
+    """Rows that stay together: a key/value head, of which several tensor ranks hold copies where heads are fewer."""
+    padded: bool = False
+    """Rows are padded to a multiple of the tensor ranks (the vocabulary)."""
+    gradient: Gradient = "tokens"
+    tiled: bool = False
+    """Whether `layout.tiles` cuts it, along the dimension that tp cuts."""
+
+    @property
+    def routed(self) -> bool:
+        """Whether it belongs to routed experts, which expert parallelism deals out."""
+        return is_expert(self.name)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether tokens are multiplied by it."""
+        return len(self.shape) > 1 and self.name.endswith(".weight")
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that tp cuts; None where every tensor rank holds the whole."""
+        if self.cut == "whole":
+            return None
+        return (self.cut == "columns") + self.routed
+
+    def part(self, tp: int) -> int:
+        """Returns the rows (columns) that each of `tp` ranks holds, padding included."""
+        assert self.dim is not None, "only a cut weight has parts"
+        whole = self.shape[self.dim]
+        return -(-whole // tp) if self.padded else max(whole // tp, self.unit)
+
+    def shape_on(self, tp: int, ep: int = 1) -> tuple[int, ...]:
+        """Returns the shape of what one of tp × ep ranks holds."""
+        shape = list(self.shape)
+        if self.dim is not None and tp > 1:
+            shape[self.dim] = self.part(tp)
+        if self.routed:
+            shape[0] = max(1, shape[0] // ep)
+        return tuple(shape)
+
+    def size_on(self, tp: int, ep: int = 1) -> int:
+        """Returns the number of elements of what one of tp × ep ranks holds."""
+        return prod(self.shape_on(tp, ep))
+
+
+def is_expert(name: str) -> bool:
+    """Whether the parameter `name` belongs to routed experts, stacked along its leading dimension."""
+    return "moe.experts." in name
+
+
+PLAIN = Weight("", ())
+"""A weight that every tensor rank holds whole."""
+
+
+class Product(NamedTuple):
+    """`number` products of (m × k) by (k × n) on one rank: rows are tokens, k × n is a weight."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    number: int = 1
+    sixteen: bool = False
+    """Stays in 16 bits where the others run in 8 or 4 (router and head)."""
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k * self.number
+
+
+class AttentionCore(NamedTuple):
+    """Queries by keys, softmax and the product with the values, on one rank, in `steps` blocks of keys."""
+
+    sequences: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    """Of all steps together."""
+    head: int
+    value_head: int
+    steps: int = 1
+    """Ring attention computes one part of the keys at a time and merges the results (Liu et al. 2023)."""
+
+    @property
+    def flops(self) -> int:
+        """Forward FLOPs without a mask."""
+        return 2 * self.sequences * self.heads * self.queries * self.keys * (self.head + self.value_head)
+
+
+class MemoryBound(NamedTuple):
+    """Elementwise work on one rank: numbers that it reads and writes."""
+
+    name: str
+    forward: float
+    backward: float
+    kernels: int = 1
+    """Forward kernels where nothing is fused."""
+    launches: int = 1
+    """Forward kernels where everything is."""
+
+
+class SavedTensor(NamedTuple):
+    """What an operator saves for the backward pass, per token."""
+
+    operator: str
+    size: float
+    """Bytes per token of all tensor ranks together."""
+    cut: Literal["whole", "tokens", "gathered", "width"]
+    """How tensor ranks share it. tokens: with sp, each has its own. gathered: so too, where inputs are gathered again
+    in the backward pass, else each has all. width: each has a part of the heads or of the hidden width. whole: none."""
+    inside: bool = False
+    """It lies inside the attention core, which selective recomputation repeats."""
+
+
+class Message(NamedTuple):
+    """A collective of one micro-batch, in numbers: bytes and seconds both come from here."""
+
+    axis: Literal["tp", "ring", "ulysses", "cp", "ep", "pp"]
+    collective: Collective
+    elements: float
+    """Of the whole tensor: what an all-gather ends with, a reduce-scatter begins with, what a rank has of an all-to-all
+    or sends in one message."""
+    number: NumberType = "activation"
+    forward: float = 0
+    """How often per forward pass."""
+    again: float = 0
+    """How often when the forward pass is repeated before the backward pass."""
+    backward: float = 0
+    """How often in the backward pass itself."""
+    beside: Beside = "nothing"
+    """What the program computes meanwhile."""
+    copies: float = 0
+    """Rows that a token sends to experts; 0: it sends none."""
+
+    @property
+    def times(self) -> float:
+        return self.forward + self.again + self.backward
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator on one rank, for one micro-batch."""
+
+    name: str
+    weights: tuple[Weight, ...] = ()
+    rows: int = 0
+    """Tokens that are multiplied by the weights; for experts, by each of them."""
+    sixteen: bool = False
+    core: AttentionCore | None = None
+    memory_bound: tuple[MemoryBound, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
+    messages: tuple[Message, ...] = ()
+
+    def product(self, tp: int, ep: int) -> Product | None:
+        """Returns the product with all matrices that read the same input, as one; None where there is none."""
+        matrices = [weight.shape_on(tp, ep) for weight in self.weights if weight.is_matrix]
+        if not matrices or not self.rows:
+            return None
+        number = matrices[0][0] if len(matrices[0]) == 3 else 1
+        outputs = sum(shape[-2] for shape in matrices)
+        return Product(self.name, self.rows, outputs, matrices[0][-1], number, self.sixteen)
+
+    def sending(self, *messages: Message) -> Operator:
+        """Returns the operator with more messages."""
+        return replace(self, messages=(*self.messages, *messages))

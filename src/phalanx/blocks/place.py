@@ -1,0 +1,114 @@
+"""One rank's part of a micro-batch: everything of a job that the sizes of an operator depend on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from phalanx.blocks.memory_profile import PHALANX, MemoryProfile
+from phalanx.blocks.operator import Message
+from phalanx.config.layout import Layout, Recompute
+from phalanx.config.model import ModelConfig
+
+INDEX = 8
+"""Bytes of a count, an expert's number or a place in a tensor (int64)."""
+WIDE = 4
+"""Bytes of a number in losses, routers and sums over attention, at least (fp32)."""
+
+
+class Place(NamedTuple):
+    """A tensor, context and expert rank with a micro-batch of `sequences` sequences."""
+
+    model: ModelConfig
+    tp: int = 1
+    sp: bool = False
+    sp_regather: bool = False
+    ring: int = 1
+    ulysses: int = 1
+    ep: int = 1
+    recompute: Recompute = "none"
+    loss_chunk: int = 0
+    sequences: int = 1
+    slices: int = 1
+    """Parts in which the sequences travel a pipeline."""
+    width: int = 2
+    """Bytes of an activation."""
+    narrow: bool = False
+    """Matrix products are in 8 bits, which matters to frameworks that keep their operands so."""
+    profile: MemoryProfile = PHALANX
+
+    @property
+    def cp(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the sequences on this context rank."""
+        return -(-self.sequences * self.model.seq_len // self.cp)
+
+    @property
+    def token_share(self) -> int:
+        """Tensor ranks that divide the tokens between the matrices."""
+        return self.tp if self.sp else 1
+
+    @property
+    def hidden(self) -> int:
+        """Elements of the residual stream of these tokens, all tensor ranks' shares together."""
+        return self.tokens * self.model.d_model
+
+    @property
+    def read(self) -> int:
+        """Bytes in which an operand of a matrix product is saved."""
+        return 1 if self.narrow and self.profile.keeps_narrow else self.width
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the backward pass computes the whole block again."""
+        return self.recompute == "full"
+
+    @property
+    def repeats_attention(self) -> bool:
+        """Whether the backward pass computes the attention core again."""
+        return self.repeats or (self.recompute == "selective" and self.profile.selective == "core")
+
+    @property
+    def regathers(self) -> bool:
+        """Whether gathered inputs are dropped after the forward pass and gathered again in the backward pass."""
+        return self.sp_regather or self.profile.regathers
+
+    def bytes_of(self, message: Message) -> float:
+        """Returns the bytes of a message's tensor."""
+        widths = {"activation": self.width, "wide": max(self.width, WIDE), "index": INDEX}
+        return message.elements * widths[message.number]
+
+    def ranks_of(self, message: Message) -> int:
+        """Returns how many ranks a message's collective joins; a send joins two where there is a ring."""
+        return {"tp": self.tp, "ring": self.ring, "ulysses": self.ulysses, "cp": self.cp, "ep": self.ep}[message.axis]
+
+
+def place_of(
+    model: ModelConfig,
+    layout: Layout,
+    sequences: int = 1,
+    *,
+    width: int = 2,
+    narrow: bool = False,
+    slices: int = 1,
+    profile: MemoryProfile = PHALANX,
+) -> Place:
+    """Returns the place of a rank under a layout. Blocks recompute what `layout.recompute` says."""
+    return Place(
+        model,
+        layout.tp,
+        layout.sp,
+        layout.sp_regather,
+        layout.ring,
+        layout.cp_ulysses,
+        layout.ep,
+        layout.recompute,
+        layout.loss_chunk,
+        sequences,
+        slices,
+        width,
+        narrow,
+        profile,
+    )

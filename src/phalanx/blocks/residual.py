@@ -1,0 +1,76 @@
+"""What stands between the matrices: norms, residual sums, and the messages on and off the residual stream.
+
+Tensor parallelism: an all-reduce of the residual stream after each half of a block forward, and before it backward
+(Shoeybi et al. 2019, section 3); with sequence parallelism each is an all-gather and a reduce-scatter (Korthikanti et
+al. 2022, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.blocks.operator import PLAIN, MemoryBound, Message, Operator, SavedTensor, Weight
+from phalanx.blocks.place import Place
+from phalanx.config.model import ModelConfig
+
+
+def norm(place: Place, name: str) -> Operator:
+    """Returns a norm before a half of a block. It reads and writes the stream; backward it reads the gradient and the
+    input and writes a gradient."""
+    numbers = place.hidden / place.token_share
+    kernels = 1 if place.model.norm == "layernorm" else 4
+    return Operator(
+        name,
+        norm_weights(place.model, name, place.model.d_model),
+        memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, kernels),),
+        saved=(SavedTensor(name, place.model.d_model * place.width, "tokens"),),
+    )
+
+
+def residual(place: Place, name: str) -> Operator:
+    """Returns the sum at the end of a half of a block: it reads two tensors and writes one. Dropout reads and writes a
+    mask of one byte per number."""
+    numbers = place.hidden / place.token_share
+    drops = 0.5 if place.model.dropout else 0
+    return Operator(
+        f"{name} residual",
+        memory_bound=(MemoryBound(f"{name} residual", (3 + drops) * numbers, (2 + drops) * numbers, 2),),
+        saved=(SavedTensor(f"{name} dropout", place.model.d_model if place.model.dropout else 0, "tokens"),),
+    )
+
+
+def enter(place: Place, *, regather: bool = False, again: bool = False) -> Iterator[Message]:
+    """Yields the messages off the residual stream: what the matrices read is whole on every tensor rank.
+
+    `regather`: the gathered input is not saved, and gathered again beside the gradients of weights. `again`: a repeated
+    forward pass gathers, too."""
+    if place.sp:
+        yield Message("tp", "all_gather", place.hidden, forward=1, again=again)
+    yield Message("tp", "reduce_scatter" if place.sp else "all_reduce", place.hidden, backward=1)
+    if regather and place.sp and place.regathers and not place.repeats:
+        yield Message("tp", "all_gather", place.hidden, backward=1, beside="weight_gradients")
+
+
+def leave(place: Place, *, again: bool = False) -> Iterator[Message]:
+    """Yields the messages onto the residual stream: every tensor rank has found a part of a sum."""
+    yield Message("tp", "reduce_scatter" if place.sp else "all_reduce", place.hidden, forward=1, again=again)
+    if place.sp:
+        yield Message("tp", "all_gather", place.hidden, backward=1)
+
+
+def linear_weights(
+    name: str, outputs: int, inputs: int, bias: bool, weight: Weight = PLAIN, *, cuts_bias: bool = True
+) -> tuple[Weight, ...]:
+    """Returns a linear layer's weight and bias, divided as `weight` says. A bias has rows alone: `cuts_bias` is false
+    for a layer that is cut by columns, whose bias is added once, after the sum."""
+    whole = weight._replace(name=f"{name}.weight", shape=(outputs, inputs))
+    if not bias:
+        return (whole,)
+    shape = whole._replace(name=f"{name}.bias", shape=(outputs,))
+    return whole, shape if cuts_bias else shape._replace(cut="whole", tiled=False)
+
+
+def norm_weights(model: ModelConfig, name: str, width: int, weight: Weight = PLAIN) -> tuple[Weight, ...]:
+    """Returns a norm's weight and, for a LayerNorm with biases, its bias."""
+    scale = weight._replace(name=f"{name}.weight", shape=(width,))
+    return (scale, scale._replace(name=f"{name}.bias")) if model.bias and model.norm == "layernorm" else (scale,)
