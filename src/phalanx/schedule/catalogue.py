@@ -14,6 +14,7 @@ from phalanx.schedule.interleaved import interleaved_1f1b, looped_bfs
 from phalanx.schedule.pipedream import pipedream
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.simple import gpipe, naive, one_f_one_b
+from phalanx.schedule.size import Size, too_large
 from phalanx.schedule.terapipe import terapipe
 from phalanx.schedule.vshape import dualpipe_v, v_half, zb_v
 from phalanx.schedule.zero_bubble import zb_h1, zb_h2
@@ -200,13 +201,20 @@ SCHEDULES = {
 looped_bfs), those that train something else (pipedream), and those that need slices (terapipe)."""
 
 
-def problems(name: str, ranks: int, micro_batches: int, chunks: int = 0, slices: int = 0, steps: int = 0) -> list[str]:
-    """All that is wrong with a choice of schedule, in plain words. 0 chunks, slices or steps: the schedule's own."""
+def problems(
+    name: str, ranks: int, micro_batches: int, chunks: int = 0, slices: int = 0, steps: int = 0, *, sized: bool = True
+) -> list[str]:
+    """All that is wrong with a choice of schedule, in plain words, known before anything is built. 0 chunks, slices or
+    steps: the schedule's own. Not `sized`: whether it is too large is not asked."""
     try:
-        entry_of(name)
+        entry = entry_of(name)
     except JobError as unknown:
         return unknown.problems
-    return list(_problems(name, ranks, micro_batches, chunks, slices, steps))
+    found = list(_problems(name, ranks, micro_batches, chunks, slices, steps))
+    if sized and not found:
+        size = Size(ranks, micro_batches, chunks_of(name, chunks), slices or entry.slices, steps or entry.steps)
+        found += filter(None, [too_large(name, entry, size)])
+    return found
 
 
 def entry_of(name: str) -> ScheduleEntry:
