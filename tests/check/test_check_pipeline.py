@@ -1,5 +1,6 @@
 """What is refused of a pipeline, with the equation and the nearest legal choice."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,20 @@ def test_without_a_pipeline_its_settings_do_not_matter():
         "layout.pp_chunks: must not be negative, is -1",
         "layout.pp_slices: must not be negative, is -2",
     ]
+
+
+def test_what_is_too_large_is_refused_before_it_is_built():
+    began = time.perf_counter()
+    (found,) = problems(shallow(100_000), pp=100_000)
+    assert found.startswith("layout.schedule: 1f1b: 100,000 stages × 200,000 micro-batches to fill and drain")
+    assert "nearest legal: 1581 ranks" in found
+    many = replace(JOB, train=Train(global_batch=10**9))
+    (found,) = problems(many, pp=4, micro_batch=1)
+    assert "nearest legal: 1250000 micro-batches" in found
+    (found,) = problems(many, micro_batch=1)
+    assert found.endswith("a step has at most 5,000,000 micro-batches; nearest legal: global batch 5000000")
+    assert problems(replace(JOB, train=Train(global_batch=5_000_000)), micro_batch=1) == []
+    assert time.perf_counter() - began < 0.5
 
 
 def test_an_unknown_schedule():

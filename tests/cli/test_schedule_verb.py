@@ -121,6 +121,8 @@ def test_files_are_written_and_read_again(capsys, tmp_path):
         (["show", "1f1b", "--stages", "0"], "--stages: must be at least 1, is 0"),
         (["show", "1f1b", "--pp", "two"], "--pp: expected a whole number"),
         (["show", "1f1b", "--chunks", "2"], "1f1b: chunks 2"),
+        (["show", "1f1b", "--stages", "100000", "--microbatches", "100000"], "40,000,000,000 actions"),
+        (["show", "terapipe", "--slices", "1000000000"], "nearest legal: 156250 slices"),
         (["show", "1f1b", "--svg", "/no/where.svg"], "cannot write /no/where.svg: No such file or directory"),
         (["check"], "takes a file, found nothing"),
         (["check", "mine.csv", "--svg", "a"], "unknown option --svg"),

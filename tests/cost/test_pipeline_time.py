@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.config.layout import Layout
 from phalanx.cost.time.pipeline import idle, pipeline_seconds
+from phalanx.errors import JobError
 from phalanx.schedule import catalogue
 from phalanx.schedule.timing import time
 
@@ -16,6 +17,20 @@ from phalanx.schedule.timing import time
 def test_1f1b_and_gpipe_idle_for_all_ranks_but_one(pp: int, micro: int) -> None:
     for schedule in ("1f1b", "gpipe"):
         assert idle(Layout(pp=pp, schedule=schedule), micro, 0.25) == pytest.approx(pp - 1)
+
+
+@pytest.mark.parametrize("pp", [8, 16, 17, 40])
+def test_wide_pipelines_idle_by_their_closed_forms(pp: int) -> None:
+    """Beyond the ranks up to which programs are run, too."""
+    for schedule, idle_time in {"naive": (pp - 1) * 32, "interleaved_1f1b": (pp - 1) / 2, "1f1b": pp - 1}.items():
+        layout = Layout(pp=pp, schedule=schedule, pp_chunks=2 if schedule == "interleaved_1f1b" else 0)
+        micro = 4 * pp if schedule == "interleaved_1f1b" else 32
+        assert idle(layout, micro) == pytest.approx(idle_time)
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(JobError, match="did you mean 1f1b"):
+        idle(Layout(pp=2, schedule="1f1"), 4)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])

@@ -162,6 +162,12 @@ def test_stages_are_cut_as_the_programs_cut_them():
     assert layout(n_layers="32", schedule="ZB-2p").schedule == "zb_h2"
     assert layout(n_layers="32", schedule="ZB-1p").schedule == "zb_h1"
     assert layout(n_layers="32", schedule="1f1b (DeepSpeed)").schedule == "1f1b"
+    for spelling in ("modified interleaved 1F1B", "interleaved-1f1b", "1F1B-I", "VPP"):
+        assert layout(n_layers="32", schedule=spelling).schedule == "interleaved_1f1b"
+    # Every schedule that deals its stages round the ranks; the others cut themselves.
+    assert layout(n_layers="30", schedule="GPipe").pp_cut == "3+4+4+4+4+4+4+3"
+    assert layout(n_layers="32", schedule="GPipe", vpp="2").schedule == "looped_bfs"
+    assert layout(n_layers="32", schedule="ZB-V").pp_cut == ""
     # Three layers of a rank in two chunks: the later one has two, of which fewer micro-batches are in flight.
     assert layout(n_layers="22", vpp="3").pp_cut == "1+1+1+1+1+1+1+1+1+2+2+2+2+2+2+1"
     last = layout(n_layers="30", pp="4", dp="16", notes="chronicles").pp_cut

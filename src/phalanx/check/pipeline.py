@@ -14,6 +14,7 @@ from phalanx.partition.pipeline import is_file
 from phalanx.partition.stages import written_stages
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.pipedream import pipedream
+from phalanx.schedule.size import MOST_ACTIONS
 
 
 def pipeline_problems(job: Job) -> Iterator[Problem]:
@@ -21,6 +22,7 @@ def pipeline_problems(job: Job) -> Iterator[Problem]:
     nothing that is said about one matters."""
     layout = job.layout
     if layout.pp == 1:
+        yield from _accumulated(job)
         return
     if layout.sync == "asp":
         yield (
@@ -33,6 +35,17 @@ def pipeline_problems(job: Job) -> Iterator[Problem]:
         yield from _named(job)
 
 
+def _accumulated(job: Job) -> Iterator[Problem]:
+    """Without a pipeline a step is a program of forward and backward passes all the same."""
+    equation, most = _equation(job), MOST_ACTIONS // 2
+    if equation is not None and equation.accumulation > most:
+        yield (
+            "train.global_batch",
+            f"{equation.equation()}: a step has at most {most:,} micro-batches; nearest legal: global batch "
+            f"{most * equation.micro_batch * equation.data_ranks}",
+        )
+
+
 def _named(job: Job) -> Iterator[Problem]:
     """Of a schedule with a name."""
     layout, name = job.layout, job.layout.schedule
@@ -43,8 +56,10 @@ def _named(job: Job) -> Iterator[Problem]:
     equation, entry = _equation(job), catalogue.SCHEDULES[name]
     if equation is not None:  # else the batch equation has its own message
         told = f" (accumulation in {equation.equation()})"
-        micro_batches = equation.accumulation
-        for problem in catalogue.problems(name, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices):
+        choice = layout.pp, equation.accumulation, layout.pp_chunks, layout.pp_slices
+        # Where there are more stages than layers, the nearest legal number of ranks is that of the layers.
+        sized = catalogue.stages(name, layout.pp, layout.pp_chunks) <= job.model.n_layers
+        for problem in catalogue.problems(name, *choice, sized=sized):
             yield "layout.schedule", problem + (told if "micro-batch" in problem else "")
     least, most = entry.chunks
     if least <= catalogue.chunks_of(name, layout.pp_chunks) <= most:

@@ -35,7 +35,7 @@ from phalanx.model.cache import Cache
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.stages import Stage, Stages
 from phalanx.partition.cut import stages_of
-from phalanx.schedule import catalogue
+from phalanx.schedule.simple import gpipe
 from phalanx.train import checkpoint
 from phalanx.train import device as devices
 from phalanx.train.run_directory import job_of
@@ -123,4 +123,4 @@ def _stages(model: ModelConfig, vocab: int, pp: int, rank: int) -> Stages:
             f"1 ≤ pp {pp} ≤ n_layers {layers} does not hold: each rank of a pipeline has at least one layer; nearest "
             f"legal: pp {min(max(pp, 1), layers)}"
         )
-    return Stages(catalogue.build("gpipe", pp, 1), rank, model, vocab, stages_of(model, Layout(pp=pp), pp, vocab))
+    return Stages(gpipe(pp, 1), rank, model, vocab, stages_of(model, Layout(pp=pp), pp, vocab))

@@ -14,6 +14,7 @@ from functools import partial
 from math import ceil
 from typing import Any
 
+from phalanx.config.layout import Layout
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition.pipeline import is_file, schedule_of
@@ -46,7 +47,7 @@ def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> floa
     disturbance = disturbance or Disturbance()
     m, pp, name = spec.batch.accumulation, spec.layout.pp, spec.layout.schedule
     # A schedule of a file has its own number of micro-batches.
-    period = 0 if is_file(name) else pp * catalogue.SCHEDULES[name].directions
+    period = 0 if is_file(name) else catalogue.SCHEDULES[name].period(pp)
     settled = period * max(SETTLED, ceil(LEAST / pp))
     while 0 < 2 * settled < m:
         least, most = _extrapolated(spec, disturbance, period, settled + m % period)
@@ -83,7 +84,7 @@ def refusals(spec: StepSpec) -> Iterator[str]:
 def _schedule(spec: StepSpec, micro_batches: int) -> Schedule:
     layout = spec.layout
     if layout.pp == 1:
-        return catalogue.build("1f1b", 1, micro_batches)
+        return catalogue.build(Layout.schedule, 1, micro_batches)
     return schedule_of(layout, micro_batches)
 
 

@@ -22,18 +22,19 @@ def scheduled(cells: Cells, model: ModelConfig, program: str, layout: Layout) ->
     name = _name(cells, chunks)
     if not name:
         return layout
-    if name == "interleaved_1f1b" and chunks < 2:
+    entry = catalogue.SCHEDULES[name]
+    least, most = entry.chunks
+    if entry.interleaves and chunks < least:
         chunks = min(4 if "2407.21783" in cells.told else 2, model.n_layers // layout.pp)
         cells.assume(f"vpp blank: {chunks}")
-    least, most = catalogue.SCHEDULES[name].chunks
     chunks = min(max(chunks, least), most)
     totals = _totals(model.n_layers, layout.pp, program)
-    if name == "interleaved_1f1b":
+    if entry.interleaves:
         if chunks > min(totals):
             cells.assume(f"vpp {chunks} with stages without layers: {min(totals)}")
         chunks = min(chunks, *totals)
-        name = name if chunks > 1 else "1f1b"
-    if name not in ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"):
+        name = name if chunks > 1 else entry.interleaves
+    if entry.placement != "round robin":
         return replace(layout, schedule=name, pp_chunks=chunks if most > 1 else 0)
     cut = "+".join(map(str, _cut(totals, chunks)))
     return replace(layout, schedule=name, pp_chunks=chunks if chunks > 1 else 0, pp_cut=cut)
@@ -42,14 +43,13 @@ def scheduled(cells: Cells, model: ModelConfig, program: str, layout: Layout) ->
 def _name(cells: Cells, chunks: int) -> str:
     """The schedule's own name; empty with a problem told where it is unknown."""
     text = re.sub(r"\(.*\)", "", cells.text("schedule").lower()).strip()
-    if text in ("", "1f1b"):
-        return "interleaved_1f1b" if chunks > 1 else "1f1b"
-    if "interleaved" in text or text == "1f1b-i":
-        return "interleaved_1f1b"
+    text = text or Layout.schedule
     found = text if text in catalogue.SCHEDULES else catalogue.likely(re.sub("[^a-z0-9_]", "", text))
     if found is None:
         cells.problem(f"schedule: {text!r} is unknown; known: {', '.join(catalogue.SCHEDULES)}")
-    return found or ""
+        return ""
+    forms = (name for name, entry in catalogue.SCHEDULES.items() if entry.interleaves == found)
+    return next(forms, found) if chunks > 1 else found
 
 
 def _chunks(cells: Cells, model: ModelConfig, layout: Layout) -> int:

@@ -11,9 +11,6 @@ from phalanx.partition.pipeline import is_file, schedule_of
 from phalanx.schedule import catalogue
 from phalanx.schedule.schedule import Schedule
 
-GROWING = ("gpipe", "looped_bfs")
-"""Schedules that have every micro-batch in flight."""
-
 
 class Flight(NamedTuple):
     """What one rank of a pipeline holds."""
@@ -38,10 +35,10 @@ def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
     name = layout.schedule
     if is_file(name):
         return _flights(name, layout.pp, 0, 0, 0)
-    directions = catalogue.SCHEDULES[name].directions if name in catalogue.SCHEDULES else 1
+    entry = catalogue.entry_of(name)
     # From then on programs repeat themselves: there are not more in flight.
-    enough = 2 * layout.pp * directions
-    if name in GROWING:
+    enough = 2 * entry.period(layout.pp)
+    if entry.all_in_flight:
         found = _flights(name, layout.pp, min(micro_batches, enough), layout.pp_chunks, 0)
         return tuple(one._replace(most=((float(micro_batches),) * len(one.held),)) for one in found)
     if micro_batches > enough:

@@ -1,7 +1,8 @@
 """How long a pipeline takes: its slowest rank's work, and what filling and draining leave idle.
 
-The idle time is that of the schedule's own program (phalanx.schedule.timing), run with few micro-batches: beyond a few
-for each rank it stays as it is, or grows evenly with their number.
+The idle time is the schedule's closed form (phalanx.schedule.entry), or else that of its own program
+(phalanx.schedule.timing), run with few micro-batches: beyond a few for each rank it stays as it is, or grows evenly
+with their number.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from phalanx.partition.pipeline import is_file, schedule_of
 from phalanx.schedule import catalogue
 from phalanx.schedule.timing import time
 
-CLOSED = ("1f1b", "gpipe")
-"""Schedules whose idle time is p - 1 micro-batches, however long their passes are."""
 WIDEST = 16
 """Ranks of a pipeline up to which its program is run; beyond, idle time grows with p - 1."""
 GRID = 32
@@ -51,8 +50,10 @@ def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: flo
         return 0.0
     if is_file(layout.schedule):
         return _run(layout.schedule, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices, forward, weights)
-    if layout.schedule in CLOSED:
-        return float(layout.pp - 1)
+    entry = catalogue.entry_of(layout.schedule)
+    if entry.idle_is_exact(layout.pp, micro_batches):
+        chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
+        return float(entry.idle(layout.pp, micro_batches, chunks, forward))
     if layout.pp > WIDEST:
         # In a pipeline of the same kind with fewer ranks and as many micro-batches for each of them.
         narrow = replace(layout, pp=WIDEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.plan.plan import Candidate
 from phalanx.plan.search.branch import Search
@@ -13,7 +14,7 @@ from phalanx.units import gib
 
 MOST = 4096
 """Devices that are tried at most."""
-LEAST_MEMORY = {"recompute": "full", "micro_batch": 1, "schedule": "1f1b"}
+LEAST_MEMORY = {"recompute": "full", "micro_batch": 1, "schedule": Layout.schedule}
 """What is taken where the question leaves it open, because little memory is what matters."""
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.plan.search.space import STATES, MeshDegrees, Scheduled, Space, StateSharding, divisors
+from phalanx.schedule.catalogue import SCHEDULES
 
 INNER = ("tp", "cp", "pp", "ep")
 AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
@@ -90,7 +91,7 @@ def _tensor(devices: int, tp: int, where: str) -> Iterator[Family]:
     yield Family(
         f"Megatron's: tensor parallel inside a {where} (tp {tp}), pipeline between, data parallel, 1F1B",
         lambda c: (c.tp == tp) & (c.pp > 1) & (c.cp == 1) & ((c.dp_replicate == 1) | (c.dp_shard == 1)),
-        lambda scheduled, state, _: scheduled.schedule == "1f1b" and state in (STATES[0], STATES[-1]),
+        lambda scheduled, state, _: scheduled.schedule == Layout.schedule and state in (STATES[0], STATES[-1]),
         Layout(tp=tp, pp=2, dp_shard=devices // tp // 2, zero=1),
     )
 
@@ -102,12 +103,12 @@ def _without(best: Layout) -> Iterator[Family]:
             # What else is used stays open; what is not, too: the other axes may take over.
             yield Family(f"{WITHOUT}{name} parallelism", _one(axis), _common(best), Layout(dp_shard=best.world))
     same = replace(best, micro_batch=0, accumulation=0, pp_cut="")
-    if best.pp > 1 and best.schedule != "1f1b":
+    if best.pp > 1 and best.schedule != Layout.schedule:
         yield Family(
-            f"1F1B instead of {best.schedule}",
+            f"{Layout.schedule.upper()} instead of {best.schedule}",
             lambda c: _same(c, best, MeshDegrees._fields),
-            lambda scheduled, *_: scheduled.schedule == "1f1b",
-            replace(same, schedule="1f1b", pp_chunks=0),
+            lambda scheduled, *_: scheduled.schedule == Layout.schedule,
+            replace(same, schedule=Layout.schedule, pp_chunks=0),
         )
     if best.recompute != "full":
         yield Family(
@@ -143,7 +144,11 @@ def _zero(stage: int) -> Callable[[Scheduled, StateSharding, str], bool]:
 
 def _common(best: Layout | None) -> Callable[[Scheduled, StateSharding, str], bool]:
     """The schedules that people take, and the best layout's."""
-    common = {Scheduled("1f1b", 0), Scheduled("interleaved_1f1b", 2)}
+    common = {
+        Scheduled(name, entry.chunks[0] if entry.takes_chunks else 0)
+        for name, entry in SCHEDULES.items()
+        if entry.usual
+    }
     common |= {Scheduled(best.schedule, best.pp_chunks)} if best else set()
     return lambda scheduled, *_: scheduled in common
 

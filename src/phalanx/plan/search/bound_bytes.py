@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.memory.rank_parts import by_stage
-from phalanx.plan.search.space import STATES
+from phalanx.plan.search.space import STATES, Scheduled
 from phalanx.plan.search.tables import Floats, Pipelines
+from phalanx.schedule.catalogue import SCHEDULES, chunks_of
 
-IN_FLIGHT: dict[str, Callable[[int, int, int, int], int]] = {
-    "1f1b": lambda p, m, _, r: min(m, p - r),
-    "interleaved_1f1b": lambda p, m, v, r: (v - 1) * min(m, p) + min(m, 2 * (p - 1 - r) + 1),
-    "zb_h1": lambda p, m, _, r: min(m, p - r),
-    "zb_h2": lambda p, m, _, r: min(m, 2 * (p - r) - 1),
-    "zb_v": lambda p, m, *_: min(m + 1, 2 * p),
-    "v_half": lambda p, m, *_: min(m + 1, 2 * (p // 2 + 1)),
-    "dualpipe_v": lambda p, m, *_: min(m + 1, 2 * p + 1),
-    "dualpipe": lambda p, m, *_: min(m // 2 + 1, p),
-}
-"""Activations of a stage that a rank has at least, at its fullest (the docstrings of phalanx.schedule): from ranks,
-micro-batches, stages a rank, and the rank. Of other schedules it is taken to be one."""
+
+def least_in_flight(scheduled: Scheduled, pp: int, m: int, rank: int) -> int:
+    """Activations of a stage that a rank holds at least at its fullest moment; one for a schedule in a file."""
+    if pp == 1 or scheduled.schedule not in SCHEDULES:
+        return 1
+    return SCHEDULES[scheduled.schedule].in_flight(pp, m, chunks_of(*scheduled), rank)
 
 
 class StepBytes:
@@ -34,18 +28,18 @@ class StepBytes:
         self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
         self.memory_profile = group.tables.request.framework.memory_profile
         self.widths = group.tables.widths
-        self.counted = IN_FLIGHT.get(group.scheduled.schedule) if group.pp > 1 else None
+        self.entry = SCHEDULES.get(group.scheduled.schedule) if group.pp > 1 else None
         self.states: dict[int, tuple[Floats, Floats, Floats]] = {}
         self.activations = self._activations()
         """Bytes, at the fullest moment at least."""
 
     def _activations(self) -> Floats:
-        group, tables, chunks = self.group, self.tables, self.group.scheduled.pp_chunks or 1
+        group, tables = self.group, self.tables
         several, which = np.unique(self.m, return_inverse=True)
         kinds = {kind: tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
         found = []
         for share, rank in zip(group.shares, group.first, strict=True):
-            most = [self.counted(self.pp, int(n), chunks, rank) if self.counted else 1 for n in several]
+            most = [least_in_flight(group.scheduled, self.pp, n, rank) for n in several.tolist()]
             # What one block needs is there whichever comes first: the least of the kinds.
             here = [kinds[kind] for kind, _ in share.blocks]
             kept = np.array(most)[which] * share.least * np.minimum.reduce([kind[:, 0] for kind in here])
@@ -80,7 +74,8 @@ class StepBytes:
     @cached_property
     def _stays(self) -> NDArray[np.bool_]:
         """Whether gradients of earlier micro-batches are there while the most are in flight."""
-        several = self.m > 1 if self.pp == 1 else (self.m > 2 * self.pp + 1) & (self.counted is not None)
+        returns = self.entry is not None and not self.entry.all_in_flight
+        several = self.m > 1 if self.pp == 1 else (self.m > 2 * self.pp + 1) & returns
         return self.memory_profile.gradients_stay | several
 
     @cached_property

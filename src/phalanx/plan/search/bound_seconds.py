@@ -14,15 +14,12 @@ from numpy.typing import NDArray
 from phalanx.blocks.kinds import BlockKind
 from phalanx.config.layout import Layout
 from phalanx.cost.time.kernel import stream_seconds
-from phalanx.cost.time.pipeline import CLOSED, GRID, WIDEST, idle
+from phalanx.cost.time.pipeline import GRID, idle
 from phalanx.cost.time.rank_time import BLEND, HANDLING
 from phalanx.cost.time.state_time import CLIP_BYTES, OPTIMIZER_BYTES
 from phalanx.plan.search.space import RECOMPUTE, STATES
 from phalanx.plan.search.tables import Floats, Pipelines, RankContents
 from phalanx.schedule import catalogue
-
-WAY_IN = {"zb_h1": 1.0, "zb_h2": 1.0, "zb_v": 0.5, "v_half": 0.5, "dualpipe_v": 0.5}
-"""What of its forward passes a rank does before a micro-batch is with the next one for the first time."""
 
 
 class StepSeconds:
@@ -170,20 +167,17 @@ class StepSeconds:
 
     def _idle(self, forward: Floats, weights: Floats, exactly: NDArray[Any] | None) -> Floats:
         """Idle time at least, in micro-batches of a rank, from the shares of forward passes and of weights' gradients
-        in these. Some have a closed form: p - 1, or, with v stages a rank, a v-th of that; of others the last rank
-        waits until the first micro-batch has come through the ranks before it."""
+        in these: the schedule's formula, and where that is only a lower bound its program for the pairs `exactly`."""
         schedule, chunks = self.group.scheduled
-        if schedule in CLOSED:
-            return np.full(len(self.m), float(self.pp - 1))
-        if schedule == "interleaved_1f1b":
-            found = np.full(len(self.m), (self.pp - 1) / max(1, chunks))
-        else:
-            found = (self.pp - 1) * WAY_IN.get(schedule, 0.0) * np.maximum(0.0, forward - 0.5 / GRID)
-        if exactly is None:
+        found, known = np.zeros(len(self.m)), np.zeros(len(self.m), bool)
+        if entry := catalogue.SCHEDULES.get(schedule):
+            least = np.maximum(0.0, forward - 0.5 / GRID)
+            found[:] = entry.idle(self.pp, self.m, catalogue.chunks_of(schedule, chunks), least)
+            known[:] = entry.idle_is_exact(self.pp, self.m)
+        if exactly is None or known.all():
             return found
         pairs = np.unique(exactly)
-        if schedule == "interleaved_1f1b" and self.pp <= WIDEST:
-            pairs = pairs[self.m[pairs] % self.pp > 0]
+        pairs = pairs[~known[pairs]]
         layout = replace(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
         # The cost model rounds the shares; near the middle between two numbers it may take either.
         (low, high), (less, most) = (

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from phalanx.cost.memory.rank_parts import by_stage
 from phalanx.cost.time.link import RankGroup
-from phalanx.plan.search.bound_bytes import IN_FLIGHT, StepBytes
+from phalanx.plan.search.bound_bytes import StepBytes, least_in_flight
 from phalanx.plan.search.bound_seconds import StepSeconds, power_mean
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import RECOMPUTE, STATES, Rows, Space
@@ -152,10 +152,9 @@ class Bounds:
         return found
 
     def _in_flight(self, pp: int, m: int, scheduled: int) -> float:
-        schedule, chunks = self.space.schedules[scheduled]
         least = min(share.least for share in self.tables.cut(pp, scheduled).shares)
-        count = IN_FLIGHT.get(schedule) if pp > 1 else None
-        return least * sum(count(pp, m, chunks or 1, rank) if count else 1 for rank in range(pp)) / pp
+        flying = sum(least_in_flight(self.space.schedules[scheduled], pp, m, rank) for rank in range(pp))
+        return least * flying / pp
 
     def _hop(self) -> Floats:
         """By pair, seconds of a message from a stage to the next."""

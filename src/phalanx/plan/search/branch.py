@@ -27,6 +27,7 @@ from phalanx.plan.plan import Candidate
 from phalanx.plan.search.bounds import Bounds
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import Rows, Space, joined, space_of
+from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.simulate.step import step_seconds
 
 Mask = NDArray[np.bool_]
@@ -46,8 +47,6 @@ VISITS, MESHES = 400_000, 10
 simulated in any case."""
 FIRST, SEEDS = 512, 24
 """Pairs of each length of pipeline that are looked at first, and how many layouts of these that fit."""
-SEEDED = ("1f1b", "zb_v", "v_half")
-"""Schedules of these: of the others one is seldom better by much."""
 BLOCK = 2048
 """Pairs whose layouts are looked at at a time."""
 ROWS = 1_000_000
@@ -207,9 +206,10 @@ class Search:
         return np.concatenate([order[pp == ranks][:FIRST] for ranks in np.unique(pp)] or [order])
 
     def _seeds(self, pairs: NDArray[np.intp]) -> Rows:
-        """The rows of some pairs under a few schedules, where they are among the space's."""
+        """The rows of some pairs under the schedules that seed a search, where they are among the space's."""
         rows = self.space.rows(pairs)
-        few = [number for number, one in enumerate(self.space.schedules) if one.schedule in SEEDED]
+        seeding = {name for name, entry in SCHEDULES.items() if entry.seeds}
+        few = [number for number, one in enumerate(self.space.schedules) if one.schedule in seeding]
         return rows.select(np.isin(rows.scheduled, few)) if few else rows
 
     def _possible(self, pairs: NDArray[np.intp], found: Found, keep: Keep | None, told: Progress) -> Iterator[Rows]:
@@ -348,7 +348,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         degree > 1 for degree in (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp, layout.ep)
     )
     settings = (
-        (layout.pp > 1) * (layout.schedule != "1f1b")
+        (layout.pp > 1) * (layout.schedule != Layout.schedule)
         + (layout.recompute != "none")
         + bool(layout.pp_cut)
         + bool(layout.recompute_cut)

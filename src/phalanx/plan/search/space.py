@@ -1,9 +1,8 @@
 """Every legal layout of a model on a machine, as columns of numbers: one row a layout.
 
 A layout is a mesh (the degrees of all axes), a micro-batch, a schedule, what the shards of the state are, and what is
-recomputed. What never pays in the cost model is not there: schedules with the bubble of another and more activations
-(naive, gpipe, looped_bfs), those that train something else (pipedream) or need slices (terapipe);
-`PlanRequest.fixed` can ask for them.
+recomputed. What never pays in the cost model is not there, such as schedules that the catalogue does not mark as
+`searched`; `PlanRequest.fixed` can ask for them.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from phalanx.partition.recompute import MODES
 from phalanx.plan.search.request import PlanRequest
 from phalanx.schedule import catalogue
 
-SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v", "dualpipe")
-MOST_CHUNKS = 8
 LEAST_TOKENS = 1024
 """Of a sequence on a context-parallel rank; of short sequences a quarter."""
 MOST_TOKENS = 65_536
@@ -245,15 +242,16 @@ def _options(request: PlanRequest, pp: int, m: int, shared: bool, known: dict[Sc
 def _schedules(request: PlanRequest, pp: int, m: int) -> Iterator[Scheduled]:
     fixed, layers = request.fixed, request.model.n_layers
     if pp == 1:
-        yield Scheduled(fixed.get("schedule", "1f1b"), fixed.get("pp_chunks", 0))
+        yield Scheduled(fixed.get("schedule", Layout.schedule), fixed.get("pp_chunks", 0))
         return
-    for name in [fixed["schedule"]] if "schedule" in fixed else SCHEDULES:
+    searched = [name for name, entry in catalogue.SCHEDULES.items() if entry.searched]
+    for name in [fixed["schedule"]] if "schedule" in fixed else searched:
         if name not in catalogue.SCHEDULES:  # a file
             yield Scheduled(name, 0)
             continue
-        least, most = catalogue.SCHEDULES[name].chunks
-        for chunks in range(least, min(most, MOST_CHUNKS) + 1):
-            written = chunks if least < most else 0
+        entry = catalogue.SCHEDULES[name]
+        for chunks in entry.searched_chunks:
+            written = chunks if entry.takes_chunks else 0
             if not _allowed(fixed, "pp_chunks", written, unset=0):
                 continue
             if catalogue.stages(name, pp, written) <= layers and not catalogue.problems(name, pp, m, written):
