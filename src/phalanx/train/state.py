@@ -34,6 +34,11 @@ class TrainState:
     val_loss: float | None = None
     """The last validation loss."""
 
+    def advance(self, step: int, global_batch: int) -> None:
+        """Note that `step` steps are done, each over `global_batch` sequences since the last call."""
+        self.samples += (step - self.step) * global_batch
+        self.step = step
+
     def save(self, root: Path) -> Path:
         """Write a checkpoint, together with all other ranks. Raises RunError."""
         stepper = self.stepper

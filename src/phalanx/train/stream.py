@@ -21,8 +21,8 @@ from phalanx.train.step import Step, Stepper
 
 
 @dataclass(frozen=True)
-class _Unknown:
-    """A step whose gradients are there, but not what the other ranks' are."""
+class _UnknownStep:
+    """A step whose gradients this rank has, but whose norm over all ranks it does not know yet."""
 
     step: int
     batch: int
@@ -32,12 +32,12 @@ class _Unknown:
     lr: float
 
 
-class Stream:
-    """Steps of a Stepper whose pipeline goes on from one to the next."""
+class UnflushedSteps:
+    """Takes the steps of a Stepper whose pipeline goes on from one step to the next."""
 
     def __init__(self, stepper: Stepper, pipeline: PipeDream):
         self.stepper, self.pipeline = stepper, pipeline
-        self.unknown: _Unknown | None = None
+        self.unknown: _UnknownStep | None = None
         self.known: list[tuple[int, Step]] = []
         self.problem = ""
         self.stopping = False
@@ -79,7 +79,7 @@ class Stream:
             own.gradient = None if fragment.gradient is None else fragment.gradient.clone()
         stepper.replica.clear()
         _, status, everywhere = stepper.status(loss, stop)
-        self.unknown = _Unknown(step, batch, status, everywhere, global_tokens, lr)
+        self.unknown = _UnknownStep(step, batch, status, everywhere, global_tokens, lr)
         if more is None:
             self._settle()
             self._raise()
