@@ -10,7 +10,14 @@ from phalanx.config.model import ModelConfig
 from phalanx.model.init import initialise
 from phalanx.model.layers import Linear
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.linear import DeferredWeightGrads, Product, collect, linear, onednn_is_faster, use_onednn
+from phalanx.parallel.linear import (
+    DeferredWeightGrads,
+    Product,
+    defer_weight_grads,
+    linear,
+    onednn_is_faster,
+    use_onednn,
+)
 
 size = st.integers(1, 33)
 
@@ -72,7 +79,7 @@ def test_collected_weight_gradients_are_autograd_s(put_off, tied, onednn):
         if collected:
             names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
             later.arrived = lambda weight, names=names: arrived.append(names[weight])
-            collect(model.modules(), later)
+            defer_weight_grads(model.modules(), later)
         for micro in range(2):
             tokens = (torch.arange(32) * (3 + micro) % 40).reshape(2, 16)
             if put_off and collected:
@@ -97,7 +104,7 @@ def test_collected_weight_gradients_are_autograd_s(put_off, tied, onednn):
 def test_what_is_put_off_needs_what_was_read_and_the_gradient_of_what_was_written():
     x = torch.randn(3, 4, requires_grad=True)
     layer, later = Linear(4, 5, bias=True), DeferredWeightGrads()
-    collect([layer], later)
+    defer_weight_grads([layer], later)
     later.products = put = []
     layer(x).sum().backward()
     assert (layer.weight.grad, x.grad is None, layer.bias.grad is None) == (None, False, False)

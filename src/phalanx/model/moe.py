@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -111,9 +112,21 @@ class Router(Linear):
         return self.multiply(input, self.weight)
 
 
+Dispatch = Callable[["MixtureOfExperts", Tensor, Sizes, Tensor], tuple[Tensor, Tensor | None]]
+"""The outputs of a layer's routed and shared experts: (layer, rows, sizes, tokens), as `MixtureOfExperts.compute`."""
+
+
+def compute_here(moe: MixtureOfExperts, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Apply the experts of `moe`, all of which this rank holds."""
+    return moe.experts(rows, sizes), None if moe.shared is None else moe.shared(tokens)
+
+
 class MixtureOfExperts(nn.Module):
     """The mixture-of-experts layer of block `layer`: router, routed experts and, where there are any, the shared
-    experts, as one MLP of their common width (DeepSeek-V3, section 2.1.2)."""
+    experts, as one MLP of their common width (DeepSeek-V3, section 2.1.2). A layout may exchange `dispatch`, which
+    brings rows to their experts."""
+
+    dispatch: Dispatch = staticmethod(compute_here)
 
     def __init__(self, model: ModelConfig, layer: int, routing: Routing):
         super().__init__()
@@ -141,7 +154,7 @@ class MixtureOfExperts(nn.Module):
     def compute(self, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the experts make of `rows` (rows, d_model), sorted by expert, and the shared experts of all `tokens`
         (batch × seq, d_model). Together, so that a layout that sends rows elsewhere can do so meanwhile."""
-        return self.experts(rows, sizes), None if self.shared is None else self.shared(tokens)
+        return self.dispatch(self, rows, sizes, tokens)
 
     def route(self, x: Tensor) -> Routes:
         """The experts of each token of `x` (batch, seq, d_model), and their gates."""

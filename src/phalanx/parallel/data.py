@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -20,20 +20,71 @@ from phalanx.comm.axis import Axis
 from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
+from phalanx.parallel.stages import Stages
 from phalanx.partition.tensor_slices import TensorSlice
 
-Pieces = Mapping[str, tuple[TensorSlice, ...]]
+TensorSlices = Mapping[str, tuple[TensorSlice, ...]]
 """By parameter name, what each tensor rank holds."""
 
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """Parameters that several tensor ranks hold alike, but of whose gradient each computes only its own tokens' or
-    heads' part: the parts are summed over `axis` once a step."""
+    """Parameters that several ranks hold alike, but of whose gradient each computes only its own tokens' or heads'
+    part: the parts are summed over `axis` once per step."""
 
     axis: Axis
     names: frozenset[str]
     """Of the plain model's parameters."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The model with its loss as this rank holds it: what data parallelism spreads over the data ranks."""
+
+    objective: Objective
+    tensor_slices: TensorSlices
+    """Of every parameter of the objective's model."""
+    tp: Axis
+    partials: Sequence[PartialGradients] = ()
+    plain_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in the plain model, where a parameter has another one here: those of tiles."""
+    stages: Stages | None = None
+    """Where there is a pipeline, this rank's part of it."""
+
+    def plain_name(self, name: str) -> str:
+        """The name in the plain model of the parameter that is called `name` here."""
+        return self.plain_names.get(name, name)
+
+    def users(self, name: str) -> list[int]:
+        """The stages on this rank that compute with a parameter: [0] without a pipeline."""
+        return [0] if self.stages is None else self.stages.users(self.plain_name(name))
+
+    def holders(self, name: str) -> list[int]:
+        """The ranks of the pipeline that hold a parameter, that which counts it first: [0] without a pipeline."""
+        return [0] if self.stages is None else self.stages.holders(self.plain_name(name))
+
+    def shard(self, name: str, start: int, value: Tensor) -> ParameterShard:
+        """This rank's share `value` of a parameter, from element `start` of the tensor slice on."""
+        copy = self.stages is not None and self.holders(name)[0] != self.stages.rank
+        slices, plain = self.tensor_slices[name], self.plain_name(name)
+        return ParameterShard(name, slices, self.tp.rank, start, value, copy=copy, whole_name=plain)
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """How the data ranks sum their gradients."""
+
+    shard: Axis
+    """The ranks that share the state."""
+    replicate: Axis
+    """The ranks that hold the same state."""
+    dtype: torch.dtype | None = None
+    """The type in which gradients are added up and sent; None for the parameters'."""
+    every_micro_batch: bool = False
+    """Reduce sharded gradients after every micro-batch instead of once per step: less memory, more traffic."""
+    experts: tuple[Axis, Axis] | None = None
+    """With expert parallelism, ep, whose ranks hold different experts, and edp, which takes the place of `shard` for
+    the experts' state."""
 
 
 class Runner(Protocol):
@@ -53,9 +104,9 @@ class Replica:
 
     runner: Runner | None = None
 
-    def __init__(self, objective: Objective, pieces: Pieces, tp: Axis, partials: Sequence[PartialGradients] = ()):
-        self.objective, self.tp, self.partials = objective, tp, partials
-        self.fragments = self._fragments(pieces)
+    def __init__(self, model: LocalModel):
+        self.model, self.objective = model, model.objective
+        self.fragments = self._fragments()
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
         """`factor` × the gradient of the summed loss of a step's micro-batches. Returns that loss, in fp64, detached.
@@ -114,13 +165,11 @@ class Replica:
             fragment.gradient = None
         self.objective.zero_grad(set_to_none=True)
 
-    def _fragments(self, pieces: Pieces) -> list[ParameterShard]:
-        return [
-            ParameterShard(name, pieces[name], self.tp.rank, 0, parameter) for name, parameter in self._parameters()
-        ]
+    def _fragments(self) -> list[ParameterShard]:
+        return [self.model.shard(name, 0, parameter) for name, parameter in self._parameters()]
 
     def _sum_partials(self) -> None:
-        for partial in self.partials:
+        for partial in self.model.partials:
             gradients = [f.gradient for f in self.fragments if f.whole_name in partial.names and f.gradient is not None]
             if not gradients or not (flat := torch.cat([g.flatten() for g in gradients])).numel():
                 continue
@@ -135,8 +184,8 @@ class Replica:
 class ThreadReplicas(Replica):
     """All replicas in one process, each a thread over its share of the micro-batch, on shared parameters."""
 
-    def __init__(self, objective: Objective, pieces: Pieces, tp: Axis, replicas: int):
-        super().__init__(objective, pieces, tp)
+    def __init__(self, model: LocalModel, replicas: int):
+        super().__init__(model)
         self.replicas = replicas
         share = max(1, torch.get_num_threads() // replicas)
         self.pool = ThreadPoolExecutor(replicas, "replica", initializer=torch.set_num_threads, initargs=(share,))

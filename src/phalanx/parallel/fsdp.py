@@ -9,7 +9,7 @@ gloo take the faster way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config.layout import Layout
 from phalanx.model.experts import Experts, GroupedLinear
-from phalanx.parallel.data import PartialGradients, Pieces, Replica
+from phalanx.parallel.data import GradientSum, LocalModel, Replica
 from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
@@ -40,34 +40,18 @@ class ShardedReplica(Replica):
 
     `objective`'s parameters may lie on the meta device: each rank then gets memory for its shares alone."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        pieces: Pieces,
-        tp: Axis,
-        partials: Sequence[PartialGradients],
-        *,
-        mesh: Mesh,
-        replicate: Axis,
-        layout: Layout,
-        device: torch.device,
-        gradient_dtype: torch.dtype | None = None,
-        stages: Mapping[int, Sequence[str]] | None = None,
-    ):
-        """`replicate` is the axis beside dp_shard over which gradients are summed: of one rank, where they are not.
-        `stages` are the blocks of each stage that this rank of a pipeline holds."""
-        self.every_micro_batch = layout.accumulate == "sharded"
-        self.groups = _shard(objective, mesh, replicate.size > 1, layout, gradient_dtype)
+    def __init__(self, model: LocalModel, sums: GradientSum, mesh: Mesh, layout: Layout, device: torch.device):
+        """`layout` says how far ahead to gather parameters, and whether to give them up between the passes."""
+        objective, shard, replicate = model.objective, sums.shard, sums.replicate
+        self.shard, self.experts, self.every_micro_batch = shard, sums.experts, sums.every_micro_batch
+        self.groups = _shard(objective, mesh, replicate.size > 1, layout, sums.dtype)
         self.root = self.groups[-1]
         objective.to_empty(device=device)
-        self.shard = shard = mesh.axis("shard")
-        self.experts: tuple[Axis, Axis] | None = None
         # A processor has no streams for FSDP2 to overlap by: there collectives go on by themselves.
-        defers = shard.gloo and replicate.size == 1 and not self.every_micro_batch and gradient_dtype is None
+        defers = shard.gloo and replicate.size == 1 and not sums.every_micro_batch and sums.dtype is None
         dense = of_experts = _ReduceScatter(shard, defers)
-        if layout.ep > 1:
-            self.experts = mesh.axis("ep"), mesh.axis("edp")
-            of_experts = _ReduceScatter(mesh.axis("edp"), defers)
+        if sums.experts is not None:
+            of_experts = _ReduceScatter(sums.experts[1], defers)
         self.scatters = {dense, of_experts}
         for group in self.groups:
             scatter = of_experts if isinstance(group, Experts) else dense
@@ -82,14 +66,14 @@ class ShardedReplica(Replica):
             group.set_force_sum_reduction_for_comms(True)
         self.stages: dict[int, list[FSDPModule]] = {}
         blocks = objective.model.blocks
-        for stage, names in (stages or {}).items():
-            found = self.stages[stage] = []
-            for name in reversed(names):
+        for number, stage in (model.stages.held if model.stages else {}).items():
+            found = self.stages[number] = []
+            for name in reversed(stage.layers):
                 modules: list[nn.Module] = [*blocks[name].modules()]
                 found += [module for module in reversed(modules) if isinstance(module, FSDPModule)]
         self.reshard = layout.reshard
         self._expect()
-        super().__init__(objective, pieces, tp, partials)
+        super().__init__(model)
 
     def begin_backward(self, stage: int, *, last: bool) -> None:
         if not self.stages:
@@ -138,7 +122,7 @@ class ShardedReplica(Replica):
         self.root.reshard()  # otherwise done in the backward pass, which does not come here
         return found
 
-    def _fragments(self, pieces: Pieces) -> list[ParameterShard]:
+    def _fragments(self) -> list[ParameterShard]:
         found = []
         for name, parameter in self._parameters():
             assert isinstance(parameter, DTensor), "fully_shard replaced every parameter"
@@ -149,7 +133,7 @@ class ShardedReplica(Replica):
             over = self.experts[1] if self.experts and is_expert(name) else self.shard
             above = -(-rows // over.size) * over.rank
             start = min(above, rows) * (parameter.numel() // rows) + before(name, parameter.numel(), self.experts)
-            found.append(ParameterShard(name, pieces[name], self.tp.rank, start, local.requires_grad_()))
+            found.append(self.model.shard(name, start, local.requires_grad_()))
         return found
 
 

@@ -8,6 +8,7 @@ reached through an operator that torch's own compiler uses; where a version of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _Linear.apply(x, weight, bias, _multiply)
 
 
-def collect(modules: Iterable[nn.Module], later: DeferredWeightGrads) -> None:
-    """Have linear layers, those of experts, and heads leave the gradients of their weights to `later`."""
+def defer_weight_grads(modules: Iterable[nn.Module], deferred: DeferredWeightGrads) -> None:
+    """Have linear layers, those of experts, and heads leave the gradients of their weights to `deferred`."""
     for module in modules:
         if isinstance(module, GroupedLinear):
-            module.take = later.take
+            module.take = deferred.take
         if isinstance(module, (Linear, Head)):
-            module.multiply = partial(_collected, module.multiply, later)
+            module.multiply = DeferringProduct(module.multiply, deferred)
 
 
 class DeferredWeightGrads:
@@ -90,11 +91,17 @@ class DeferredWeightGrads:
             self.arrived(weight)
 
 
-def _collected(
-    multiply: Multiply, later: DeferredWeightGrads, x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    # To autograd the weight is a constant: it would look for a gradient here.
-    return _Linear.apply(x, weight.detach(), bias, multiply, partial(later.take, weight))
+@dataclass(frozen=True)
+class DeferringProduct:
+    """A linear layer's product, by another one, whose weight's gradient goes to `deferred` instead of autograd."""
+
+    multiply: Multiply
+    deferred: DeferredWeightGrads
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs)."""
+        # To autograd the weight is a constant: it would look for a gradient here.
+        return _Linear.apply(x, weight.detach(), bias, self.multiply, partial(self.deferred.take, weight))
 
 
 class _Linear(torch.autograd.Function):
