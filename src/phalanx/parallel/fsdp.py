@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # exported by no public module
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config.layout import Layout
 from phalanx.model.experts import Experts, GroupedLinear
+from phalanx.parallel import fsdp_private
 from phalanx.parallel.data import GradientSum, LocalModel, Replica
 from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.mesh import Mesh
@@ -55,7 +55,7 @@ class ShardedReplica(Replica):
         self.scatters = {dense, of_experts}
         for group in self.groups:
             scatter = of_experts if isinstance(group, Experts) else dense
-            group._set_unshard_async_op(shard.gloo)
+            fsdp_private.start_gathers_early(group, enabled=shard.gloo)
             group.set_custom_all_gather(_AllGather(scatter.shard))
             group.set_custom_reduce_scatter(scatter)
             if replicate.size > 1:
@@ -86,11 +86,10 @@ class ShardedReplica(Replica):
     def end_backward(self, stage: int, *, last: bool) -> None:
         for module in self.stages.get(stage, ()):
             # Gradients of weights that were put off come when autograd, and FSDP2 with it, is through.
-            _widen(module)
+            fsdp_private.take_in_gradients(module)
             if last or self.every_micro_batch:
-                _complete(module)
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    group.post_backward()
+                fsdp_private.fill_missing_gradients(module)
+                fsdp_private.reduce_gradients(module)
                 module.set_requires_gradient_sync(False)
 
     def collect(self) -> None:
@@ -98,8 +97,8 @@ class ShardedReplica(Replica):
             # What lies around the blocks may be several stages': it is reduced when all are done.
             self.root.set_requires_gradient_sync(True)
             self.root.set_is_last_backward(True)
-            _widen(self.root)
-            self.root._get_fsdp_state()._root_post_backward_final_callback()
+            fsdp_private.take_in_gradients(self.root)
+            fsdp_private.finish_backward(self.root)
             for group in self.groups:
                 group.reshard()
             self._expect()
@@ -182,28 +181,6 @@ def _shard(
     return [*groups, *(group for of_block in blocks for group in of_block), root]
 
 
-def _widen(module: FSDPModule) -> None:
-    """Add what autograd did not bring to what FSDP2 adds up, in the type in which gradients are added up: it sends
-    those of a group together, and they have to be of one type."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
-
-
-def _complete(module: FSDPModule) -> None:
-    """Have all gradients of a group travel where one does. A backward pass in halves may have brought some with an
-    earlier one; but replicas add up the shares of micro-batches, which have to be alike."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        empty = [
-            p for p in group.fsdp_params if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None
-        ]
-        if len(empty) < len(group.fsdp_params):
-            for parameter in empty:
-                zeros = torch.zeros_like(parameter._unsharded_param, dtype=parameter.reduce_dtype)
-                parameter.unsharded_accumulated_grad = zeros
-
-
 def _give_up(module: nn.Module, *_: Any) -> None:
     assert isinstance(module, FSDPModule), "the hook of a tile"
     module.reshard()
@@ -216,7 +193,7 @@ class _Allocates:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _AllGather(_Allocates, AllGather):
+class _AllGather(_Allocates, fsdp_private.AllGather):
     def __init__(self, shard: Axis):
         self.shard = shard
 
@@ -242,7 +219,7 @@ class _Arriving(dist.Work):
         return True
 
 
-class _ReduceScatter(_Allocates, ReduceScatter):
+class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
     """`defers`: nothing reads a group's gradient before the backward pass ends (it is not added to another, not cast,
     not reduced again), so it may arrive while the next group is computed."""
 
