@@ -7,7 +7,7 @@ import torch
 from parallel.steps import micro_batches
 from phalanx.config.job import Job
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.fragments import wholes
+from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipedream import PipeDream, version
 from phalanx.train.step import Stepper
 from phalanx.train.stream import UnflushedSteps

@@ -68,7 +68,7 @@ def counted(ranks, job: Job) -> tuple[Traffic, float]:
     ranks' experts, or as theirs back."""
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
-    steps = job.layout.sync_every if job.layout.apart > 1 else 1
+    steps = job.layout.sync_every if job.layout.independent_replicas > 1 else 1
     rows, table_of = [], expert._sizes_of_all
 
     def sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:

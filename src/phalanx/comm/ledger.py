@@ -51,7 +51,7 @@ class Ledger:
         self.entries.clear()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def untracked(self) -> Iterator[None]:
         """What is sent meanwhile (a validation, a checkpoint) is no part of a step's traffic."""
         before, self.counts = self.counts, False
         try:
@@ -72,12 +72,12 @@ class Ledger:
 
     def lines(self, steps: int) -> list[str]:
         """For a person, a line for each axis: bytes and calls a step."""
-        found = []
+        lines = []
         for axis in dict.fromkeys(axis for axis, _ in sorted(self.entries)):
             parts = []
             for (of, collective), entry in sorted(self.entries.items()):
                 if of == axis:
                     sent, calls = gib(int(entry.sent / steps)), counted(entry.calls / steps, "call")
                     parts.append(f"{collective.replace('_', '-')} {sent} in {calls}")
-            found.append(f"{axis}: {', '.join(parts)}")
-        return found
+            lines.append(f"{axis}: {', '.join(parts)}")
+        return lines

@@ -43,7 +43,7 @@ class Transformer(nn.Module):
         if problems := [f"{path}: {message}" for path, message in model_problems(model)]:
             raise JobError(problems)
         vocab = vocabulary(model, vocab_size)
-        self.model = model
+        self.config = model
         self.embed = nn.Embedding(vocab, model.d_model)
         self.positions = PositionEmbedding(model.seq_len, model.d_model) if model.positions == "learned" else None
         self.routing = Routing()
@@ -110,21 +110,21 @@ class Transformer(nn.Module):
         """What the first block reads, (batch, seq, d_model)."""
         x = self.embed(tokens)
         if self.positions is not None:
-            if len(positions) > self.model.seq_len:
+            if len(positions) > self.config.seq_len:
                 raise JobError(
-                    f"{len(positions)} tokens, but the model has {self.model.seq_len} learned positions: "
+                    f"{len(positions)} tokens, but the model has {self.config.seq_len} learned positions: "
                     "shorten the input or train with a larger model.seq_len"
                 )
             x = x + self.positions(positions, tokens.shape)
-        return dropout(x, self.model.dropout, noise, "embed")
+        return dropout(x, self.config.dropout, noise, "embed")
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What the blocks need to rotate queries and keys of `positions` (seq,); None for learned positions."""
-        return rotary_table(self.model, positions, dtype) if self.model.positions == "rope" else None
+        return rotary_table(self.config, positions, dtype) if self.config.positions == "rope" else None
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., vocab) from what `normed` gave, (..., d_model)."""
-        return self.head(x, self.embed.weight if self.model.tied else None)
+        return self.head(x, self.embed.weight if self.config.tied else None)
 
 
 class PositionEmbedding(nn.Embedding):

@@ -17,11 +17,11 @@ from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import context, expert, tensor, vocabulary
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
-from phalanx.parallel.fragments import by_whole
 from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import DeferredWeightGrads, defer_weight_grads, onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import ChunkedObjective, Loss, Objective
+from phalanx.parallel.parameter_shards import by_whole
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.recompute import recompute
@@ -108,7 +108,7 @@ def apply_pipeline(parts: Construction) -> None:
     parts.stages = Stages(schedule, mesh.coordinates["pp"], job.model, vocab, cut)
     parts.stages.keep(parts.model)
     # All ranks of the axis make these groups, so before those that only some of them make.
-    parts.p2p_groups = mesh.lanes("pp")
+    parts.p2p_groups = mesh.p2p_groups("pp")
     # Where no backward pass is cut in halves, autograd's own way is some 2 % faster.
     parts.deferred = DeferredWeightGrads() if schedule.splits else None
     costs = layer_costs(job.model, vocab)
@@ -238,7 +238,7 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
     sums = GradientSum(
         shard=mesh.axis("shard"),
         # Replicas that agree by other means (train/sync) do not sum their gradients.
-        replicate=Axis("dp_replicate") if layout.apart > 1 else mesh.axis("dp_replicate"),
+        replicate=Axis("dp_replicate") if layout.independent_replicas > 1 else mesh.axis("dp_replicate"),
         dtype=torch.float32 if job.train.gradients == "fp32" else None,
         every_micro_batch=layout.accumulate == "sharded",
         experts=(mesh.axis("ep"), mesh.axis("edp")) if layout.ep > 1 else None,
@@ -280,7 +280,7 @@ def run_by_schedule(parts: Construction, replica: Replica) -> None:
 def initialise(parts: Construction, replica: Replica) -> None:
     """Draw one whole parameter after the other on every rank, which takes its share; replicas take the first's."""
     for name, fragments in by_whole(replica.fragments).items():
-        whole = initial_value(name, fragments[0].piece.whole, parts.job.model, parts.job.train.seed)
+        whole = initial_value(name, fragments[0].tensor_slice.whole, parts.job.model, parts.job.train.seed)
         for fragment in fragments:
             fragment.assign(whole)
             if fragment.value.numel():

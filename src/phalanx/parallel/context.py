@@ -77,10 +77,10 @@ class SplitSequences:
         parts = x.new_empty(self.cp.size, *x.shape)
         self.cp.all_gather(parts.view(-1), x.detach().contiguous().view(-1)).wait()
         seq_len = self.cp.size * x.shape[1]
-        found = x.new_empty(x.shape[0], seq_len, *x.shape[2:])
+        whole = x.new_empty(x.shape[0], seq_len, *x.shape[2:])
         for rank, part in enumerate(parts):
-            found[:, self._places(seq_len, rank, x.device)] = part
-        return found
+            whole[:, self._places(seq_len, rank, x.device)] = part
+        return whole
 
     def mine(self, x: Tensor) -> Tensor:
         """Of the tokens here, (batch, tokens, ...), from `x` of all (batch, sequence, ...)."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
-from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
+from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.stages import Stages
 from phalanx.partition.tensor_slices import TensorSlice
 

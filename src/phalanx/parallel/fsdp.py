@@ -26,10 +26,10 @@ from phalanx.config.layout import Layout
 from phalanx.model.experts import Experts, GroupedLinear
 from phalanx.parallel import fsdp_private
 from phalanx.parallel.data import GradientSum, LocalModel, Replica
-from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
+from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.tiling import Tile
 from phalanx.parallel.zero import before
 from phalanx.partition.tensor_slices import is_expert
@@ -66,11 +66,11 @@ class ShardedReplica(Replica):
             group.set_force_sum_reduction_for_comms(True)
         self.stages: dict[int, list[FSDPModule]] = {}
         blocks = objective.model.blocks
-        for number, stage in (model.stages.held if model.stages else {}).items():
-            found = self.stages[number] = []
+        for number, stage in (model.stages.local_stages if model.stages else {}).items():
+            groups = self.stages[number] = []
             for name in reversed(stage.layers):
                 modules: list[nn.Module] = [*blocks[name].modules()]
-                found += [module for module in reversed(modules) if isinstance(module, FSDPModule)]
+                groups += [module for module in reversed(modules) if isinstance(module, FSDPModule)]
         self.reshard = layout.reshard
         self._expect()
         super().__init__(model)
@@ -117,12 +117,12 @@ class ShardedReplica(Replica):
             self.root.set_reshard_after_backward(self.reshard)
 
     def loss(self, micro: MicroTensors) -> Tensor:
-        found = super().loss(micro)
+        loss = super().loss(micro)
         self.root.reshard()  # otherwise done in the backward pass, which does not come here
-        return found
+        return loss
 
     def _fragments(self) -> list[ParameterShard]:
-        found = []
+        shards = []
         for name, parameter in self._parameters():
             assert isinstance(parameter, DTensor), "fully_shard replaced every parameter"
             local = parameter.to_local().detach()
@@ -132,8 +132,8 @@ class ShardedReplica(Replica):
             over = self.experts[1] if self.experts and is_expert(name) else self.shard
             above = -(-rows // over.size) * over.rank
             start = min(above, rows) * (parameter.numel() // rows) + before(name, parameter.numel(), self.experts)
-            found.append(self.model.shard(name, start, local.requires_grad_()))
-        return found
+            shards.append(self.model.shard(name, start, local.requires_grad_()))
+        return shards
 
 
 def _shard(

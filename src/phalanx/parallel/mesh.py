@@ -75,14 +75,14 @@ class Mesh:
         return self.coordinates["dp_replicate"] * self.sizes["dp_shard"] + self.coordinates["dp_shard"]
 
     @property
-    def speaks(self) -> bool:
+    def owns_loss(self) -> bool:
         """Whether the losses that this rank computes count: of the tensor ranks, which all know them, the first's do.
         Context-parallel ranks each compute that of their own tokens. Of the ranks of a pipeline each counts, since only
         those with the last stage compute any."""
         return self.coordinates["tp"] == 0
 
     @property
-    def shards(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether ranks hold different parts of the state, so that a norm takes all of them."""
         return any(self.sizes[axis] > 1 for axis in ("pp", "dp_shard", "cp", "tp"))
 
@@ -108,7 +108,7 @@ class Mesh:
         assert isinstance(group, dist.ProcessGroup), "this rank is among them"
         return Axis(name, len(places), places.index(self.axis(name).rank), group, self.ledger)
 
-    def lanes(self, name: str) -> tuple[Axis, Axis]:
+    def p2p_groups(self, name: str) -> tuple[Axis, Axis]:
         """An axis twice, for messages to higher ranks and to lower ones, with process groups of their own: messages
         never meet collectives, and two that cross do not wait for each other (NCCL handles those between two ranks one
         after the other). All ranks of the axis have to call it."""

@@ -25,7 +25,7 @@ def recompute(model: Transformer, layout: Layout) -> int:
     many are."""
     modules: list[Block | CoreAttention] = []
     for layer, block in model.blocks.items():
-        mode = recompute_of(layout, int(layer), model.model.n_layers)
+        mode = recompute_of(layout, int(layer), model.config.n_layers)
         assert isinstance(block, Block), "nothing wraps blocks before this"
         if mode == "full":
             modules.append(block)

@@ -81,13 +81,15 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice,
     """Replace every parameter of `model` (on the meta device) by one of the shape that this rank holds.
 
     Returns, by name, what each tensor rank holds."""
-    pieces = {}
+    tensor_slices = {}
     for name, parameter in list(model.named_parameters()):
-        pieces[name] = tuple(piece(name, tuple(parameter.shape), model.model, tp.size, rank) for rank in range(tp.size))
+        tensor_slices[name] = tuple(
+            piece(name, tuple(parameter.shape), model.config, tp.size, rank) for rank in range(tp.size)
+        )
         owner, _, leaf = name.rpartition(".")
-        cut = torch.empty(pieces[name][tp.rank].shape, dtype=parameter.dtype, device="meta")
+        cut = torch.empty(tensor_slices[name][tp.rank].shape, dtype=parameter.dtype, device="meta")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(cut))
-    return pieces
+    return tensor_slices
 
 
 def connect(model: Transformer, how: TensorParallel, keeps: Collection[str] = ()) -> set[nn.Module]:
@@ -270,11 +272,14 @@ class _Columns(torch.autograd.Function):
         gradient, leaving = how.leave(gradient)  # it travels while the weights' gradients are computed
         if gathering is not None:
             gathering.wait()
-        found: list[Tensor | None] = []
+        of_parameters: list[Tensor | None] = []
         for g, weight, biased in zip(grad_outputs, ctx.owners, ctx.biased, strict=True):
-            found += [how.of_weight(ctx.multiply, g, whole, weight), g.flatten(0, -2).sum(0) if biased else None]
+            of_parameters += [
+                how.of_weight(ctx.multiply, g, whole, weight),
+                g.flatten(0, -2).sum(0) if biased else None,
+            ]
         leaving.wait()
-        return gradient, None, None, None, *found
+        return gradient, None, None, None, *of_parameters
 
 
 class _Rows(torch.autograd.Function):

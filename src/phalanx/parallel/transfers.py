@@ -64,12 +64,12 @@ class Transfers:
                     self.order.setdefault(rank, []).append(place)
                     self.sources[reader] = rank, place
 
-    def begin(self, like: Tensor, shape: tuple[int, ...]) -> Mail:
+    def begin(self, like: Tensor, shape: tuple[int, ...]) -> StepMailbox:
         """A step in which every message has a shape, and the type and device of `like`."""
-        return Mail(self, like, shape)
+        return StepMailbox(self, like, shape)
 
 
-class Mail:
+class StepMailbox:
     """The messages of one step that are under way."""
 
     def __init__(self, transfers: Transfers, like: Tensor, shape: tuple[int, ...]):
@@ -85,10 +85,10 @@ class Mail:
         if (needed := self.transfers.sources.get(action)) is None or needed in self.arriving:
             return
         source, place = needed
-        lane = self.transfers.up if source < self.transfers.rank else self.transfers.down
+        group = self.transfers.up if source < self.transfers.rank else self.transfers.down
         for made in self.coming[source]:
             buffer = torch.empty(self.shape, dtype=self.like.dtype, device=self.like.device)
-            self.arriving[source, made] = buffer, lane.start_receive(buffer, source)
+            self.arriving[source, made] = buffer, group.start_receive(buffer, source)
             if made == place:
                 return
 
@@ -107,9 +107,9 @@ class Mail:
         if (target := self.transfers.targets.get(action)) is None:
             return False
         rank, read = target
-        lane = self.transfers.up if rank > self.transfers.rank else self.transfers.down
+        group = self.transfers.up if rank > self.transfers.rank else self.transfers.down
         result = result.contiguous()
-        self.leaving[rank].append((read, result, lane.start_send(result, rank)))
+        self.leaving[rank].append((read, result, group.start_send(result, rank)))
         return True
 
     def settle(self) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from phalanx.comm.axis import Axis
 from phalanx.parallel.bucket import Bucket, Slot, fill
 from phalanx.parallel.data import GradientSum, LocalModel, Replica
-from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.objective import Objective
+from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import is_expert
 
 
@@ -128,7 +128,7 @@ class BucketReplica(Replica):
             fragment.gradient = bucket.reduced[start - begin : stop - begin].view(fragment.value.shape)
 
     def _fragments(self) -> list[ParameterShard]:
-        found: dict[str, ParameterShard] = {}
+        shards: dict[str, ParameterShard] = {}
         places: dict[str, tuple[Bucket, int, int]] = {}
         for bucket in self.buckets:
             for slot, start, stop in bucket.owned():
@@ -136,11 +136,11 @@ class BucketReplica(Replica):
                 if bucket.shard.size > 1:
                     value = bucket.parameters[start:stop].detach().requires_grad_()
                 first = start - slot.start + before(slot.name, slot.parameter.numel(), self.experts)
-                found[slot.name] = self.model.shard(slot.name, first, value)
+                shards[slot.name] = self.model.shard(slot.name, first, value)
                 places[slot.name] = bucket, start, stop
         names = [name for name, _ in self._parameters()]
         self.places = [places[name] for name in names]
-        return [found[name] for name in names]
+        return [shards[name] for name in names]
 
 
 def before(name: str, elements: int, experts: tuple[Axis, Axis] | None) -> int:

@@ -20,6 +20,6 @@ def validation_loss(replica: Replica, mesh: Mesh, batches: Iterable[MicroTensors
         loss: Tensor = replica.loss(micro)
         total += torch.stack((loss.double(), valid_tokens(micro.targets).double()))
     # Only the ranks of a pipeline that have the last stage know a loss, but all of them know the tokens.
-    total *= total.new_tensor([mesh.speaks, mesh.speaks and mesh.coordinates["pp"] == 0])
+    total *= total.new_tensor([mesh.owns_loss, mesh.owns_loss and mesh.coordinates["pp"] == 0])
     mesh.axis("world").all_reduce(total).wait()
     return (total[0] / total[1]).item()

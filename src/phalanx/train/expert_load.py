@@ -58,13 +58,13 @@ class ExpertLoads:
         noted = torch.zeros(len(self.layers) * n + len(self.penalties), dtype=torch.float64, device=self.device)
         of_layers, of_penalties = noted[: len(self.layers) * n].view(-1, n), noted[len(self.layers) * n :]
         # Of the tensor ranks each notes the same tokens. A layer that another rank of a pipeline holds is zero here.
-        if self.mesh.speaks:
+        if self.mesh.owns_loss:
             for place, layer in enumerate(self.layers):
                 of_layers[place] += routing.loads.get(layer, 0)
             for place, name in enumerate(self.penalties):
                 of_penalties[place] += routing.penalties.get(name, 0.0)
         routing.clear()
-        with self.mesh.ledger.aside():
+        with self.mesh.ledger.untracked():
             self.mesh.axis("world").all_reduce(noted).wait()
         loads = {layer: [int(load) for load in row] for layer, row in zip(self.layers, of_layers.tolist(), strict=True)}
         tokens = sum(loads[self.layers[0]]) / top_k

@@ -201,13 +201,13 @@ class Trainer:
             ranks=self.mesh.data_ranks,
         )
         tensors = (self.stepper.tensors(micro, self.state.step, validates=True) for micro in batches)
-        with self.mesh.ledger.aside():
+        with self.mesh.ledger.untracked():
             self.state.val_loss = validation_loss(self.stepper.replica, self.mesh, tensors, self.device)
         recorder.validation(self.state.step, self.state.val_loss, time.perf_counter() - began)
 
     def _save(self, recorder: Recorder) -> None:
         began = time.perf_counter()
-        with self.mesh.ledger.aside():
+        with self.mesh.ledger.untracked():
             path = self.state.save(self.directory.checkpoints)
         recorder.checkpoint(self.state.step, path, time.perf_counter() - began)
 

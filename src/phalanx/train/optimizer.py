@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from phalanx.config.optimizer import Optimizer
-from phalanx.parallel.fragments import ParameterShard, counted
+from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -17,9 +17,9 @@ from phalanx.errors import NotFiniteError
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
-from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.precision import DTYPES, LossScale
@@ -66,7 +66,7 @@ class Stepper:
         runner = self.replica.runner
         self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)
         self.places_of_whole = self._places(1)
-        self.apart = job.layout.apart
+        self.independent_replicas = job.layout.independent_replicas
         self.sync: LocalSGD | None = None
         if job.layout.sync in ("local_sgd", "diloco"):
             kind = LocalSGD if job.layout.sync == "local_sgd" else DiLoCo
@@ -95,10 +95,10 @@ class Stepper:
         gradients are not finite (with fp16, when a smaller loss scale cannot help); where replicas are apart, when
         they meet; RunError where memory is short. With sync=asp replicas take no such steps: see train/sync/asp.py."""
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
-        tokens = global_tokens // self.apart
+        tokens = global_tokens // self.independent_replicas
         loss = self.gradients(micro_batches, step, tokens)
         square, status, everywhere = self.status(loss, stop)
-        if self.mesh.shards:
+        if self.mesh.is_sharded:
             everywhere.wait()
             square = status[1]
         norm = square.sqrt()
@@ -129,8 +129,8 @@ class Stepper:
             square = self.optimizer.square_norm(self.loss_scale.value)
         # Everything is counted by one rank: a loss by one of those that read the same samples, a gradient's element by
         # one of those that hold it.
-        first_replica = self.apart > 1 or self.mesh.coordinates["dp_replicate"] == 0
-        status = torch.stack((loss * self.mesh.speaks, square * first_replica, loss.new_tensor(stop)))
+        first_replica = self.independent_replicas > 1 or self.mesh.coordinates["dp_replicate"] == 0
+        status = torch.stack((loss * self.mesh.owns_loss, square * first_replica, loss.new_tensor(stop)))
         return square, status, self._reduce(status)
 
     @torch.no_grad()
@@ -175,17 +175,21 @@ class Stepper:
         runs = places(self.job.layout, self.job.model.seq_len, self.mesh.coordinates["cp"], slices)
         return torch.tensor([position for run in runs for position in run], device=self.device)
 
-    def name_first(self, found: int | None) -> str:
-        """ ", first in NAME": the first of the fragments that any rank found, if there is one. A collective."""
+    def name_first(self, bad: int | None) -> str:
+        """ ", first in NAME": the first of the fragments that any rank calls `bad`, if there is one. A collective."""
         names = list(parameter_shapes(self.job.model, self.vocab_size))
-        place = 0 if found is None else len(names) - names.index(self.replica.fragments[found].whole_name)
+        place = 0 if bad is None else len(names) - names.index(self.replica.fragments[bad].whole_name)
         first = torch.tensor([place], device=self.device)
         self._reduce(first, torch.distributed.ReduceOp.MAX).wait()
         return f", first in {names[len(names) - int(first.item())]}" if first.item() else ""
 
     def _reduce(self, x: Tensor, op: torch.distributed.ReduceOp.RedOpType = torch.distributed.ReduceOp.SUM) -> Pending:
         """A sum (or maximum) over the ranks that make a step together: all, or those of one replica."""
-        return self.mesh.reduce_replica(x, op) if self.apart > 1 else self.mesh.axis("world").all_reduce(x, op)
+        return (
+            self.mesh.reduce_replica(x, op)
+            if self.independent_replicas > 1
+            else self.mesh.axis("world").all_reduce(x, op)
+        )
 
 
 def _copy(fragment: ParameterShard) -> ParameterShard:

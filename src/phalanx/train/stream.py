@@ -84,12 +84,12 @@ class UnflushedSteps:
             self._settle()
             self._raise()
             self.pipeline.restart([f.value for f in stepper.optimizer.fragments])
-        found, self.known = self.known, []
-        if more is None and found:
-            number, final = found[-1]
-            found[-1] = number, replace(final, stop=self.stopping)
+        steps, self.known = self.known, []
+        if more is None and steps:
+            number, final = steps[-1]
+            steps[-1] = number, replace(final, stop=self.stopping)
             self.stopping = False
-        return found
+        return steps
 
     def _due(self, batch: int) -> None:
         """A batch's first forward pass is next: the step before the last one has to have been taken."""

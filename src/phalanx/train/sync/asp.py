@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from phalanx.data.loader import MicroBatch
-from phalanx.parallel.fragments import ParameterShard, counted
+from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.train.step import Stepper
 from phalanx.train.sync.flat import join, spread
-from phalanx.train.sync.meeting import meet
 from phalanx.train.sync.server import Push, Reply, Server, Update
+from phalanx.train.sync.synchronization import synchronize
 
 
 class Asynchronous:
@@ -75,7 +75,7 @@ class Asynchronous:
                 self.stepper.replica.publish()
         if self.server:
             self.server.close()
-        asked = meet(self.mesh.axis("dp_replicate"), self.stepper.device, asked, problem)
+        asked = synchronize(self.mesh.axis("dp_replicate"), self.stepper.device, asked, problem)
         return self._take_over() // self.replicas, asked
 
     def _compute(
@@ -89,7 +89,7 @@ class Asynchronous:
         # A norm rounded to bf16 would be wrong in the third digit.
         kind = torch.promote_types(self.values[0].dtype, torch.float32)
         square = get_total_norm([of[f.name].to(kind) for f in counted(self.fragments)]).double() ** 2
-        status = torch.stack((loss * self.mesh.speaks, square.to(loss.device), loss.new_tensor(stop)))
+        status = torch.stack((loss * self.mesh.owns_loss, square.to(loss.device), loss.new_tensor(stop)))
         self.mesh.reduce_replica(status).wait()
         total, square_norm, stops = status.tolist()
         mean, norm = total / tokens, math.sqrt(square_norm) if square_norm >= 0 else math.nan

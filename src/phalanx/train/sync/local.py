@@ -14,7 +14,7 @@ from phalanx.config.job import Job
 from phalanx.parallel.mesh import Mesh
 from phalanx.train.optimizer import AdamW
 from phalanx.train.sync.flat import join, spread
-from phalanx.train.sync.meeting import meet
+from phalanx.train.sync.synchronization import synchronize
 
 State = dict[str, dict[str, torch.Tensor]]
 """By kind, then by a fragment's name, tensors of its shape."""
@@ -40,7 +40,7 @@ class LocalSGD:
         self.problem = self.problem or problem
         if (step + 1) % self.every and step + 1 != self.steps:
             return False
-        stop = meet(self.replicas, self.device, stop, self.problem)
+        stop = synchronize(self.replicas, self.device, stop, self.problem)
         if any(value.numel() for value in self.values):
             self.agree()
             self.optimizer.write()

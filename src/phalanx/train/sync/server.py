@@ -138,7 +138,7 @@ class Server:
             raise self.failure
 
     def _serve(self, replica: int, threads: int) -> None:
-        """The life of a thread: one replica's pushes, until it is told to meet the others."""
+        """The life of a thread: one replica's pushes, until no share of a batch is left."""
         torch.set_num_threads(threads)
         gradient = torch.empty(sum(value.numel() for value in self.values), dtype=self.gradient_dtype)
         chunk = 0
