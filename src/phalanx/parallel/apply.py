@@ -79,7 +79,7 @@ class Construction:
     stages: Stages | None = None
     """The part of the pipeline that this rank holds."""
     p2p_groups: tuple[Axis, Axis] | None = None
-    """Where there is a pipeline: Mesh.p2p_groups("pp")."""
+    """The pipeline's process groups for messages, Mesh.p2p_groups("pp"); None without a pipeline."""
     deferred: DeferredWeightGrads | None = None
     """Takes weight gradients, where backward passes are cut in halves."""
     tensor_slices: TensorSlices = field(default_factory=dict)

@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Seen:
-    """What the queries of a block see of its keys: all, or less."""
+    """Which keys of a block its queries see."""
 
     causal: bool = False
     """Query number i sees the keys up to number i; there are as many of both."""

@@ -73,7 +73,7 @@ class SplitSequences:
         return total
 
     def whole(self, x: Tensor) -> Tensor:
-        """Of all tokens, (batch, sequence, ...) in the order of position, from those here (batch, tokens, ...)."""
+        """Gather all tokens, (batch, sequence, ...) in the order of position, from those here, (batch, tokens, ...)."""
         parts = x.new_empty(self.cp.size, *x.shape)
         self.cp.all_gather(parts.view(-1), x.detach().contiguous().view(-1)).wait()
         seq_len = self.cp.size * x.shape[1]
@@ -83,7 +83,7 @@ class SplitSequences:
         return whole
 
     def mine(self, x: Tensor) -> Tensor:
-        """Of the tokens here, (batch, tokens, ...), from `x` of all (batch, sequence, ...)."""
+        """Select the tokens here, (batch, tokens, ...), from `x` (batch, sequence, ...) of all."""
         return x[:, self._places(x.shape[1], self.cp.rank, x.device)]
 
     def _places(self, seq_len: int, rank: int, device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ class PartialGradients:
 
     axis: Axis
     names: frozenset[str]
-    """Of the plain model's parameters."""
+    """Names of parameters in the plain model."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class LocalModel:
 
     objective: Objective
     tensor_slices: TensorSlices
-    """Of every parameter of the objective's model."""
+    """For every parameter of the objective's model."""
     tp: Axis
     partials: Sequence[PartialGradients] = ()
     plain_names: Mapping[str, str] = field(default_factory=dict)
     """Names in the plain model, where a parameter has another one here: those of tiles."""
     stages: Stages | None = None
-    """Where there is a pipeline, this rank's part of it."""
+    """This rank's part of a pipeline; None without one."""
 
     def plain_name(self, name: str) -> str:
         """The name in the plain model of the parameter that is called `name` here."""
@@ -88,14 +88,14 @@ class GradientSum:
 
 
 class Runner(Protocol):
-    """What runs a replica's micro-batches otherwise than one after the other: a pipeline (parallel/pipeline.py)."""
+    """Runs a replica's micro-batches in another order than one after the other: a pipeline (parallel/pipeline.py)."""
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
-        """As Replica.gradients; the loss is zero on ranks that do not compute it."""
+        """Compute as Replica.gradients does. The loss is zero on ranks that do not compute it."""
         ...
 
     def loss(self, micro: MicroTensors) -> Tensor:
-        """As Replica.loss, and zero likewise."""
+        """Compute as Replica.loss does. The loss is zero on ranks that do not compute it."""
         ...
 
 

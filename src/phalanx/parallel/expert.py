@@ -105,10 +105,10 @@ class _ExchangeRows:
     taken: list[int]
     """Rows from each rank."""
     under_way: tuple[Tensor, Pending] | None = field(default=None, init=False)
-    """Where rows, or gradients of rows, are arriving, and what to wait for."""
+    """The tensor in which rows, or gradients of rows, are arriving, and the collective to wait for."""
 
     def start(self, rows: Tensor) -> Tensor:
-        """What will hold the rows from the others, (sum of `taken`, d_model), once `wait` has been called."""
+        """Start sending. Returns the tensor (sum of `taken`, d_model) that holds the others' rows after `wait`."""
         return _Start.apply(rows, self)  # pyright: ignore[reportReturnType]
 
     def wait(self, arriving: Tensor) -> Tensor:

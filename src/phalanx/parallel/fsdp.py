@@ -110,7 +110,7 @@ class ShardedReplica(Replica):
             fragment.gradient = gradient.to_local()
 
     def _expect(self) -> None:
-        """Of a pipeline's step no backward pass is FSDP2's last, so that it leaves the end to `collect`."""
+        """Tell FSDP2 that no backward pass of a pipeline's step is its last: `collect` does what follows that."""
         if self.stages:
             self.root.set_requires_gradient_sync(False)
             self.root.set_is_last_backward(False)

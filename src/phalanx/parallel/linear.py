@@ -1,4 +1,4 @@
-"""Linear layers with other kernels (oneDNN instead of MKL on a CPU), and with weight gradients that are put off.
+"""Linear layers with other kernels (oneDNN instead of MKL on a CPU), and with deferred weight gradients.
 
 torch multiplies fp32 matrices on x86 with MKL, which takes its AVX-512 path on Intel's processors only. On an AMD EPYC
 with AVX-512 oneDNN makes a whole training step 1.5 times faster (benchmarks/results/throughput.md). oneDNN's kernel is
@@ -22,7 +22,7 @@ from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Head, Transformer
 
 Product = tuple[Multiply | GroupedProduct, Tensor, Tensor, Tensor]
-"""What a weight's gradient is made of: (multiply, gradient of the output, input, weight)."""
+"""The factors of a weight's gradient: (multiply, gradient of the output, input, weight)."""
 
 
 def onednn_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
@@ -68,7 +68,7 @@ class DeferredWeightGrads:
         self.arrived: Callable[[Tensor], None] = lambda weight: None
         """Called when a gradient has been added to weight.grad."""
         self.products: list[Product] | None = None
-        """Where products that are put off are put; None: they are computed at once."""
+        """The list to which products are deferred; None to compute them at once."""
 
     def take(self, weight: Tensor, multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> None:
         """From the gradient (..., outputs) of what a layer wrote and what it read, (..., inputs)."""
@@ -135,13 +135,13 @@ class _Linear(torch.autograd.Function):
 
 
 def gradient_of_input(multiply: Multiply, gradient: Tensor, weight: Tensor) -> Tensor:
-    """Of a linear layer's input (..., inputs), from its output's `gradient` (..., outputs)."""
+    """Return the gradient of a linear layer's input (..., inputs) from that of its output, (..., outputs)."""
     return multiply(gradient, weight.t())
 
 
 def gradient_of_weight(multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> Tensor:
-    """Of a linear layer's weight (outputs, inputs), from its output's `gradient` (..., outputs) and its input `x`. Of
-    experts, likewise with one dimension more."""
+    """Return the gradient of a linear layer's weight (outputs, inputs) from that of its output, (..., outputs), and its
+    input `x` (..., inputs); for experts (experts, outputs, inputs)."""
     if isinstance(multiply, GroupedProduct):
         return multiply.of_weight(gradient, x)
     return multiply(gradient.flatten(0, -2).t(), x.flatten(0, -2).t())

@@ -1,7 +1,8 @@
-"""What a rank's optimizer updates: for every parameter a run of the elements that its tensor rank holds.
+"""Parameter shards: the elements of every parameter that this rank's optimizer updates.
 
 Whatever shards the parameters (flat buckets, FSDP's rows, or nothing), a rank's share of one parameter is a contiguous
-range of the flattened piece. So the optimizer, norms, checkpoints and the comparison with one process are written once.
+range of the flattened tensor slice that its tensor rank holds. So the optimizer, norms, checkpoints and the comparison
+with one process are written once.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class ParameterShard:
     """This rank's share of one parameter, or of one tile of it."""
 
     name: str
-    """Of the module's parameter."""
+    """The module's parameter."""
     tensor_slices: tuple[TensorSlice, ...]
-    """What each tensor rank holds of the whole."""
+    """The part of the whole that each tensor rank holds."""
     tp_rank: int
     start: int
     """First element of the flattened piece; the share may be empty. Of experts that several ranks deal out among them
@@ -32,11 +33,11 @@ class ParameterShard:
     value: Tensor
     """The elements themselves, a leaf: what the optimizer changes in place."""
     gradient: Tensor | None = None
-    """Of the loss over the global batch, summed over all data ranks; there after the last micro-batch."""
+    """The gradient of the global batch's loss, summed over all data ranks; there after the last micro-batch."""
     copy: bool = False
     """Another rank of the pipeline holds the same and counts it."""
     whole_name: str = ""
-    """Of the parameter in the plain model, as checkpoints have it; several tiles make up one. By default `name`."""
+    """The parameter's name in the plain model and in checkpoints; several tiles share one. By default `name`."""
 
     def __post_init__(self) -> None:
         self.whole_name = self.whole_name or self.name

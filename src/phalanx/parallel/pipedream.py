@@ -56,13 +56,13 @@ class PipeDream(Pipeline):
         self.weights = [fragment.value for fragment in replica.fragments]
         self.versions = [[w.data for w in self.weights], [w.data.clone() for w in self.weights]]
         self.execution: Execution | None = None
-        """Of a run that goes on."""
+        """The execution of a run that goes on; None between runs."""
         self.batch = 0
-        """Number in the run."""
+        """The present batch's number in the run."""
 
     @property
     def running(self) -> bool:
-        """Whether micro-batches of another batch are on their way."""
+        """Whether micro-batches of another batch are in flight."""
         return self.batch > 0
 
     def leg(self, micros: Sequence[MicroTensors], factor: float, more: More | None, due: Due) -> Tensor:

@@ -3,7 +3,7 @@
 A rank goes through its program, action by action. What an action needs from another rank has been asked for some
 actions before; what it gives is sent without waiting (parallel/transfers.py). An action keeps of a stage its input and
 autograd's graph, from the forward pass to the backward pass. Where the schedule cuts the backward pass in halves, I
-runs autograd, in which linear layers put the gradients of their weights off, and W computes those (parallel/linear.py).
+runs autograd, in which linear layers defer the gradients of their weights, and W computes those (parallel/linear.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pipeline:
         self.last_backward = frozenset(last.values())
         """Places in the program after which a stage's gradients are complete."""
         self.leaving: list[Pending] = []
-        """What the last validation sent."""
+        """Messages of the last validation that may not have left yet."""
         deferred.arrived = replica.arrived
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
@@ -84,24 +84,24 @@ class Pipeline:
         return torch.zeros((), device=micro.tokens.device)
 
     def shape(self, micro: MicroTensors, slices: int = 1) -> tuple[int, int, int]:
-        """What travels of a micro-batch, or of one of its slices, between two stages: (batch, tokens, d_model)."""
+        """Return the shape of a micro-batch, or of one of its slices, between two stages: (batch, tokens, d_model)."""
         batch, tokens = micro.slice(0, slices).tokens.shape
         return batch, tokens // self.token_parts, self.stages.config.d_model
 
     @property
     def like(self) -> Tensor:
-        """Of the type and on the device of what travels."""
+        """A tensor of the type and on the device of messages."""
         return self.replica.fragments[0].value
 
 
 @dataclass
 class SavedForward:
-    """Of an action F until its B, or I."""
+    """What a forward action saves until its backward action (B, or I)."""
 
     x: Tensor | None
     """The stage's input, a leaf; None for the first stage."""
     root: Tensor
-    """Where the backward pass begins: the stage's output, or the loss."""
+    """The root of the backward pass: the stage's output, or the loss."""
 
 
 class Execution:
@@ -177,7 +177,7 @@ class Execution:
             self._pass_on(action, Action("B", action.stage - 1, action.micro, action.slice), saved.x.grad)
 
     def _read(self, action: Action) -> Tensor:
-        """What the stage before, or in the backward pass the one after, has left for an action."""
+        """Return the result that the stage before, or in the backward pass the one after, has left for an action."""
         handed = self.handed.pop(action._replace(kind="B") if action.kind == "I" else action, None)
         result = self.mailbox.receive(action) if handed is None else handed
         assert result is not None, "the validator has found every result that is read"

@@ -87,7 +87,7 @@ def zigzag(place: int, source: int, tokens: int, earlier: int) -> list[RingBlock
 
 
 class _Sight:
-    """What one rank's queries see of every place's keys."""
+    """Which of every place's keys one rank's queries see."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class _Sight:
             self.blocks = self._within_documents()
 
     def keep(self, device: torch.device) -> Tensor | None:
-        """With dropout: the probabilities that stay, (batch, heads, queries, all places' keys by position)."""
+        """Return which probabilities dropout keeps, (batch, heads, queries, all places' keys by position), if any."""
         if self.dropping is None:
             return None
         queries = self._places(self.ring.rank, device)[-self.tokens :]
         return self.dropping.keep(queries, self.slices * self.tokens * self.ring.size)
 
     def seen(self, source: int, block: RingBlock, keep: Tensor | None, device: torch.device) -> Seen:
-        """Of one block."""
+        """Return which keys of one block its queries see."""
         mask = None
         if block.masked:
             mask = self._same(source, block)
@@ -136,7 +136,7 @@ class _Sight:
         return [[replace(block, masked=not every) for block, some, every in blocks if some] for blocks in judged]
 
     def _same(self, source: int, block: RingBlock) -> Tensor:
-        """Where queries and keys of a block are of one document: (batch, 1, queries, keys)."""
+        """Return where queries and keys of a block are of one document, (batch, 1, queries, keys)."""
         assert self.documents is not None
         device = self.documents.device
         queries = self._places(self.ring.rank, device)[-self.tokens :][block.queries]

@@ -20,7 +20,7 @@ class Earlier:
         self.made: list[dict[int, tuple[Tensor, Tensor]]] = []
         """By slice and layer, keys and values as they were computed."""
         self.seen: list[dict[int, tuple[Tensor, Tensor]]] = []
-        """The same as later slices see them: leaves, which collect their gradients."""
+        """By slice and layer, the same as later slices see them: leaves, which collect their gradients."""
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (batch, kv_heads, tokens, head_size) of all slices up to this one."""

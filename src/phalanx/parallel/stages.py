@@ -1,4 +1,4 @@
-"""What one rank of a pipeline holds of the model: one or several stages, in one module with the plain model's names."""
+"""One rank's part of a pipeline: one or several stages, in one module with the plain model's names."""
 
 from __future__ import annotations
 

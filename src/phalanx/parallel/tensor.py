@@ -70,7 +70,8 @@ class TensorParallel:
         return self.deferred.take(weight, multiply, gradient, x)
 
     def leave(self, x: Tensor) -> tuple[Tensor, Any]:
-        """What the residual stream here has of the sum of all ranks' `x` (perhaps in place), and what to wait for."""
+        """Start summing all ranks' `x` (batch, seq, d_model), perhaps in place. Returns what the residual stream here
+        has of the sum, and what to wait for."""
         if self.sequence:
             return self.sum_shares(x)
         x = x.contiguous()

@@ -24,7 +24,7 @@ class P2PMailbox(Protocol):
     """How results reach the ranks that need them."""
 
     def receive(self, action: Action) -> Tensor | None:
-        """What an action needs of another rank; None where it needs nothing."""
+        """Wait for the tensor that an action needs from another rank; None where it needs none."""
         ...
 
     def send(self, action: Action, result: Tensor) -> bool:
@@ -43,9 +43,9 @@ class Transfers:
     down: Axis
     """To lower ranks."""
     targets: dict[Action, tuple[int, int]] = field(init=False, default_factory=dict)
-    """Of this rank's actions whose result another rank needs: which one, and the place of the need in its program."""
+    """By action of this rank whose result another one needs: that rank, and the place in its program that reads it."""
     sources: dict[Action, tuple[int, int]] = field(init=False, default_factory=dict)
-    """Of this rank's actions that need another's result: whose, and the place of what makes it in its program."""
+    """By action of this rank that needs another one's result: that rank, and the place in its program that makes it."""
     order: dict[int, list[int]] = field(init=False, default_factory=dict)
     """By sender, the places there of what makes results that come here."""
 
@@ -93,7 +93,7 @@ class StepMailbox:
                 return
 
     def receive(self, action: Action) -> Tensor | None:
-        """What an action needs of another rank; None where it needs nothing."""
+        """Wait for the tensor that an action needs from another rank; None where it needs none."""
         if (needed := self.transfers.sources.get(action)) is None:
             return None
         self.expect(action)
@@ -118,7 +118,7 @@ class StepMailbox:
             self._release(rank, len(self.transfers.schedule.programs[rank]))
 
     def _release(self, rank: int, place: int) -> None:
-        """What another rank has read, as a message shows that it has come to some place of its program."""
+        """Release the messages that another rank has read, as it is known to have come to `place` in its program."""
         for read, _, pending in self.leaving[rank]:
             if read < place:
                 pending.wait()

@@ -47,7 +47,7 @@ class BucketReplica(Replica):
                 if len(stages) == 1:
                     self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
         self.filling: list[Bucket] = []
-        """What is to be reduced after the present backward pass and has not been sent, in the order of sending."""
+        """Buckets to reduce after the present backward pass that have not been sent, in the order of sending."""
         self.slots: dict[Tensor, tuple[Bucket, Slot]] = {
             slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }

@@ -23,7 +23,7 @@ from phalanx.train.sync.arrivals import Arrivals
 from phalanx.train.sync.asp import Asynchronous
 
 UNKNOWN = Step(math.nan, math.nan, stop=False)
-"""What is known of a run's newest step before one has been taken."""
+"""The newest known step of a run that has not taken one yet."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class StepDriver(ABC):
         NotFiniteError on every rank before a loss or gradient that is not finite changes a weight."""
 
     def report(self) -> dict[str, Any]:
-        """What this form of training measured besides the steps, by the name of the event; nothing by default."""
+        """Return what this form of training measured besides the steps, by the event's name; nothing by default."""
         return {}
 
     @property
@@ -91,8 +91,8 @@ class StreamDriver(StepDriver):
 
 @dataclass
 class AsynchronousDriver(StepDriver):
-    """Replicas push gradients to a parameter server, and meet only where the weights are needed: a step is as many
-    updates as there are replicas. Rank 0 hears of each step while the others go on."""
+    """Replicas push gradients to a parameter server, and synchronize only where the weights are needed: a step is as
+    many updates as there are replicas. Rank 0 hears of each step while the others go on."""
 
     def __post_init__(self) -> None:
         self.replicas = self.stepper.job.layout.dp_replicate

@@ -89,7 +89,7 @@ class Trainer:
         self._resume()
         self.first_step = self.state.step
         self.peak, source = devices.peak_flops(job.cluster.peak_tflops, device, DTYPES[job.train.precision])
-        log.info("peak: %.3g TFLOP/s a rank (%s), for mfu", self.peak / 1e12, source)
+        log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", self.peak / 1e12, source)
 
     def run(self) -> dict[str, Any]:
         """Train until the job's last step or a request to stop. Returns the summary; raises as `train` does."""
@@ -99,7 +99,13 @@ class Trainer:
         with self._recorder() as recorder, self._feed(recorder.meter) as feed:
             recorder.rows.write("start", step=state.step, layout=self.job.layout.line(), devices=self.job.layout.world)
             driver = driver_of(self.stepper)(
-                self.stepper, feed, milestones, self.stop, self._lr, recorder.step, state.step
+                stepper=self.stepper,
+                feed=feed,
+                milestones=milestones,
+                stop=self.stop,
+                lr=self._lr,
+                record=recorder.step,
+                first=state.step,
             )
             for number, step in self._explaining(driver.steps()):
                 state.advance(number, self.batch.global_batch)
@@ -138,7 +144,7 @@ class Trainer:
         )
 
     def _explaining(self, steps: Iterator[tuple[int, Step]]) -> Iterator[tuple[int, Step]]:
-        """The same steps, with what a person can do about a loss or gradient that is not finite."""
+        """Yield the same steps. An error about a loss or gradient that is not finite gets advice on what to do."""
         try:
             yield from steps
         except NotFiniteError as error:

@@ -119,7 +119,7 @@ class AdamW:
 
     @torch.no_grad()
     def make_state(self, updates: int) -> dict[str, dict[str, Tensor]]:
-        """What state_tensors gives, with zero moments, for a checkpoint of `updates` updates to be read into."""
+        """Return the tensors of state_tensors with zero moments, for a checkpoint after `updates` updates to fill."""
         self.updates = updates
         for master in self.masters.values():
             if updates and master.numel():

@@ -1,4 +1,4 @@
-"""Where a run's results go: rows of metrics.jsonl, log lines, and the live bar."""
+"""Records a run's results: rows of metrics.jsonl, log lines, and the live bar."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Recorder:
         """Record the bytes that this rank sent per step, over the last `steps` steps, by axis and collective."""
         self.rows.write("traffic", step=step, steps=steps, traffic_bytes=ledger.traffic(steps))
         for text in ledger.lines(steps):
-            log.info("sent a step by each rank over %s", text)
+            log.info("sent per step by each rank over %s", text)
 
     def staleness(self, step: int, summary: dict[str, Any]) -> None:
         """Record how far the server's parameters had moved on when gradients arrived, since this attempt began."""

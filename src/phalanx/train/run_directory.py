@@ -38,7 +38,7 @@ STRUCTURE = (
     "train.seed",
     "train.precision",
 )
-"""What must be the same for a checkpoint to belong to a job. The rest may change from one attempt to the next."""
+"""Fields that must be the same for a checkpoint to belong to a job. Others may change between attempts."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run is at one moment: the weights, the optimizer, and how far it has come; saved and put back."""
+"""The state of a run: weights, optimizer and progress, saved to a checkpoint and loaded from one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrainState:
 
     stepper: Stepper
     data_fingerprint: str
-    """Of the token shards: a run does not go on with other data."""
+    """Identifies the token shards: a run does not resume with other data."""
     vocab_size: int
     step: int = 0
     """Steps done."""
@@ -113,7 +113,7 @@ class TrainState:
         return self.stepper.independent_replicas if self.stepper.sync else 1
 
     def _of_replica(self, replica: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the rank at this one's place in another replica has."""
+        """Return the tensors that the rank at this one's place in another replica holds."""
         tensors_of_replica = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         for tensor in tensors_of_replica.values():
             if tensor.numel():

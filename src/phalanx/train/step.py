@@ -32,13 +32,13 @@ from phalanx.train.sync.local import LocalSGD
 
 @dataclass(frozen=True)
 class Step:
-    """What one step showed, the same on every rank of a replica, and with sync=bsp on all."""
+    """The result of one step: the same on every rank of a replica, and with sync=bsp on all ranks."""
 
     loss: float
-    """Mean over the global batch's tokens, in nats; over this replica's share of them where replicas are apart."""
+    """Mean over the global batch's tokens, in nats; over an independent replica's share of them."""
     grad_norm: float
     stop: bool
-    """Some rank was asked to stop; where replicas are apart this is known only when they meet."""
+    """Some rank was asked to stop; independent replicas know it only when they synchronize."""
 
 
 class Stepper:
@@ -81,19 +81,20 @@ class Stepper:
             return self.replica.gradients(tensors, self.factor(global_tokens))
 
     def factor(self, global_tokens: int) -> float:
-        """What the loss, summed over tokens, is multiplied by before a backward pass; routers multiply theirs, too."""
+        """Return the factor of a backward pass's loss, summed over tokens, and give it to the routers' penalties."""
         self.routing.factor = self.loss_scale.value / global_tokens
         return self.routing.factor
 
     def step(
         self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, lr: float, stop: bool = False
     ) -> Step:
-        """One optimizer step, the `step`-th, whose global batch has `global_tokens` valid tokens. Replicas that are
-        apart take their share of them to be the same.
+        """One optimizer step, the `step`-th, whose global batch has `global_tokens` valid tokens. Independent
+        replicas take their shares of them to be equal.
 
         `stop` on any rank is seen on all. Raises NotFiniteError, before the optimizer writes anything, when loss or
-        gradients are not finite (with fp16, when a smaller loss scale cannot help); where replicas are apart, when
-        they meet; RunError where memory is short. With sync=asp replicas take no such steps: see train/sync/asp.py."""
+        gradients are not finite (with fp16, when a smaller loss scale cannot help); independent replicas raise it when
+        they synchronize. Raises RunError where memory is short. With sync=asp the parameter server takes the steps
+        (train/sync/asp.py)."""
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
         tokens = global_tokens // self.independent_replicas
         loss = self.gradients(micro_batches, step, tokens)
@@ -123,8 +124,10 @@ class Stepper:
         return Step(mean, grad_norm, stop)
 
     def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:
-        """The square of the norm of this rank's gradients; loss, that square and whether to stop, (3,), on the way to
-        their sums over the ranks; and what to wait for until they are. The gradients are then the optimizer's."""
+        """Start summing loss, squared gradient norm and the request to stop over the ranks.
+
+        Returns the square of the norm of this rank's gradients, the tensor (3,) of the three that becomes their sums,
+        and what to wait for until it has. The gradients are then the optimizer's."""
         with self.memory.allocating("gradients"):
             square = self.optimizer.square_norm(self.loss_scale.value)
         # Everything is counted by one rank: a loss by one of those that read the same samples, a gradient's element by
@@ -146,7 +149,7 @@ class Stepper:
             self.replica.runner.restart([f.value for f in self.replica.fragments])
 
     def tensors(self, micro: MicroBatch, step: int, validates: bool = False) -> MicroTensors:
-        """What this rank computes of a micro-batch, on the device, with what its dropout masks in optimizer step `step`
+        """Move this rank's part of a micro-batch to the device, with what its dropout masks in optimizer step `step`
         derive from. When it `validates`, sequences do not travel in slices."""
         places = self.places_of_whole if validates else self.places
         tokens = torch.from_numpy(micro.tokens).to(self.device, non_blocking=True)

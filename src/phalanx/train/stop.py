@@ -16,7 +16,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal to stop has arrived."""
         return self.signal != 0
 
     def __enter__(self) -> StopRequest:

@@ -44,7 +44,7 @@ class UnflushedSteps:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is under way: the weights are those after the last step, on all ranks."""
+        """Whether no micro-batch is in flight: all ranks have the weights after the last step."""
         return not self.pipeline.running
 
     def step(

@@ -3,7 +3,7 @@
 Each replica computes the gradient of its share of a batch, sends it to the server (sync/server.py), and gets back the
 newest parameters and the next share. It waits for nobody: the parameters have moved on meanwhile, and the gradient is
 *stale* by as many updates as others made. The server's AdamW takes one step for every gradient, so a step of the global
-batch is as many updates as there are replicas. The replicas meet only where a validation or a checkpoint is due.
+batch is as many updates as there are replicas. The replicas synchronize only where a validation or a checkpoint is due.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Asynchronous:
     def _compute(
         self, micro_batches: Sequence[MicroBatch], reply: Reply, tokens: int, stop: bool
     ) -> tuple[Push, Tensor | None, str]:
-        """What to push: the facts, the flat gradient, and a problem if there is one."""
+        """Compute a share of a batch. Returns what to push, the flat gradient (n,), and a problem if there is one."""
         stepper, step = self.stepper, reply.chunk // self.replicas
         loss = stepper.gradients(micro_batches, step, tokens)
         gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.fragments]

@@ -54,7 +54,7 @@ class LocalSGD:
         spread(mean.div_(self.replicas.size), self.values)
 
     def state_tensors(self) -> State:
-        """What a checkpoint has to hold beside the optimizer's own state, the same in all replicas."""
+        """Return the state that a checkpoint has to hold beside the optimizer's own, the same in all replicas."""
         return {}
 
     def reload(self) -> None:
