@@ -69,7 +69,7 @@ def test_each_technique_is_one_line_of_rank_zero_in_the_order_in_which_they_comp
         "data parallel",
     ]
     assert results[0][0][1] == (
-        "tensor parallel: 2 ranks, vocabulary 11 + 1 padding, sequence parallel with 4 tokens of a sequence per rank"
+        "tensor parallel: 2 ranks, vocabulary 11 + 1 padding, sequence parallel with 4 tokens of each sequence per rank"
     )
     assert all(lines == [] for lines, _ in results[1:])
     assert all(changed == [] for _, changed in results), "layers are exchanged by name or by declared hooks"

@@ -138,7 +138,7 @@ def apply_tensor_parallel(parts: Construction) -> None:
     partial_ = frozenset(name for name in whole if layout.sp or name.endswith(WITHIN))
     parts.partials.append(PartialGradients(tp, partial_))
     if layout.sp:
-        line.append(f"sequence parallel with {parts.job.model.seq_len // tp.size} tokens of a sequence per rank")
+        line.append(f"sequence parallel with {parts.job.model.seq_len // tp.size} tokens of each sequence per rank")
     parts.log("%s", ", ".join(line))
 
 

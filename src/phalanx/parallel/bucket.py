@@ -34,7 +34,7 @@ class Slot:
 
 @dataclass
 class Bucket:
-    """Some parameters, with the state of their gradients' journey."""
+    """Parameters whose gradients are reduced together, and how far their reduction has come."""
 
     slots: list[Slot]
     shard: Axis

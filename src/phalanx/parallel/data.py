@@ -109,7 +109,7 @@ class Replica:
         self.fragments = self._fragments()
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
-        """`factor` × the gradient of the summed loss of a step's micro-batches. Returns that loss, in fp64, detached.
+        """Compute `factor` × the gradient of the micro-batches' summed loss. Returns that loss, in fp64, detached.
 
         Afterwards every fragment's gradient is the sum over all data ranks."""
         if self.runner is not None:
@@ -132,13 +132,13 @@ class Replica:
         return loss.detach()
 
     def begin_backward(self, stage: int, *, last: bool) -> None:
-        """Parameters of a stage are about to get gradients of another micro-batch, of the last one or not."""
+        """Prepare a stage's parameters for the gradients of another micro-batch, which may be the `last` one."""
 
     def end_backward(self, stage: int, *, last: bool) -> None:
-        """They have got them."""
+        """Note that a stage's parameters have the micro-batch's gradients."""
 
     def arrived(self, weight: Tensor) -> None:
-        """A gradient has been added to weight.grad, past autograd's hooks."""
+        """Note that a gradient was added to weight.grad, past autograd's hooks."""
 
     def finish(self) -> None:
         """Give the fragments their gradients: the last micro-batch has been back everywhere."""
@@ -151,7 +151,7 @@ class Replica:
             fragment.gradient = fragment.value.grad
 
     def loss(self, micro: MicroTensors) -> Tensor:
-        """The loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
+        """Return the loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
         with torch.no_grad():
             micro = replace(micro, noise=None)
             return self.objective(micro) if self.runner is None else self.runner.loss(micro)

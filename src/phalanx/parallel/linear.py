@@ -58,7 +58,7 @@ def defer_weight_grads(modules: Iterable[nn.Module], deferred: DeferredWeightGra
 
 
 class DeferredWeightGrads:
-    """The weight gradients of a model's linear layers: added up where they are to be, now or later.
+    """Computes the weight gradients of a model's linear layers at once or later, and adds them to weight.grad.
 
     They need only what a layer read and the gradient of what it wrote, and nothing waits for them but the optimizer:
     that is what lets a backward pass be cut in halves (Qi et al. 2023, section 2). The product itself adds to what
@@ -71,7 +71,8 @@ class DeferredWeightGrads:
         """The list to which products are deferred; None to compute them at once."""
 
     def take(self, weight: Tensor, multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> None:
-        """From the gradient (..., outputs) of what a layer wrote and what it read, (..., inputs)."""
+        """Take a weight's gradient as its factors: that of the layer's output, (..., outputs), and its input `x`
+        (..., inputs). It is computed at once, or deferred to `products`."""
         product = multiply, gradient, x, weight
         if self.products is None:
             self.add([product])

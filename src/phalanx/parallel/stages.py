@@ -15,7 +15,7 @@ from phalanx.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of layers. The first stage has the embeddings besides, the last one the final norm, head and loss."""
+    """Consecutive layers. The first stage has the embeddings as well, the last one the final norm, head and loss."""
 
     number: int
     layers: tuple[str, ...]

@@ -31,7 +31,7 @@ from phalanx.partition.tensor_slices import TensorSlice, piece
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How the layers of one model are cut."""
+    """How one model's layers are cut over the tp axis, and how its ranks communicate."""
 
     tp: Axis
     sequence: bool = False
@@ -42,19 +42,21 @@ class TensorParallel:
     """Takes the gradients of weights, where they do not go the way of autograd."""
 
     def share(self, x: Tensor) -> Tensor:
-        """This rank's tokens of `x` (batch, seq, ...): (batch, seq / tp, ...)."""
+        """Return this rank's tokens of `x` (batch, seq, ...): (batch, seq / tp, ...)."""
         batch, seq = x.shape[:2]
         tokens = x.flatten(0, 1).chunk(self.tp.size)[self.tp.rank]
         return tokens.unflatten(0, (batch, seq // self.tp.size))
 
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
-        """All ranks' tokens, (batch, seq, d_model) from shares (batch, seq / tp, d_model), and what to wait for."""
+        """Start gathering shares (batch, seq / tp, d_model). Returns all tokens, (batch, seq, d_model), and what to
+        wait for."""
         batch, seq, width = x.shape
         whole = x.new_empty(batch, seq * self.tp.size, width)
         return whole, self.tp.all_gather(whole.view(-1), x.contiguous().view(-1))
 
     def sum_shares(self, x: Tensor) -> tuple[Tensor, Any]:
-        """This rank's tokens of the sum of all ranks' `x` (batch, seq, d_model), and what to wait for."""
+        """Start summing all ranks' `x` (batch, seq, d_model). Returns this rank's tokens of the sum and what to wait
+        for."""
         batch, seq, width = x.shape
         share = x.new_empty(batch, seq // self.tp.size, width)
         return share, self.tp.reduce_scatter(share.view(-1), x.contiguous().view(-1))

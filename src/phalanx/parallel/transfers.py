@@ -21,7 +21,7 @@ AHEAD = 2
 
 
 class P2PMailbox(Protocol):
-    """How results reach the ranks that need them."""
+    """Brings results to the ranks that need them."""
 
     def receive(self, action: Action) -> Tensor | None:
         """Wait for the tensor that an action needs from another rank; None where it needs none."""
@@ -65,12 +65,12 @@ class Transfers:
                     self.sources[reader] = rank, place
 
     def begin(self, like: Tensor, shape: tuple[int, ...]) -> StepMailbox:
-        """A step in which every message has a shape, and the type and device of `like`."""
+        """Begin a step in which every message has `shape`, and the type and device of `like`."""
         return StepMailbox(self, like, shape)
 
 
 class StepMailbox:
-    """The messages of one step that are under way."""
+    """Sends and receives the messages of one step."""
 
     def __init__(self, transfers: Transfers, like: Tensor, shape: tuple[int, ...]):
         self.transfers, self.like, self.shape = transfers, like, shape

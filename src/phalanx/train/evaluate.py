@@ -14,7 +14,7 @@ from phalanx.parallel.micro import MicroTensors
 
 
 def validation_loss(replica: Replica, mesh: Mesh, batches: Iterable[MicroTensors], device: torch.device) -> float:
-    """Loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count."""
+    """Return the loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for micro in batches:
         loss: Tensor = replica.loss(micro)

@@ -122,7 +122,7 @@ class Trainer:
         if step.stop and state.step < milestones.last:
             raise StoppedError(
                 f"stopped by a signal at step {state.step} of {milestones.last}, with a checkpoint in "
-                f"{self.directory.checkpoints}; run the same command again to go on"
+                f"{self.directory.checkpoints}; run the same command again to resume"
             )
         return {**self._summary(step.loss, time.perf_counter() - began), **driver.report()}
 
@@ -157,9 +157,8 @@ class Trainer:
             f" (samples {first} to {first + self.batch.global_batch - 1})" if self.job.layout.sync == "bsp" else ""
         )
         return NotFiniteError(
-            f"{error}{samples}. The optimizer has not written it. Checkpoints in {self.directory.checkpoints} are from "
-            "before; a lower optimizer.lr, a longer optimizer.warmup_steps or train.precision=fp32 are what usually "
-            "helps"
+            f"{error}{samples}. The optimizer did not apply it, and checkpoints in {self.directory.checkpoints} "
+            "are older; a lower optimizer.lr, a longer optimizer.warmup_steps or train.precision=fp32 usually helps"
         )
 
     def _lr(self, step: int) -> float:

@@ -57,11 +57,9 @@ class Recorder:
         """Record the bytes that this rank sent per step, over the last `steps` steps, by axis and collective."""
         self.rows.write("traffic", step=step, steps=steps, traffic_bytes=ledger.traffic(steps))
         for text in ledger.lines(steps):
-            log.info("sent per step by each rank over %s", text)
+            log.info("sent per step by rank 0 over %s", text)
 
     def staleness(self, step: int, summary: dict[str, Any]) -> None:
         """Record how far the server's parameters had moved on when gradients arrived, since this attempt began."""
         self.rows.write("staleness", step=step, **summary)
-        log.info(
-            "staleness of %d gradients: mean %.3g, at most %d", summary["updates"], summary["mean"], summary["max"]
-        )
+        log.info("staleness of %d gradients: mean %.3g, max %d", summary["updates"], summary["mean"], summary["max"])
