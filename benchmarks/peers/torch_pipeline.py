@@ -40,7 +40,7 @@ class StageModule(nn.Module):
     def __init__(self, model: Transformer, stage: Stage):
         super().__init__()
         self.model, self.stage = model, stage
-        self.places = torch.arange(model.model.seq_len)
+        self.places = torch.arange(model.config.seq_len)
 
     def forward(self, x: Tensor) -> Tensor:
         """(micro_batch, seq_len) int64 or (micro_batch, seq_len, d_model) to the latter or to (..., vocabulary)."""
@@ -89,13 +89,13 @@ class TorchPipeline:
 def _module(job: Job, schedule: Schedule, rank: int, number: int, vocab: int) -> StageModule:
     """One of a rank's stages with its initial weights."""
     stages = Stages(schedule, rank, job.model, vocab, stages_of(job.model, job.layout, schedule.stages, vocab))
-    stages.held = {number: stages.held[number]}
+    stages.local_stages = {number: stages.local_stages[number]}
     with torch.device("meta"):
         model = Transformer(job.model, vocab)
     stages.keep(model)
     model.to_empty(device="cpu")
     initialise(model, job.model, job.train.seed)
-    return StageModule(model, stages.held[number])
+    return StageModule(model, stages.local_stages[number])
 
 
 def _stage(job: Job, module: StageModule, schedule: Schedule, micro_batch: int, vocab: int) -> pipelining.PipelineStage:

@@ -89,7 +89,7 @@ def test_outputs_and_gradients_equal_a_reference_written_in_loops(model: ModelCo
 
 def reference(made: under_test.MixtureOfExperts, x: Tensor) -> tuple[Tensor, dict[str, Tensor], list[int]]:
     """What the layer makes of `x`, its penalties by name, and how many tokens chose each expert: token by token."""
-    model, moe = made.model, made.model.moe
+    model, moe = made.config, made.config.moe
     per_group = moe.n_experts // moe.n_groups
     seq = x.shape[1]
     capacity = math.ceil(moe.capacity * seq * moe.top_k / moe.n_experts - 1e-9) if moe.capacity else seq

@@ -15,7 +15,7 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.fragments import wholes
+from phalanx.parallel.parameter_shards import wholes
 from phalanx.partition import batch as batch_equation
 from phalanx.train import learning_rate
 from phalanx.train.loop import Trainer

@@ -21,7 +21,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.config.run import RunOptions
 from phalanx.config.train import Train
 from phalanx.parallel.data import Replica
-from phalanx.parallel.fragments import ParameterShard
+from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train import learning_rate
 from phalanx.train.step import Stepper
 

@@ -7,10 +7,10 @@ import torch
 from parallel.steps import micro_batches
 from phalanx.config.job import Job
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.fragments import wholes
+from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipedream import PipeDream, version
 from phalanx.train.step import Stepper
-from phalanx.train.stream import Stream
+from phalanx.train.stream import UnflushedSteps
 
 LR = 1e-2
 
@@ -20,7 +20,7 @@ def streamed(ranks, job: Job, vocab: int, runs: list[int]):
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
     assert isinstance(stepper.replica.runner, PipeDream)
-    stream = Stream(stepper, stepper.replica.runner)
+    stream = UnflushedSteps(stepper, stepper.replica.runner)
     shown, step = [], 0
     for run in runs:
         for left in reversed(range(run)):

@@ -9,7 +9,7 @@ from phalanx.config.data import IGNORE
 from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.fragments import wholes
+from phalanx.parallel.parameter_shards import wholes
 from phalanx.partition import batch
 from phalanx.train.step import Stepper
 

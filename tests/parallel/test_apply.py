@@ -1,5 +1,6 @@
 """What apply makes of a model: the techniques that change how it computes, but not what."""
 
+import logging
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
+from phalanx.launch.ranks import Ranks
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import build
@@ -34,3 +36,40 @@ def test_compiled_blocks_compute_the_same(ranks):
     torch.testing.assert_close(loss, expected_loss)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def lines_and_changed_forwards(ranks: Ranks, layout: Layout) -> tuple[list[str], list[str]]:
+    """The log lines of one rank, and the modules whose `forward` is not that of their class."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("phalanx"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with torch.device("meta"):
+            model = Transformer(SHAPE, 11)
+        job = Job(model=SHAPE, layout=layout, train=Train(global_batch=4, cpu_linear="mkl"))
+        apply(model, job, build(layout, "cpu"), torch.device("cpu"))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    return lines, [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_each_technique_is_one_line_of_rank_zero_in_the_order_in_which_they_compose(ranks):
+    layout = Layout(dp_shard=2, tp=2, sp=True, cp=2, zero=1, recompute="selective", loss_chunk=8)
+    results = ranks(lines_and_changed_forwards, 8, layout)
+    assert [line.split(":")[0] for line in results[0][0]] == [
+        "mesh",
+        "tensor parallel",
+        "context parallel",
+        "recompute",
+        "loss",
+        "data parallel",
+    ]
+    assert results[0][0][1] == (
+        "tensor parallel: 2 ranks, vocabulary 11 + 1 padding, sequence parallel with 4 tokens of each sequence per rank"
+    )
+    assert all(lines == [] for lines, _ in results[1:])
+    assert all(changed == [] for _, changed in results), "layers are exchanged by name or by declared hooks"

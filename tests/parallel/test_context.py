@@ -19,7 +19,7 @@ from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import ring
 from phalanx.parallel.context import SplitSequences, connect
-from phalanx.parallel.mesh import build
+from phalanx.parallel.mesh import Mesh, build
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.ring import RingBlock, zigzag
 from phalanx.partition.sequence import grid, group_places, places
@@ -71,6 +71,13 @@ def core_of(case: StepSpec) -> CoreAttention:
     return CoreAttention(ModelConfig(n_heads=HEADS, d_model=HEADS * SIZE, dropout=case.dropout), 3)
 
 
+def connected(core: CoreAttention, layout: Layout, mesh: Mesh) -> nn.Module:
+    """The attention core of a rank with a share of every sequence."""
+    layers = nn.ModuleList([core])
+    connect(layers, layout, mesh)
+    return layers[0]
+
+
 def inputs_of(case: StepSpec) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Queries of the last slice, keys, values and the output's gradient of one process; documents."""
     torch.manual_seed(2)
@@ -119,8 +126,7 @@ def all_cases(ranks: Any, layout: Layout) -> list[str]:
 
         keys = here(layout, ranks.rank, case.slices)
         queries = keys[-SEQ // layout.cp :]
-        core = core_of(case)
-        connect(nn.ModuleList([core]), layout, mesh)  # pyright: ignore[reportArgumentType]
+        core = connected(core_of(case), layout, mesh)
         mine = [inputs[0][:, :, queries - first], inputs[1][:, :, keys], inputs[2][:, :, keys]]
         of_queries, of_keys = queries - first, keys
         found = attention(core, mine, gradient[:, :, of_queries], noise_of(case, queries), documents)
@@ -193,8 +199,7 @@ def with_tensor_parts(ranks: Any, layout: Layout) -> None:
     inputs, gradient, _ = inputs_of(case)
     expected = attention(core_of(case), inputs, gradient, noise_of(case, None), None)
     mine, half = here(layout, ranks.rank, 1), slice(HEADS // 2, HEADS)
-    core = core_of(case)
-    connect(nn.ModuleList([core]), layout, mesh)  # pyright: ignore[reportArgumentType]
+    core = connected(core_of(case), layout, mesh)
     noise = noise_of(case, mine)
     assert noise is not None
     found = attention(
@@ -214,8 +219,7 @@ def sent_by_a_layer(ranks: Any, layout: Layout, kv_heads: int) -> tuple[dict[str
     tokens = SEQ // layout.cp
     shapes = [(HEADS, SIZE), (kv_heads, SIZE), (kv_heads, 6)]
     q, k, v = (torch.randn(BATCH, heads, tokens, size, requires_grad=True) for heads, size in shapes)
-    core = core_of(StepSpec())
-    connect(nn.ModuleList([core]), layout, mesh)  # pyright: ignore[reportArgumentType]
+    core = connected(core_of(StepSpec()), layout, mesh)
     o = core(q, k, v, None)
     forward = {name: (e.calls, e.sent) for (_, name), e in mesh.ledger.entries.items()}
     mesh.ledger.clear()
@@ -258,8 +262,8 @@ def pairs_of(ranks: Any, layout: Layout, slices: int) -> tuple[int, int]:
     ring.attend, ring.gradients = counted("forward", attend), counted("backward", gradients)
     try:
         case = StepSpec(slices=slices)
-        core, inputs = core_of(case), inputs_of(case)[0]
-        connect(nn.ModuleList([core]), layout, build(layout, "cpu"))  # pyright: ignore[reportArgumentType]
+        inputs = inputs_of(case)[0]
+        core = connected(core_of(case), layout, build(layout, "cpu"))
         keys = here(layout, ranks.rank, slices)
         queries = torch.arange(SEQ // layout.cp)
         parts = [x[:, :, of].requires_grad_() for x, of in zip(inputs, (queries, keys, keys), strict=True)]

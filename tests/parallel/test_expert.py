@@ -67,7 +67,7 @@ def part_of(whole: layers.MixtureOfExperts, ep: Axis) -> layers.MixtureOfExperts
     """The same layer with this rank's experts."""
     dtype = whole.router.weight.dtype
     with torch.device("meta"):
-        layer = layers.MixtureOfExperts(whole.model, 0, layers.Routing(factor=0.25)).to(dtype)
+        layer = layers.MixtureOfExperts(whole.config, 0, layers.Routing(factor=0.25)).to(dtype)
     cut_experts(layer, ep)
     layer.to_empty(device="cpu")
     for (name, parameter), (_, of) in zip(layer.named_parameters(), whole.named_parameters(), strict=True):

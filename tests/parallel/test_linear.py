@@ -10,7 +10,14 @@ from phalanx.config.model import ModelConfig
 from phalanx.model.init import initialise
 from phalanx.model.layers import Linear
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.linear import DeferredWeightGrads, Product, collect, linear, onednn_is_faster, use_onednn
+from phalanx.parallel.linear import (
+    DeferredWeightGrads,
+    Product,
+    defer_weight_grads,
+    linear,
+    onednn_is_faster,
+    use_onednn,
+)
 
 size = st.integers(1, 33)
 
@@ -66,24 +73,24 @@ def test_collected_weight_gradients_are_autograd_s(put_off, tied, onednn):
     for collected in (False, True):
         model = Transformer(shape, 40).to(dtype)
         initialise(model, shape, 1)
-        later, products = DeferredWeightGrads(), list[list[Product]]()
+        deferred, products = DeferredWeightGrads(), list[list[Product]]()
         if onednn:
             use_onednn(model)
         if collected:
             names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-            later.arrived = lambda weight, names=names: arrived.append(names[weight])
-            collect(model.modules(), later)
+            deferred.arrived = lambda weight, names=names: arrived.append(names[weight])
+            defer_weight_grads(model.modules(), deferred)
         for micro in range(2):
             tokens = (torch.arange(32) * (3 + micro) % 40).reshape(2, 16)
             if put_off and collected:
                 products.append([])
-                later.products = products[-1]
+                deferred.products = products[-1]
             model(tokens).square().sum().backward()
-            later.products = None
+            deferred.products = None
         if put_off and collected:
             assert all(m.weight.grad is None for m in model.modules() if isinstance(m, Linear))
             for put in products:
-                later.add(put)
+                deferred.add(put)
         results.append({name: p.grad for name, p in model.named_parameters()})
     assert results[0].keys() == results[1].keys()
     for name, gradient in results[0].items():
@@ -96,9 +103,9 @@ def test_collected_weight_gradients_are_autograd_s(put_off, tied, onednn):
 
 def test_what_is_put_off_needs_what_was_read_and_the_gradient_of_what_was_written():
     x = torch.randn(3, 4, requires_grad=True)
-    layer, later = Linear(4, 5, bias=True), DeferredWeightGrads()
-    collect([layer], later)
-    later.products = put = []
+    layer, deferred = Linear(4, 5, bias=True), DeferredWeightGrads()
+    defer_weight_grads([layer], deferred)
+    deferred.products = put = []
     layer(x).sum().backward()
     assert (layer.weight.grad, x.grad is None, layer.bias.grad is None) == (None, False, False)
     ((_, gradient, read, of),) = put

@@ -50,7 +50,7 @@ def the_sums_along(ranks, layout, axes):
         total = torch.tensor([float(ranks.rank)])
         mesh.axis(axis).all_reduce(total).wait()
         found[axis] = int(total)
-    return found, mesh.speaks, mesh.data_rank, sorted(mesh.ledger.traffic())
+    return found, mesh.owns_loss, mesh.data_rank, sorted(mesh.ledger.traffic())
 
 
 def test_groups_along_axes_that_are_made_of_others(ranks):
@@ -75,7 +75,7 @@ def the_group_of_an_axis(ranks, layout):
             assert (mesh.axis(axis).size, mesh.axis(axis).rank) == (size, mesh.coordinates[axis])
             mesh.axis(axis).all_reduce(total).wait()
             sums[axis] = int(total)
-    return mesh.coordinates, sums, str(mesh), mesh.data_rank, mesh.speaks
+    return mesh.coordinates, sums, str(mesh), mesh.data_rank, mesh.owns_loss
 
 
 def test_groups_join_the_ranks_that_differ_along_one_axis(ranks):
@@ -127,7 +127,7 @@ def some_places_of_a_pipeline(ranks, layout):
         found.all_gather(members, torch.tensor([ranks.rank])).wait()
         assert members[found.rank] == ranks.rank
         members = members.tolist()
-    return mesh.coordinates["pp"], members, mesh.speaks, mesh.shards
+    return mesh.coordinates["pp"], members, mesh.owns_loss, mesh.is_sharded
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=3, dp_replicate=2), Layout(pp=4, tp=2)], ids=Layout.line)
@@ -146,17 +146,17 @@ def test_some_places_of_an_axis_form_an_axis_of_their_own(ranks, layout):
 def round_the_lanes(ranks, layout):
     """Each rank sends its number to both neighbours, up first, and receives in the other order."""
     mesh = build(layout, "cpu")
-    up, down = mesh.lanes("pp")
+    up, down = mesh.p2p_groups("pp")
     mine, place, last = torch.tensor([ranks.rank]), mesh.coordinates["pp"], layout.pp - 1
     works, got = [], {}
     if place < last:
         works.append(up.start_send(mine, place + 1))
     if place:
         works.append(down.start_send(mine, place - 1))
-    for lane, source in ((down, place + 1), (up, place - 1)):
+    for group, source in ((down, place + 1), (up, place - 1)):
         if 0 <= source <= last:
             got[source] = torch.zeros(1, dtype=torch.int64)
-            lane.start_receive(got[source], source).wait()
+            group.start_receive(got[source], source).wait()
     for work in works:
         work.wait()
     names = up.name, down.name, up.size, down.rank
@@ -177,14 +177,14 @@ def test_lanes_carry_messages_up_and_down_a_pipeline(ranks, layout):
 def test_one_neighbour_is_the_rank_itself():
     assert build(Layout(), "cpu").neighbours("tp", 1).size == 1
     assert build(Layout(), "cpu").among("pp", [0]).size == 1
-    assert [lane.size for lane in build(Layout(), "cpu").lanes("pp")] == [1, 1]
+    assert [group.size for group in build(Layout(), "cpu").p2p_groups("pp")] == [1, 1]
 
 
 def test_one_process_has_no_groups():
     mesh = build(Layout(), "cpu")
     assert (str(mesh), mesh.data_ranks, mesh.data_rank) == ("one rank", 1, 0)
-    assert mesh.speaks
-    assert not mesh.shards
+    assert mesh.owns_loss
+    assert not mesh.is_sharded
     for axis in (*mesh.lines, "world"):
         assert (mesh.axis(axis).size, mesh.axis(axis).rank, mesh.axis(axis).group) == (1, 0, None)
 

@@ -51,8 +51,8 @@ def live(ranks, layout: Layout) -> tuple[int, dict[int, int], int]:
         real(self, action, last=last)
         gc.collect()
         gradients = [p.grad for p in stepper.replica.objective.parameters() if p.grad is not None]
-        moving = [buffer for buffer, _ in self.mail.arriving.values()]
-        moving += [message for to in self.mail.leaving.values() for _, message, _ in to]
+        moving = [buffer for buffer, _ in self.mailbox.arriving.values()]
+        moving += [message for to in self.mailbox.leaving.values() for _, message, _ in to]
         moving += self.handed.values()
         others = _storages([*gradients, *moving])
         kept = sum(size for key, (ref, size) in made.storages.items() if key not in others and not ref.expired())

@@ -27,7 +27,7 @@ from phalanx.partition import batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.pipeline import schedule_of
 from phalanx.train.step import Stepper
-from phalanx.train.stream import Stream
+from phalanx.train.stream import UnflushedSteps
 
 Precision = Literal["fp64", "fp32", "bf16"]
 Gradients = Literal["same", "fp32"]
@@ -68,7 +68,7 @@ def counted(ranks, job: Job) -> tuple[Traffic, float]:
     ranks' experts, or as theirs back."""
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
-    steps = job.layout.sync_every if job.layout.apart > 1 else 1
+    steps = job.layout.sync_every if job.layout.independent_replicas > 1 else 1
     rows, table_of = [], expert._sizes_of_all
 
     def sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:
@@ -93,7 +93,7 @@ def counted(ranks, job: Job) -> tuple[Traffic, float]:
 def stream(job: Job, stepper: Stepper, steps: int) -> None:
     """A run of steps without a flush."""
     assert isinstance(stepper.replica.runner, PipeDream)
-    steps_on = Stream(stepper, stepper.replica.runner)
+    steps_on = UnflushedSteps(stepper, stepper.replica.runner)
     for step in range(steps):
         batches, valid = micro_batches(job, step, stepper.mesh.data_rank, VOCAB)
         following, _ = micro_batches(job, step + 1, stepper.mesh.data_rank, VOCAB)

@@ -14,6 +14,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
 from phalanx.parallel import mesh as meshes
+from phalanx.parallel.fsdp_private import is_whole
 from phalanx.parallel.tiling import Tile
 from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
@@ -116,8 +117,7 @@ def most_whole(ranks, layout: Layout) -> int:
 
     def watched(name):
         def collective(self, *tensors):
-            whole = (t._get_fsdp_state()._fsdp_param_group for t in tiles)
-            found.append(sum(not group.is_sharded for group in whole))
+            found.append(sum(is_whole(tile) for tile in tiles))
             return reals[name](self, *tensors)
 
         return collective

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.parallel.transfers import AHEAD, Mail, Transfers
+from phalanx.parallel.transfers import AHEAD, StepMailbox, Transfers
 from phalanx.schedule.catalogue import SCHEDULES, build, problems
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.timing import time
@@ -120,7 +120,7 @@ def test_every_action_reads_what_was_made_for_it(name):
     numbers = {action: float(n) for n, action in enumerate(a for program in schedule.programs for a in program)}
     made_for = {(rank, action): made for _, made, rank, action in needs(schedule)}
     lines = defaultdict[tuple[int, int], Line](Line)
-    mails: list[Mail] = []
+    mails: list[StepMailbox] = []
     for rank in range(3):
         wires = Wires(rank, lines)
         mails.append(Transfers(schedule, rank, wires, wires).begin(torch.zeros(()), (2,)))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,18 +22,24 @@ def change(job: Job, section: str, **values) -> Job:
 
 def train(ranks, job: Job, stop_at: int = 0):
     """Train as one of the ranks of a test's process group. `stop_at` acts as if a signal came in that step."""
-    stop = StopRequest()
+    stop = _StopInStep(stop_at)
     device = torch.device("cpu")
-    trainer = loop.Trainer(job, ranks, device, stop, Terminal(job.train.steps, visible=False))
-    real = trainer._steps
+    stop.trainer = loop.Trainer(job, ranks, device, stop, Terminal(job.train.steps, visible=False))
+    return stop.trainer.run()
 
-    def steps(feed):
-        if stop_at == trainer.state.step + 1:
-            stop.signal = signal.SIGTERM
-        return real(feed)
 
-    trainer._steps = steps
-    return trainer.run()
+class _StopInStep(StopRequest):
+    """A request to stop that comes while a trainer takes one of its steps, counted from 1; 0 for none."""
+
+    trainer: loop.Trainer
+
+    def __init__(self, step: int):
+        super().__init__()
+        self.step = step
+
+    @property
+    def requested(self) -> bool:
+        return 0 < self.step <= self.trainer.state.step + 1
 
 
 def moves_between(ranks, job: Job, layouts: Sequence[Layout]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from phalanx.config.optimizer import Optimizer
-from phalanx.parallel.fragments import ParameterShard
+from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.precision import LossScale
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import AdamW

@@ -14,8 +14,8 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError
-from phalanx.parallel.fragments import wholes
 from phalanx.parallel.mesh import build
+from phalanx.parallel.parameter_shards import wholes
 from phalanx.train.step import Stepper
 
 VOCAB = 13
@@ -88,7 +88,7 @@ def one_bad_value(ranks, job: Job, name: str) -> str:
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     fragment = next(f for f in stepper.replica.fragments if f.name == name)
     holders = torch.zeros(mesh.axis("world").size)
-    holders[ranks.rank] = float(fragment.value.numel() > 0 and fragment.piece.first)
+    holders[ranks.rank] = float(fragment.value.numel() > 0 and fragment.tensor_slice.first)
     mesh.axis("world").all_reduce(holders).wait()
     real = stepper.optimizer.square_norm
 

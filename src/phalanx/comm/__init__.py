@@ -1,1 +1,1 @@
-"""What ranks say to each other besides the collectives of training."""
+"""Communication: collectives along an axis, the ledger that counts them, and agreement between ranks."""

@@ -132,12 +132,12 @@ class Axis:
         dist.recv(x, group=self.group, group_src=source)
 
     def start_send(self, x: Tensor, target: int) -> Pending:
-        """The same without waiting. Messages to one rank keep their order."""
+        """Start sending `x` to the axis's rank `target`. Messages to one rank keep their order."""
         self.count("send", x)
         return _Then([dist.isend(x, group=self.group, group_dst=target)])
 
     def start_receive(self, x: Tensor, source: int) -> Pending:
-        """The same without waiting. Messages from one rank come in the order in which it sent them."""
+        """Start receiving into `x` from the axis's rank `source`. One rank's messages keep their order."""
         return _Then([dist.irecv(x, group=self.group, group_src=source)])
 
     def rotate(self, received: Tensor, x: Tensor) -> Pending:

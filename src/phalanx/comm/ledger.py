@@ -26,7 +26,7 @@ class LedgerEntry:
 
 
 class Ledger:
-    """What one rank has sent so far."""
+    """Counts the bytes that one rank has sent."""
 
     def __init__(self) -> None:
         self.entries: defaultdict[tuple[str, Collective], LedgerEntry] = defaultdict(LedgerEntry)
@@ -51,8 +51,8 @@ class Ledger:
         self.entries.clear()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is sent meanwhile (a validation, a checkpoint) is no part of a step's traffic."""
+    def untracked(self) -> Iterator[None]:
+        """Count nothing in a `with` block: a validation or a checkpoint is no part of a step's traffic."""
         before, self.counts = self.counts, False
         try:
             yield
@@ -64,20 +64,20 @@ class Ledger:
         return self.entries[axis, collective].sent if (axis, collective) in self.entries else 0.0
 
     def traffic(self, steps: int = 1) -> dict[str, dict[str, float]]:
-        """Bytes sent a step, {axis: {collective: bytes}}, as `phalanx predict --json` names them."""
+        """Bytes sent per step, {axis: {collective: bytes}}, as `phalanx predict --json` names them."""
         table: dict[str, dict[str, float]] = {}
         for (axis, collective), entry in sorted(self.entries.items()):
             table.setdefault(axis, {})[collective] = entry.sent / steps
         return table
 
     def lines(self, steps: int) -> list[str]:
-        """For a person, a line for each axis: bytes and calls a step."""
-        found = []
+        """Return a log line for each axis: bytes and calls per step."""
+        lines = []
         for axis in dict.fromkeys(axis for axis, _ in sorted(self.entries)):
             parts = []
             for (of, collective), entry in sorted(self.entries.items()):
                 if of == axis:
                     sent, calls = gib(int(entry.sent / steps)), counted(entry.calls / steps, "call")
                     parts.append(f"{collective.replace('_', '-')} {sent} in {calls}")
-            found.append(f"{axis}: {', '.join(parts)}")
-        return found
+            lines.append(f"{axis}: {', '.join(parts)}")
+        return lines

@@ -106,7 +106,7 @@ class Layout(Hashed):
         return self.cp // self.cp_ulysses
 
     @property
-    def apart(self) -> int:
+    def independent_replicas(self) -> int:
         """Replicas that do not sum their gradients with others': each computes by itself, on its share of the batch. 1
         with bsp, where all are one."""
         return 1 if self.sync == "bsp" else self.dp_replicate

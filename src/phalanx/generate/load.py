@@ -105,6 +105,6 @@ def fill(model: Transformer, manifest: Manifest, device: torch.device) -> None:
     one at a time. Raises CheckpointError where the checkpoint does not fit."""
     model.to_empty(device=device)
     with checkpoint.Reader(manifest, "model") as tensors:
-        tensors.require(parameter_shapes(model.model, manifest.meta["vocab_size"]))
+        tensors.require(parameter_shapes(model.config, manifest.meta["vocab_size"]))
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])

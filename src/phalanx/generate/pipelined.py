@@ -53,7 +53,7 @@ class PipelinedRun(LoadedRun):
 
     def tokens(self, prompt: Tensor, *, on_token: Callable[[Tensor], None] | None = None, **options: Any) -> Tensor:
         """As `sampling.generate`, token for token."""
-        return extend(self._follow, prompt, self.model.model, self.vocab, Sampling(**options), on_token)
+        return extend(self._follow, prompt, self.model.config, self.vocab, Sampling(**options), on_token)
 
     def _follow(self, tokens: Tensor, cache: Cache | None, choose: Choose) -> Tensor:
         model, axis = self.model, self.axis
@@ -63,7 +63,7 @@ class PipelinedRun(LoadedRun):
             x = model.embed_tokens(tokens, positions, None)
         else:
             like = next(model.parameters())
-            x = torch.empty(*tokens.shape, model.model.d_model, dtype=like.dtype, device=like.device)
+            x = torch.empty(*tokens.shape, model.config.d_model, dtype=like.dtype, device=like.device)
             axis.receive(x, axis.rank - 1)
         x = model.through(self.stage.layers, x, positions, None, cache)
         if cache is not None:
@@ -108,10 +108,10 @@ def load_part(run: Path, step: int, device: torch.device, pp: int) -> PipelinedR
     axis = meshes.build(Layout(pp=pp), device.type).axis("pp")
     model = empty_model(manifest)
     vocab = model.embed.num_embeddings
-    stages = _stages(model.model, vocab, pp, axis.rank)
+    stages = _stages(model.config, vocab, pp, axis.rank)
     stages.keep(model)
     fill(model, manifest, device)
-    [stage] = stages.held.values()
+    [stage] = stages.local_stages.values()
     return PipelinedRun(model, Tokenizer.load(run), device, manifest.step, stage, axis, vocab)
 
 

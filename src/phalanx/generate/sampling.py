@@ -56,7 +56,7 @@ def generate(
         return choose(model(tokens, cache=cache)[:, -1])
 
     options = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
-    return extend(follow, prompt_tokens, model.model, model.embed.num_embeddings, options, on_token)
+    return extend(follow, prompt_tokens, model.config, model.embed.num_embeddings, options, on_token)
 
 
 @torch.inference_mode()

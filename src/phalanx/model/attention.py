@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig
-from phalanx.model.layers import Linear
+from phalanx.model.layers import Linear, Project, Run, project, run
 from phalanx.model.noise import Noise
 from phalanx.model.rotary import rotate
 
@@ -26,7 +26,10 @@ class KeysAndValues(Protocol):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with as many key/value heads as query heads, or fewer (Ainslie et al. 2023)."""
+    """Causal self-attention with as many key/value heads as query heads, or fewer (Ainslie et al. 2023). A layout may
+    exchange `project`, by which the matrices that read the input are applied to it."""
+
+    project: Project = staticmethod(project)
 
     def __init__(self, model: ModelConfig, layer: int):
         super().__init__()
@@ -59,12 +62,14 @@ class Attention(nn.Module):
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model)."""
-        return self.wq(x), self.wk(x), self.wv(x)
+        return self.project((self.wq, self.wk, self.wv), x)
 
 
 class CoreAttention(nn.Module):
-    """softmax(q kᵀ / √head_size) v. A module of its own, without parameters, because layouts treat it apart: it is what
-    selective recomputation repeats and what context parallelism replaces."""
+    """softmax(q kᵀ / √head_size) v. A module of its own, without parameters, because layouts treat it apart: selective
+    recomputation exchanges `run`, by which `attend` is called, and context parallelism replaces the module."""
+
+    run: Run = staticmethod(run)
 
     def __init__(self, model: ModelConfig, layer: int):
         super().__init__()
@@ -73,6 +78,10 @@ class CoreAttention(nn.Module):
         self.site = f"blocks.{layer}.attn.probabilities"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
+        """Run `attend`."""
+        return self.run(self.attend, q, k, v, noise, documents)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
         """`q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` likewise to
         (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys.
 

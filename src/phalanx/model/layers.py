@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +24,24 @@ class Linear(nn.Linear):
         return self.multiply(input, self.weight, self.bias)
 
 
+Project = Callable[[Sequence[Linear], Tensor], tuple[Tensor, ...]]
+"""The outputs of linear layers that read the same input, one each: (layers, input)."""
+
+
+def project(layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+    """Apply each of `layers` to `x` (..., inputs): (..., outputs) each."""
+    return tuple([layer(x) for layer in layers])
+
+
+Run = Callable[..., Tensor]
+"""Calls a computation with its inputs: (computation, *inputs)."""
+
+
+def run(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return what `compute` makes of `inputs`."""
+    return compute(*inputs)
+
+
 class Activation:
     """What lies between the matrices of an MLP: GELU, exact or in its tanh form, or a SiLU gate (SwiGLU)."""
 
@@ -36,7 +55,9 @@ class Activation:
 
 class MLP(nn.Module):
     """Two matrices around a GELU, or three with a SiLU gate (SwiGLU, Shazeer 2020), of a hidden `width`: by default the
-    model's."""
+    model's. A layout may exchange `project`, by which the matrices that read the input are applied to it."""
+
+    project: Project = staticmethod(project)
 
     def __init__(self, model: ModelConfig, width: int | None = None):
         super().__init__()
@@ -53,7 +74,7 @@ class MLP(nn.Module):
 
     def widen(self, x: Tensor) -> tuple[Tensor, ...]:
         """The hidden activations, and the gate's where there is one, each (..., width)."""
-        return (self.up(x),) if self.gate is None else (self.up(x), self.gate(x))
+        return self.project((self.up,) if self.gate is None else (self.up, self.gate), x)
 
 
 def make_norm(model: ModelConfig, width: int | None = None) -> nn.Module:

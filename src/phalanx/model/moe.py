@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -111,13 +112,25 @@ class Router(Linear):
         return self.multiply(input, self.weight)
 
 
+Dispatch = Callable[["MixtureOfExperts", Tensor, Sizes, Tensor], tuple[Tensor, Tensor | None]]
+"""The outputs of a layer's routed and shared experts: (layer, rows, sizes, tokens), as `MixtureOfExperts.compute`."""
+
+
+def compute_here(moe: MixtureOfExperts, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Apply the experts of `moe`, all of which this rank holds."""
+    return moe.experts(rows, sizes), None if moe.shared is None else moe.shared(tokens)
+
+
 class MixtureOfExperts(nn.Module):
     """The mixture-of-experts layer of block `layer`: router, routed experts and, where there are any, the shared
-    experts, as one MLP of their common width (DeepSeek-V3, section 2.1.2)."""
+    experts, as one MLP of their common width (DeepSeek-V3, section 2.1.2). A layout may exchange `dispatch`, which
+    brings rows to their experts."""
+
+    dispatch: Dispatch = staticmethod(compute_here)
 
     def __init__(self, model: ModelConfig, layer: int, routing: Routing):
         super().__init__()
-        self.model, self.layer, self.routing = model, layer, routing
+        self.config, self.layer, self.routing = model, layer, routing
         moe = model.moe
         self.router = Router(model.d_model, moe.n_experts, bias=moe.bias_balanced)
         self.experts = Experts(model)
@@ -126,10 +139,10 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, d_model) to the same."""
         routes, tokens = self.route(x), x.flatten(0, 1)
-        top_k, gates = self.model.moe.top_k, routes.gates.flatten()
+        top_k, gates = self.config.moe.top_k, routes.gates.flatten()
         slots = self.slots(routes.chosen)
         padded = tokens
-        if self.model.moe.capacity:
+        if self.config.moe.capacity:
             # An empty row reads zeros, and what the expert makes of them goes to a token that does not exist.
             padded, gates = F.pad(tokens, (0, 0, 0, 1)), F.pad(gates, (0, 1))
         source = slots.choices // top_k
@@ -141,11 +154,11 @@ class MixtureOfExperts(nn.Module):
     def compute(self, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the experts make of `rows` (rows, d_model), sorted by expert, and the shared experts of all `tokens`
         (batch × seq, d_model). Together, so that a layout that sends rows elsewhere can do so meanwhile."""
-        return self.experts(rows, sizes), None if self.shared is None else self.shared(tokens)
+        return self.dispatch(self, rows, sizes, tokens)
 
     def route(self, x: Tensor) -> Routes:
         """The experts of each token of `x` (batch, seq, d_model), and their gates."""
-        moe, bias = self.model.moe, self.router.bias
+        moe, bias = self.config.moe, self.router.bias
         logits = self.router(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.sigmoid() if moe.router == "sigmoid" else logits.softmax(-1)
@@ -160,7 +173,7 @@ class MixtureOfExperts(nn.Module):
 
     def _choose(self, scores: Tensor) -> Tensor:
         """The top_k experts by `scores` (batch, seq, n_experts), within the best groups where there are several."""
-        moe = self.model.moe
+        moe = self.config.moe
         if moe.n_groups > 1:
             grouped = scores.unflatten(-1, (moe.n_groups, -1))
             of_group = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
@@ -171,7 +184,7 @@ class MixtureOfExperts(nn.Module):
 
     def _account(self, logits: Tensor, scores: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """The same gates, whose backward pass also puts in the penalties' gradients and notes them and the loads."""
-        moe, counts = self.model.moe, _counts(chosen.flatten(1), self.model.moe.n_experts)
+        moe, counts = self.config.moe, _counts(chosen.flatten(1), self.config.moe.n_experts)
         penalties: dict[str, Tensor] = {}
         if moe.aux_loss:
             of_sequence = self.routing.sequences.sum(counts).to(scores.dtype)
@@ -188,15 +201,15 @@ class MixtureOfExperts(nn.Module):
 
     def slots(self, chosen: Tensor) -> Slots:
         """Rows for the choices (batch, seq, top_k): all of them, or those within the experts' capacity."""
-        if self.model.moe.capacity:
+        if self.config.moe.capacity:
             return self._within_capacity(chosen)
         flat = chosen.flatten()
-        sizes = _counts(flat.unsqueeze(0), self.model.moe.n_experts)[0]
+        sizes = _counts(flat.unsqueeze(0), self.config.moe.n_experts)[0]
         return Slots(flat.argsort(stable=True), sizes)
 
     def _within_capacity(self, chosen: Tensor) -> Slots:
         """As many rows for each expert and sequence, whether filled or not, so that no size depends on the data."""
-        moe, sequences = self.model.moe, self.routing.sequences
+        moe, sequences = self.config.moe, self.routing.sequences
         batch, seq, _ = chosen.shape
         whole = sequences.whole(chosen)
         capacity = moe.most_tokens(whole.shape[1])

@@ -25,7 +25,7 @@ from phalanx.errors import JobError
 from phalanx.model.attention import Attention, KeysAndValues
 from phalanx.model.cache import Cache
 from phalanx.model.latent import LatentAttention
-from phalanx.model.layers import MLP, Multiply, make_norm
+from phalanx.model.layers import MLP, Multiply, Run, make_norm, run
 from phalanx.model.moe import MixtureOfExperts, Routing
 from phalanx.model.noise import Noise, dropout
 from phalanx.model.rotary import rotary_table
@@ -43,9 +43,9 @@ class Transformer(nn.Module):
         if problems := [f"{path}: {message}" for path, message in model_problems(model)]:
             raise JobError(problems)
         vocab = vocabulary(model, vocab_size)
-        self.model = model
+        self.config = model
         self.embed = nn.Embedding(vocab, model.d_model)
-        self.positions = nn.Embedding(model.seq_len, model.d_model) if model.positions == "learned" else None
+        self.positions = PositionEmbedding(model.seq_len, model.d_model) if model.positions == "learned" else None
         self.routing = Routing()
         blocks = {str(layer): Block(model, layer, self.routing) for layer in range(model.n_layers)}
         self.blocks = nn.ModuleDict(blocks)
@@ -110,25 +110,37 @@ class Transformer(nn.Module):
         """What the first block reads, (batch, seq, d_model)."""
         x = self.embed(tokens)
         if self.positions is not None:
-            if len(positions) > self.model.seq_len:
+            if len(positions) > self.config.seq_len:
                 raise JobError(
-                    f"{len(positions)} tokens, but the model has {self.model.seq_len} learned positions: "
+                    f"{len(positions)} tokens, but the model has {self.config.seq_len} learned positions: "
                     "shorten the input or train with a larger model.seq_len"
                 )
-            x = x + self.positions(positions)
-        return dropout(x, self.model.dropout, noise, "embed")
+            x = x + self.positions(positions, tokens.shape)
+        return dropout(x, self.config.dropout, noise, "embed")
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What the blocks need to rotate queries and keys of `positions` (seq,); None for learned positions."""
-        return rotary_table(self.model, positions, dtype) if self.model.positions == "rope" else None
+        return rotary_table(self.config, positions, dtype) if self.config.positions == "rope" else None
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., vocab) from what `normed` gave, (..., d_model)."""
-        return self.head(x, self.embed.weight if self.model.tied else None)
+        return self.head(x, self.embed.weight if self.config.tied else None)
+
+
+class PositionEmbedding(nn.Embedding):
+    """Learned positions: a vector (d_model,) for each of seq_len positions."""
+
+    def forward(self, input: Tensor, shape: torch.Size) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return what is added to the embeddings of tokens of `shape` (batch, seq) at positions `input` (seq,):
+        (seq, d_model), the same for every sequence."""
+        return super().forward(input)
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP or experts, each on a normalised copy of the residual stream and added to it."""
+    """One layer: attention, then MLP or experts, each on a normalised copy of the residual stream and added to it. A
+    layout may exchange `run`, by which `compute` is called."""
+
+    run: Run = staticmethod(run)
 
     def __init__(self, model: ModelConfig, layer: int, routing: Routing):
         super().__init__()
@@ -150,6 +162,17 @@ class Block(nn.Module):
         noise: Noise | None,
         cache: KeysAndValues | None,
         documents: Tensor | None = None,
+    ) -> Tensor:
+        """Run `compute`."""
+        return self.run(self.compute, x, rotary, noise, cache, documents)
+
+    def compute(
+        self,
+        x: Tensor,
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: KeysAndValues | None,
+        documents: Tensor | None,
     ) -> Tensor:
         """(batch, seq, d_model) to the same."""
         attended = self.attn(self.attn_norm(x), rotary, noise, cache, documents)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -11,18 +11,17 @@ from torch import nn
 
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Job
-from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.model.init import initial_value
 from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import context, expert, tensor, vocabulary
-from phalanx.parallel.data import PartialGradients, Pieces, Replica, ThreadReplicas
-from phalanx.parallel.fragments import by_whole
+from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
 from phalanx.parallel.fsdp import ShardedReplica
-from phalanx.parallel.linear import DeferredWeightGrads, collect, onednn_is_faster, use_onednn
+from phalanx.parallel.linear import DeferredWeightGrads, defer_weight_grads, onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import ChunkedObjective, Loss, Objective
+from phalanx.parallel.parameter_shards import by_whole
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.recompute import recompute
@@ -42,156 +41,213 @@ log = logging.getLogger(__name__)
 def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Replica:
     """Apply the job's techniques to `model`, which lies on the meta device, and put it, initialised, on `device`.
 
-    A pipeline comes first: of the model it leaves this rank's layers. Then inner techniques: what cuts a layer (tensor,
-    sequence, context, expert parallel) or changes its kernels, then what wraps blocks (recompute, compile), then what
-    spreads the whole over data ranks. Each is one log line.
+    Each technique does nothing where the job does not ask for it, and is one log line of rank 0 where it does. Those
+    that remove or cut layers come first, then those that exchange a layer's kernels, then what wraps blocks, then what
+    spreads the whole over the data ranks. Raises JobError for threads on a device that is no CPU.
     """
-    log.info("mesh: %s", mesh)
-    layout, dtype, vocab = job.layout, model.embed.weight.dtype, model.embed.num_embeddings
-    stages = _stages(model, job, mesh, vocab) if layout.pp > 1 else None
-    # Where no backward pass is cut in halves, autograd's own way is some 2 % faster.
-    later = DeferredWeightGrads() if stages and stages.schedule.splits else None
-    lanes = mesh.lanes("pp")  # of all ranks, so before the groups that only some of them make
-    pieces, partials, taken = _cut(model, mesh, layout, vocab, later)
-    _deal_out(model, mesh, layout)
-    partials += _shared(mesh, stages, pieces) if stages else []
-    names = {}
-    if layout.tiles > 1:
-        pieces, names = tile(model, pieces, layout.tiles)
-        log.info("tiles: %d parameters in %d tiles each", len(set(names.values())), layout.tiles)
-    if job.train.cpu_linear == "onednn" or (
-        job.train.cpu_linear == "auto" and not job.train.compile and onednn_is_faster(device, dtype)
-    ):
-        log.info("linear layers: %d through oneDNN", use_onednn(model))
-    if later is not None:
-        # Matrices that tensor parallelism has cut leave theirs to it by themselves; a head that works through its
-        # tokens in chunks has one gradient all the same.
-        taken |= {model.head} if layout.loss_chunk else set()
-        collect((module for module in model.modules() if module not in taken), later)
-    if written(layout) != "none":
-        log.info("recompute: %s, %d modules here", written(layout), recompute(model, layout))
-    if job.train.compile:
-        for block in model.blocks.values():
-            block.compile()
-        log.info("compile: %d blocks, each on its own", len(model.blocks))
-    replica = _spread(_objective(model, mesh, layout, vocab), pieces, partials, job, mesh, device, stages, names)
-    for fragment in replica.fragments:
-        fragment.whole_name = names.get(fragment.name, fragment.name)
-        fragment.copy = stages is not None and stages.holders(fragment.whole_name)[0] != stages.rank
-    if stages is not None:
-        parts = layout.tp if layout.sp else 1
-        kind = Pipeline if stages.schedule.steps == 1 else PipeDream
-        replica.runner = kind(replica, stages, lanes, later or DeferredWeightGrads(), parts)
-    _initialise(replica, job, mesh)
+    parts = Construction(model, job, mesh, device)
+    parts.log("mesh: %s", mesh)
+    apply_pipeline(parts)
+    apply_tensor_parallel(parts)
+    apply_context_parallel(parts)
+    apply_expert_parallel(parts)
+    sum_between_stages(parts)
+    apply_tiling(parts)
+    apply_onednn(parts)
+    apply_deferred_weight_grads(parts)
+    apply_recompute(parts)
+    apply_compile(parts)
+    objective = apply_loss(parts)
+    replica = apply_data_parallel(parts, objective)
+    run_by_schedule(parts, replica)
+    initialise(parts, replica)
     return replica
 
 
-def _stages(model: Transformer, job: Job, mesh: Mesh, vocab: int) -> Stages:
-    """Pipeline parallelism: what of the model this rank holds. The rest is taken out of it."""
+@dataclass
+class Construction:
+    """A model on its way from a plain one to a parallel one, and what one technique leaves for those after it."""
+
+    model: Transformer
+    job: Job
+    mesh: Mesh
+    device: torch.device
+    vocab: int = field(init=False)
+    """Tokens of the vocabulary, without padding."""
+    dtype: torch.dtype = field(init=False)
+    """The parameters' type."""
+    stages: Stages | None = None
+    """The part of the pipeline that this rank holds."""
+    p2p_groups: tuple[Axis, Axis] | None = None
+    """The pipeline's process groups for messages, Mesh.p2p_groups("pp"); None without a pipeline."""
+    deferred: DeferredWeightGrads | None = None
+    """Takes weight gradients, where backward passes are cut in halves."""
+    tensor_slices: TensorSlices = field(default_factory=dict)
+    partials: list[PartialGradients] = field(default_factory=list)
+    plain_names: dict[str, str] = field(default_factory=dict)
+    """Names in the plain model of the parameters that have another one: those of tiles."""
+    deferring: set[nn.Module] = field(default_factory=set)
+    """Linear layers that leave their weight gradients to `deferred` already."""
+
+    def __post_init__(self) -> None:
+        self.vocab, self.dtype = self.model.embed.num_embeddings, self.model.embed.weight.dtype
+
+    def log(self, line: str, *values: object) -> None:
+        """Log a line once for all ranks."""
+        log.log(logging.INFO if self.mesh.axis("world").rank == 0 else logging.DEBUG, line, *values)
+
+
+def apply_pipeline(parts: Construction) -> None:
+    """Take the layers of other ranks' stages out of the model."""
+    job, mesh, vocab = parts.job, parts.mesh, parts.vocab
+    if job.layout.pp == 1:
+        return
     accumulation = batch.solve(job.train.global_batch, job.layout).accumulation
     schedule = schedule_of(job.layout, accumulation)
     cut = stages_of(job.model, job.layout, schedule.stages, vocab)
-    stages = Stages(schedule, mesh.coordinates["pp"], job.model, vocab, cut)
-    stages.keep(model)
-    log.info(
-        "pipeline: %s, %d micro-batches, %s", schedule.name, accumulation, shown(cut, layer_costs(job.model, vocab))
-    )
-    return stages
+    parts.stages = Stages(schedule, mesh.coordinates["pp"], job.model, vocab, cut)
+    parts.stages.keep(parts.model)
+    # All ranks of the axis make these groups, so before those that only some of them make.
+    parts.p2p_groups = mesh.p2p_groups("pp")
+    # Where no backward pass is cut in halves, autograd's own way is some 2 % faster.
+    parts.deferred = DeferredWeightGrads() if schedule.splits else None
+    costs = layer_costs(job.model, vocab)
+    parts.log("pipeline: %s, %d micro-batches, %s", schedule.name, accumulation, shown(cut, costs))
 
 
-def _shared(mesh: Mesh, stages: Stages, pieces: Pieces) -> list[PartialGradients]:
-    """Parameters that several ranks of a pipeline hold: the embedding where it is the head's as well, and with a second
-    direction all of them. The ranks add up what each has found."""
-    names: dict[tuple[int, ...], set[str]] = {}
-    for name in pieces:
-        if len(ranks := tuple(sorted(stages.holders(name)))) > 1:
-            names.setdefault(ranks, set()).add(name)
-    return [PartialGradients(mesh.among("pp", ranks), frozenset(shared)) for ranks, shared in sorted(names.items())]
-
-
-def _cut(
-    model: Transformer, mesh: Mesh, layout: Layout, vocab: int, later: DeferredWeightGrads | None
-) -> tuple[Pieces, list[PartialGradients], set[nn.Module]]:
-    """Tensor and sequence parallelism: what each tensor rank holds, whose gradients have to be summed over them, and
-    the layers whose products it makes."""
-    tp = mesh.axis("tp")
-    pieces = tensor.cut_parameters(model, tp)
+def apply_tensor_parallel(parts: Construction) -> None:
+    """Cut matrices over the tp axis, with `sp` the tokens between them as well."""
+    model, mesh, layout, tp = parts.model, parts.mesh, parts.job.layout, parts.mesh.axis("tp")
+    slices = parts.tensor_slices = tensor.cut_parameters(model, tp)
     if tp.size == 1:
-        return pieces, [], set()
+        return
+    n_layers = parts.job.model.n_layers
     # A block that is computed again gathers its inputs then.
-    keeps = [layer for layer in model.blocks if recompute_of(layout, int(layer), model.model.n_layers) == "full"]
-    taken = tensor.connect(model, tensor.TensorParallel(tp, layout.sp, layout.sp_regather, later), keeps)
-    padding = padded_vocabulary(vocab, tp.size) - vocab
-    log.info("tensor parallel: %d ranks%s", tp.size, f", vocabulary {vocab} + {padding} padding" if padding else "")
-    partials = []
-    copies = max(piece[0].copies for piece in pieces.values() if piece[0].dim is not None)
-    if copies > 1:
-        shared = frozenset(name for name, piece in pieces.items() if piece[0].dim is not None and piece[0].copies > 1)
-        partials.append(PartialGradients(mesh.neighbours("tp", copies), shared))
-        log.info("tensor parallel: each key/value head on %d ranks", copies)
-    whole = (name for name, piece in pieces.items() if piece[0].dim is None and not name.endswith(BALANCING))
-    partials.append(PartialGradients(tp, frozenset(name for name in whole if layout.sp or name.endswith(WITHIN))))
+    keeps = [layer for layer in model.blocks if recompute_of(layout, int(layer), n_layers) == "full"]
+    how = tensor.TensorParallel(tp, layout.sp, layout.sp_regather, parts.deferred)
+    parts.deferring |= tensor.connect(model, how, keeps)
+    line = [f"tensor parallel: {tp.size} ranks"]
+    if padding := padded_vocabulary(parts.vocab, tp.size) - parts.vocab:
+        line.append(f"vocabulary {parts.vocab} + {padding} padding")
+    cut = {name: own[0] for name, own in slices.items() if own[0].dim is not None}
+    if (copies := max(own.copies for own in cut.values())) > 1:
+        shared = frozenset(name for name, own in cut.items() if own.copies > 1)
+        parts.partials.append(PartialGradients(mesh.neighbours("tp", copies), shared))
+        line.append(f"each key/value head on {copies} ranks")
+    whole = [name for name in slices if name not in cut and not name.endswith(BALANCING)]
+    partial_ = frozenset(name for name in whole if layout.sp or name.endswith(WITHIN))
+    parts.partials.append(PartialGradients(tp, partial_))
     if layout.sp:
-        log.info("sequence parallel: %d tokens of a sequence a rank", model.model.seq_len // tp.size)
-    return pieces, partials, taken
+        line.append(f"sequence parallel with {parts.job.model.seq_len // tp.size} tokens of each sequence per rank")
+    parts.log("%s", ", ".join(line))
 
 
-def _deal_out(model: Transformer, mesh: Mesh, layout: Layout) -> None:
-    """Context and expert parallelism: each rank has some tokens of every sequence, and some experts."""
-    if layout.cp > 1:
-        context.connect(model, layout, mesh)
-        model.routing.sequences = context.SplitSequences(layout, mesh.axis("cp"))
-        ways = [f"ring of {layout.ring}"] if layout.ring > 1 else []
-        ways += [f"Ulysses over {layout.cp_ulysses}"] if layout.cp_ulysses > 1 else []
-        log.info("context parallel: %s, %d tokens a rank", " × ".join(ways), model.model.seq_len // layout.cp)
-    if layout.ep > 1:
-        ep, experts = mesh.axis("ep"), model.model.moe.n_experts
-        expert.cut_experts(model, ep)
-        expert.connect(model, ep)
-        log.info("expert parallel: %d of %d experts a rank", experts // ep.size, experts)
+def apply_context_parallel(parts: Construction) -> None:
+    """Give each cp rank a share of every sequence's tokens."""
+    layout = parts.job.layout
+    if layout.cp == 1:
+        return
+    context.connect(parts.model, layout, parts.mesh)
+    parts.model.routing.sequences = context.SplitSequences(layout, parts.mesh.axis("cp"))
+    ways = [f"ring of {layout.ring}"] if layout.ring > 1 else []
+    ways += [f"Ulysses over {layout.cp_ulysses}"] if layout.cp_ulysses > 1 else []
+    tokens = parts.job.model.seq_len // layout.cp
+    parts.log("context parallel: %s, %d tokens per rank", " × ".join(ways), tokens)
 
 
-def _objective(model: Transformer, mesh: Mesh, layout: Layout, vocab: int) -> Objective:
+def apply_expert_parallel(parts: Construction) -> None:
+    """Give each ep rank some of the routed experts."""
+    if parts.job.layout.ep == 1:
+        return
+    ep, experts = parts.mesh.axis("ep"), parts.job.model.moe.n_experts
+    expert.cut_experts(parts.model, ep)
+    expert.connect(parts.model, ep)
+    parts.log("expert parallel: %d of %d experts per rank", experts // ep.size, experts)
+
+
+def sum_between_stages(parts: Construction) -> None:
+    """Sum the gradients of parameters that several ranks of a pipeline hold: of the embedding where it is the head's as
+    well, and with a second direction of all."""
+    if parts.stages is None:
+        return
+    names: dict[tuple[int, ...], set[str]] = {}
+    for name in parts.tensor_slices:
+        if len(ranks := tuple(sorted(parts.stages.holders(name)))) > 1:
+            names.setdefault(ranks, set()).add(name)
+    for ranks, shared in sorted(names.items()):
+        parts.partials.append(PartialGradients(parts.mesh.among("pp", ranks), frozenset(shared)))
+
+
+def apply_tiling(parts: Construction) -> None:
+    """Run the MLP's matrices in tiles."""
+    tiles = parts.job.layout.tiles
+    if tiles > 1:
+        parts.tensor_slices, parts.plain_names = tile(parts.model, parts.tensor_slices, tiles)
+        parts.log("tiles: %d parameters in %d tiles each", len(set(parts.plain_names.values())), tiles)
+
+
+def apply_onednn(parts: Construction) -> None:
+    """Exchange the product of linear layers, on CPUs where oneDNN's is faster."""
+    train = parts.job.train
+    chosen = train.cpu_linear == "auto" and not train.compile and onednn_is_faster(parts.device, parts.dtype)
+    if chosen or train.cpu_linear == "onednn":
+        parts.log("linear layers: %d through oneDNN", use_onednn(parts.model))
+
+
+def apply_deferred_weight_grads(parts: Construction) -> None:
+    """Have layers leave the gradients of their weights to the second half of the backward pass, where it has two."""
+    if parts.deferred is None:
+        return
+    deferring = set(parts.deferring)
+    if parts.job.layout.loss_chunk:
+        deferring.add(parts.model.head)  # it works through its tokens in chunks, and has one gradient all the same
+    defer_weight_grads((module for module in parts.model.modules() if module not in deferring), parts.deferred)
+
+
+def apply_recompute(parts: Construction) -> None:
+    """Save only the inputs of blocks, or of their attention cores."""
+    layout = parts.job.layout
+    if written(layout) != "none":
+        parts.log("recompute: %s, %d modules here", written(layout), recompute(parts.model, layout))
+
+
+def apply_compile(parts: Construction) -> None:
+    """Compile every block on its own."""
+    if parts.job.train.compile:
+        for block in parts.model.blocks.values():
+            block.compile()
+        parts.log("compile: %d blocks, each on its own", len(parts.model.blocks))
+
+
+def apply_loss(parts: Construction) -> Objective:
+    """Put the loss after the model: over a vocabulary that is cut, and with `loss_chunk` for some tokens at a time."""
+    tp, chunk = parts.mesh.axis("tp"), parts.job.layout.loss_chunk
     loss: Loss = cross_entropy_sum
-    if mesh.axis("tp").size > 1:
-        loss = partial(vocabulary.cross_entropy_sum, tp=mesh.axis("tp"), vocab=vocab)
-    if not layout.loss_chunk:
-        return Objective(model, loss)
-    log.info("loss: the logits of %d tokens at a time", layout.loss_chunk)
-    return ChunkedObjective(model, layout.loss_chunk, loss)
+    if tp.size > 1:
+        loss = partial(vocabulary.cross_entropy_sum, tp=tp, vocab=parts.vocab)
+    if not chunk:
+        return Objective(parts.model, loss)
+    parts.log("loss: the logits of %d tokens at a time", chunk)
+    return ChunkedObjective(parts.model, chunk, loss)
 
 
-def _spread(
-    objective: Objective,
-    pieces: Pieces,
-    partials: list[PartialGradients],
-    job: Job,
-    mesh: Mesh,
-    device: torch.device,
-    stages: Stages | None,
-    names: Mapping[str, str],
-) -> Replica:
-    """Data parallelism in the layout's form. `names` are those of the plain model, where a parameter has another."""
-    layout, tp = job.layout, mesh.axis("tp")
-    shard = mesh.axis("shard")
-    # Replicas that agree by other means (train/sync) do not sum their gradients.
-    replicate = Axis("dp_replicate") if layout.apart > 1 else mesh.axis("dp_replicate")
-    gradient_dtype = torch.float32 if job.train.gradients == "fp32" else None
-    if shard.size > 1 and layout.zero == 3:
-        replica = ShardedReplica(
-            objective,
-            pieces,
-            tp,
-            partials,
-            mesh=mesh,
-            replicate=replicate,
-            layout=layout,
-            device=device,
-            gradient_dtype=gradient_dtype,
-            stages={number: stage.layers for number, stage in stages.held.items()} if stages else None,
-        )
-        hybrid = f" × {replicate.size} replicas (HSDP)" if replicate.size > 1 else ""
-        log.info("data parallel: ZeRO-3 (FSDP2) over %d ranks%s, reshard %s", shard.size, hybrid, layout.reshard)
+def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
+    """Spread the model over the data ranks in the layout's form, and give it memory."""
+    job, layout, mesh, device = parts.job, parts.job.layout, parts.mesh, parts.device
+    model = LocalModel(objective, parts.tensor_slices, mesh.axis("tp"), parts.partials, parts.plain_names, parts.stages)
+    sums = GradientSum(
+        shard=mesh.axis("shard"),
+        # Replicas that agree by other means (train/sync) do not sum their gradients.
+        replicate=Axis("dp_replicate") if layout.independent_replicas > 1 else mesh.axis("dp_replicate"),
+        dtype=torch.float32 if job.train.gradients == "fp32" else None,
+        every_micro_batch=layout.accumulate == "sharded",
+        experts=(mesh.axis("ep"), mesh.axis("edp")) if layout.ep > 1 else None,
+    )
+    shards, replicas = sums.shard.size, sums.replicate.size
+    if shards > 1 and layout.zero == 3:
+        replica = ShardedReplica(model, sums, mesh, layout, device)
+        hybrid = f" × {replicas} replicas (HSDP)" if replicas > 1 else ""
+        parts.log("data parallel: ZeRO-3 (FSDP2) over %d ranks%s, reshard %s", shards, hybrid, layout.reshard)
         return replica
     objective.to_empty(device=device)
     if layout.data_parallel == "threads" and layout.dp_replicate > 1:
@@ -200,37 +256,33 @@ def _spread(
                 f"layout.data_parallel=threads is a baseline for CPUs, this rank's device is {device}; "
                 "ddp runs on both, cluster.device=cpu runs threads"
             )
-        log.info("data parallel: %d threads of one process", layout.dp_replicate)
-        return ThreadReplicas(objective, pieces, tp, layout.dp_replicate)
-    if shard.size * replicate.size == 1:
-        return Replica(objective, pieces, tp, partials)
-    replica = BucketReplica(
-        objective,
-        pieces,
-        tp,
-        partials,
-        shard=shard,
-        replicate=replicate,
-        zero=layout.zero,
-        bucket_mb=layout.bucket_mb,
-        gradient_dtype=gradient_dtype,
-        every_micro_batch=layout.accumulate == "sharded",
-        experts=(mesh.axis("ep"), mesh.axis("edp")) if layout.ep > 1 else None,
-        users=lambda name: stages.users(names.get(name, name)) if stages else (0,),
-        holders=lambda name: stages.holders(names.get(name, name)) if stages else (0,),
-    )
-    kinds = [f"ZeRO-{layout.zero} over {shard.size} ranks"] if shard.size > 1 else []
-    kinds += [f"DDP over {replicate.size} ranks"] if replicate.size > 1 else []
-    log.info("data parallel: %s, %s", " × ".join(kinds), counted(len(replica.buckets), "bucket"))
+        parts.log("data parallel: %d threads of one process", layout.dp_replicate)
+        return ThreadReplicas(model, layout.dp_replicate)
+    if shards * replicas == 1:
+        return Replica(model)
+    replica = BucketReplica(model, sums, zero=layout.zero, bucket_mb=layout.bucket_mb)
+    kinds = [f"ZeRO-{layout.zero} over {shards} ranks"] if shards > 1 else []
+    kinds += [f"DDP over {replicas} ranks"] if replicas > 1 else []
+    parts.log("data parallel: %s, %s", " × ".join(kinds), counted(len(replica.buckets), "bucket"))
     return replica
 
 
-def _initialise(replica: Replica, job: Job, mesh: Mesh) -> None:
-    """Every rank draws the whole of one parameter after the other and takes its share; replicas take the first's."""
+def run_by_schedule(parts: Construction, replica: Replica) -> None:
+    """Have the replica's micro-batches run by the pipeline's schedule."""
+    if parts.stages is None or parts.p2p_groups is None:
+        return
+    token_parts = parts.mesh.axis("tp").size if parts.job.layout.sp else 1
+    kind = Pipeline if parts.stages.schedule.steps == 1 else PipeDream
+    deferred = parts.deferred or DeferredWeightGrads()
+    replica.runner = kind(replica, parts.stages, parts.p2p_groups, deferred, token_parts)
+
+
+def initialise(parts: Construction, replica: Replica) -> None:
+    """Draw one whole parameter after the other on every rank, which takes its share; replicas take the first's."""
     for name, fragments in by_whole(replica.fragments).items():
-        whole = initial_value(name, fragments[0].piece.whole, job.model, job.train.seed)
+        whole = initial_value(name, fragments[0].tensor_slice.whole, parts.job.model, parts.job.train.seed)
         for fragment in fragments:
             fragment.assign(whole)
             if fragment.value.numel():
-                mesh.axis("dp_replicate").broadcast(fragment.value.detach()).wait()
+                parts.mesh.axis("dp_replicate").broadcast(fragment.value.detach()).wait()
     replica.publish()

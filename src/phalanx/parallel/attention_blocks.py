@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Seen:
-    """What the queries of a block see of its keys: all, or less."""
+    """Which keys of a block its queries see."""
 
     causal: bool = False
     """Query number i sees the keys up to number i; there are as many of both."""
@@ -124,8 +124,8 @@ def _bias(seen: Seen, dtype: torch.dtype) -> Tensor | None:
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-    found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, seen.causal, scale=scale)
-    return found[0], found[1]
+    outputs = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, seen.causal, scale=scale)
+    return outputs[0], outputs[1]
 
 
 def _cuda_backward(

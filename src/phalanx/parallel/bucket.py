@@ -34,7 +34,7 @@ class Slot:
 
 @dataclass
 class Bucket:
-    """Some parameters, with the state of their gradients' journey."""
+    """Parameters whose gradients are reduced together, and how far their reduction has come."""
 
     slots: list[Slot]
     shard: Axis
@@ -42,7 +42,7 @@ class Bucket:
     transient: bool
     """The whole gradient exists only until it is reduced (ZeRO-2)."""
     dtype: torch.dtype
-    """Of the gradients, added up and on the way."""
+    """The type in which gradients are added up and sent."""
     waiting: int = 0
     """Gradients of the present micro-batch that are still to come."""
     parameters: Tensor = field(init=False)
@@ -51,7 +51,7 @@ class Bucket:
     reduced: Tensor | None = None
     """This rank's share of the summed gradient: a view of `gradients`, or where those are transient, its own tensor."""
     arriving: Tensor | None = None
-    """Where a share that has to be added to an earlier one arrives."""
+    """The tensor in which a share arrives that has to be added to an earlier one."""
     work: Pending | None = None
     gathering: Pending | None = None
 

@@ -7,70 +7,56 @@ holds. Everything else in a model works on single tokens, except what a mixture 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
 from phalanx.model.noise import Noise
-from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.modules import replace_modules
 from phalanx.parallel.ring import Dropping, ring_attention
 from phalanx.parallel.ulysses import to_heads, to_tokens
 from phalanx.partition.sequence import places
 
 
-@dataclass(frozen=True)
-class _Context:
-    """How the ranks that share sequences meet."""
-
-    layout: Layout
-    ring: Axis
-    ulysses: Axis
-
-
-def connect(model: Transformer, layout: Layout, mesh: Mesh) -> None:
+def connect(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
     """Have the attention of `model`, which gets a share of every sequence's tokens, see those of all cp ranks."""
-    how = _Context(layout, mesh.axis("ring"), mesh.axis("ulysses"))
-    for module in model.modules():
-        if isinstance(module, CoreAttention):
-            module.forward = partial(_attend, module, how, module.forward)
+    ring, ulysses = mesh.axis("ring"), mesh.axis("ulysses")
+    replace_modules(model, CoreAttention, lambda core: ContextAttention(core, layout, ring, ulysses))
 
 
-def _attend(
-    core: CoreAttention,
-    how: _Context,
-    alone: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    noise: Noise | None,
-    documents: Tensor | None = None,
-) -> Tensor:
-    """What CoreAttention computes: `q` (batch, heads, tokens here, head_size), `k` and `v` of the tokens here, of all
-    slices of a sequence so far, and `documents` (batch, whole sequence). `alone` is the same of one device."""
-    ring, ulysses, slices = how.ring, how.ulysses, k.shape[2] // q.shape[2]
-    if ulysses.size > 1:
-        q, k, v = to_heads(q, ulysses), to_heads(k, ulysses, slices), to_heads(v, ulysses, slices)
-        if noise is not None:
-            part, parts = noise.heads
-            noise = replace(noise, heads=(part * ulysses.size + ulysses.rank, parts * ulysses.size))
-    if ring.size > 1:
-        dropping = None
-        if noise is not None and core.dropout > 0:
-            dropping = Dropping(noise, core.dropout, core.site, core.n_heads)
-        o = ring_attention(q, k, v, ring, how.layout, documents, dropping)
-    else:
-        if noise is not None:  # the queries that are now here are those of whole slices
-            last = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
-            noise = replace(noise, places=last, seq_len=noise.seq_len or k.shape[2])
-        o = alone(q, k, v, noise, documents)
-    return to_tokens(o, ulysses) if ulysses.size > 1 else o
+class ContextAttention(CoreAttention):
+    """The attention core of a rank that has a share of every sequence's tokens."""
+
+    def __init__(self, core: CoreAttention, layout: Layout, ring: Axis, ulysses: Axis):
+        nn.Module.__init__(self)
+        self.n_heads, self.dropout, self.site = core.n_heads, core.dropout, core.site
+        self.layout, self.ring, self.ulysses = layout, ring, ulysses
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
+        """Compute what CoreAttention.attend does, for `q` (batch, heads, tokens here, head_size), `k` and `v` of the
+        tokens here, of all slices of a sequence so far, and `documents` (batch, whole sequence)."""
+        ring, ulysses, slices = self.ring, self.ulysses, k.shape[2] // q.shape[2]
+        if ulysses.size > 1:
+            q, k, v = to_heads(q, ulysses), to_heads(k, ulysses, slices), to_heads(v, ulysses, slices)
+            if noise is not None:
+                part, parts = noise.heads
+                noise = replace(noise, heads=(part * ulysses.size + ulysses.rank, parts * ulysses.size))
+        if ring.size > 1:
+            dropping = None
+            if noise is not None and self.dropout > 0:
+                dropping = Dropping(noise, self.dropout, self.site, self.n_heads)
+            o = ring_attention(q, k, v, ring, self.layout, documents, dropping)
+        else:
+            if noise is not None:  # the queries that are now here are those of whole slices
+                last = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
+                noise = replace(noise, places=last, seq_len=noise.seq_len or k.shape[2])
+            o = super().attend(q, k, v, noise, documents)
+        return to_tokens(o, ulysses) if ulysses.size > 1 else o
 
 
 class SplitSequences:
@@ -87,17 +73,17 @@ class SplitSequences:
         return total
 
     def whole(self, x: Tensor) -> Tensor:
-        """Of all tokens, (batch, sequence, ...) in the order of position, from those here (batch, tokens, ...)."""
+        """Gather all tokens, (batch, sequence, ...) in the order of position, from those here, (batch, tokens, ...)."""
         parts = x.new_empty(self.cp.size, *x.shape)
         self.cp.all_gather(parts.view(-1), x.detach().contiguous().view(-1)).wait()
         seq_len = self.cp.size * x.shape[1]
-        found = x.new_empty(x.shape[0], seq_len, *x.shape[2:])
+        whole = x.new_empty(x.shape[0], seq_len, *x.shape[2:])
         for rank, part in enumerate(parts):
-            found[:, self._places(seq_len, rank, x.device)] = part
-        return found
+            whole[:, self._places(seq_len, rank, x.device)] = part
+        return whole
 
     def mine(self, x: Tensor) -> Tensor:
-        """Of the tokens here, (batch, tokens, ...), from `x` of all (batch, sequence, ...)."""
+        """Select the tokens here, (batch, tokens, ...), from `x` (batch, sequence, ...) of all."""
         return x[:, self._places(x.shape[1], self.cp.rank, x.device)]
 
     def _places(self, seq_len: int, rank: int, device: torch.device) -> Tensor:

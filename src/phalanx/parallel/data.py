@@ -10,41 +10,92 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
-from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
+from phalanx.parallel.parameter_shards import ParameterShard
+from phalanx.parallel.stages import Stages
 from phalanx.partition.tensor_slices import TensorSlice
 
-Pieces = Mapping[str, tuple[TensorSlice, ...]]
+TensorSlices = Mapping[str, tuple[TensorSlice, ...]]
 """By parameter name, what each tensor rank holds."""
 
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """Parameters that several tensor ranks hold alike, but of whose gradient each computes only its own tokens' or
-    heads' part: the parts are summed over `axis` once a step."""
+    """Parameters that several ranks hold alike, but of whose gradient each computes only its own tokens' or heads'
+    part: the parts are summed over `axis` once per step."""
 
     axis: Axis
     names: frozenset[str]
-    """Of the plain model's parameters."""
+    """Names of parameters in the plain model."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The model with its loss as this rank holds it: what data parallelism spreads over the data ranks."""
+
+    objective: Objective
+    tensor_slices: TensorSlices
+    """For every parameter of the objective's model."""
+    tp: Axis
+    partials: Sequence[PartialGradients] = ()
+    plain_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in the plain model, where a parameter has another one here: those of tiles."""
+    stages: Stages | None = None
+    """This rank's part of a pipeline; None without one."""
+
+    def plain_name(self, name: str) -> str:
+        """The name in the plain model of the parameter that is called `name` here."""
+        return self.plain_names.get(name, name)
+
+    def users(self, name: str) -> list[int]:
+        """The stages on this rank that compute with a parameter: [0] without a pipeline."""
+        return [0] if self.stages is None else self.stages.users(self.plain_name(name))
+
+    def holders(self, name: str) -> list[int]:
+        """The ranks of the pipeline that hold a parameter, that which counts it first: [0] without a pipeline."""
+        return [0] if self.stages is None else self.stages.holders(self.plain_name(name))
+
+    def shard(self, name: str, start: int, value: Tensor) -> ParameterShard:
+        """This rank's share `value` of a parameter, from element `start` of the tensor slice on."""
+        copy = self.stages is not None and self.holders(name)[0] != self.stages.rank
+        slices, plain = self.tensor_slices[name], self.plain_name(name)
+        return ParameterShard(name, slices, self.tp.rank, start, value, copy=copy, whole_name=plain)
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """How the data ranks sum their gradients."""
+
+    shard: Axis
+    """The ranks that share the state."""
+    replicate: Axis
+    """The ranks that hold the same state."""
+    dtype: torch.dtype | None = None
+    """The type in which gradients are added up and sent; None for the parameters'."""
+    every_micro_batch: bool = False
+    """Reduce sharded gradients after every micro-batch instead of once per step: less memory, more traffic."""
+    experts: tuple[Axis, Axis] | None = None
+    """With expert parallelism, ep, whose ranks hold different experts, and edp, which takes the place of `shard` for
+    the experts' state."""
 
 
 class Runner(Protocol):
-    """What runs a replica's micro-batches otherwise than one after the other: a pipeline (parallel/pipeline.py)."""
+    """Runs a replica's micro-batches in another order than one after the other: a pipeline (parallel/pipeline.py)."""
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
-        """As Replica.gradients; the loss is zero on ranks that do not compute it."""
+        """Compute as Replica.gradients does. The loss is zero on ranks that do not compute it."""
         ...
 
     def loss(self, micro: MicroTensors) -> Tensor:
-        """As Replica.loss, and zero likewise."""
+        """Compute as Replica.loss does. The loss is zero on ranks that do not compute it."""
         ...
 
 
@@ -53,12 +104,12 @@ class Replica:
 
     runner: Runner | None = None
 
-    def __init__(self, objective: Objective, pieces: Pieces, tp: Axis, partials: Sequence[PartialGradients] = ()):
-        self.objective, self.tp, self.partials = objective, tp, partials
-        self.fragments = self._fragments(pieces)
+    def __init__(self, model: LocalModel):
+        self.model, self.objective = model, model.objective
+        self.fragments = self._fragments()
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
-        """`factor` × the gradient of the summed loss of a step's micro-batches. Returns that loss, in fp64, detached.
+        """Compute `factor` × the gradient of the micro-batches' summed loss. Returns that loss, in fp64, detached.
 
         Afterwards every fragment's gradient is the sum over all data ranks."""
         if self.runner is not None:
@@ -81,13 +132,13 @@ class Replica:
         return loss.detach()
 
     def begin_backward(self, stage: int, *, last: bool) -> None:
-        """Parameters of a stage are about to get gradients of another micro-batch, of the last one or not."""
+        """Prepare a stage's parameters for the gradients of another micro-batch, which may be the `last` one."""
 
     def end_backward(self, stage: int, *, last: bool) -> None:
-        """They have got them."""
+        """Note that a stage's parameters have the micro-batch's gradients."""
 
     def arrived(self, weight: Tensor) -> None:
-        """A gradient has been added to weight.grad, past autograd's hooks."""
+        """Note that a gradient was added to weight.grad, past autograd's hooks."""
 
     def finish(self) -> None:
         """Give the fragments their gradients: the last micro-batch has been back everywhere."""
@@ -100,7 +151,7 @@ class Replica:
             fragment.gradient = fragment.value.grad
 
     def loss(self, micro: MicroTensors) -> Tensor:
-        """The loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
+        """Return the loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
         with torch.no_grad():
             micro = replace(micro, noise=None)
             return self.objective(micro) if self.runner is None else self.runner.loss(micro)
@@ -114,13 +165,11 @@ class Replica:
             fragment.gradient = None
         self.objective.zero_grad(set_to_none=True)
 
-    def _fragments(self, pieces: Pieces) -> list[ParameterShard]:
-        return [
-            ParameterShard(name, pieces[name], self.tp.rank, 0, parameter) for name, parameter in self._parameters()
-        ]
+    def _fragments(self) -> list[ParameterShard]:
+        return [self.model.shard(name, 0, parameter) for name, parameter in self._parameters()]
 
     def _sum_partials(self) -> None:
-        for partial in self.partials:
+        for partial in self.model.partials:
             gradients = [f.gradient for f in self.fragments if f.whole_name in partial.names and f.gradient is not None]
             if not gradients or not (flat := torch.cat([g.flatten() for g in gradients])).numel():
                 continue
@@ -135,8 +184,8 @@ class Replica:
 class ThreadReplicas(Replica):
     """All replicas in one process, each a thread over its share of the micro-batch, on shared parameters."""
 
-    def __init__(self, objective: Objective, pieces: Pieces, tp: Axis, replicas: int):
-        super().__init__(objective, pieces, tp)
+    def __init__(self, model: LocalModel, replicas: int):
+        super().__init__(model)
         self.replicas = replicas
         share = max(1, torch.get_num_threads() // replicas)
         self.pool = ThreadPoolExecutor(replicas, "replica", initializer=torch.set_num_threads, initargs=(share,))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,28 +37,34 @@ def connect(model: nn.Module, ep: Axis) -> None:
     """Have the mixtures of experts in `model`, whose experts are dealt out, exchange rows with each other."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.compute = partial(_compute, module, ep)
+            module.dispatch = ExpertExchange(ep)
 
 
-def _compute(
-    moe: MixtureOfExperts, ep: Axis, rows: Tensor, sizes: Sizes, tokens: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """What the experts, wherever they are, make of `rows` (rows, d_model), and the shared experts of `tokens`.
+@dataclass(frozen=True)
+class ExpertExchange:
+    """Brings rows to the ranks that hold their experts, and back: the `dispatch` of a mixture of experts."""
 
-    `rows` are sorted by expert, `sizes` of them for each; a list of sizes is the same on all ranks."""
-    table = _sizes_of_all(ep, sizes)
-    mine = experts_of(len(table[0]), ep.size, ep.rank)
-    by_rank = [line[mine.start : mine.stop] for line in table]
-    by_expert = [list(column) for column in zip(*by_rank, strict=True)]
-    given, taken = _parts(table[ep.rank], ep.size), [sum(line) for line in by_rank]
-    out, back = _ExchangeRows(ep, given, taken), _ExchangeRows(ep, taken, given)
+    ep: Axis
 
-    received = out.start(rows)
-    shared = None if moe.shared is None else moe.shared(tokens)
-    # The same name twice: what arrived is gone before the experts run.
-    received = _turned(out.wait(received), by_rank)
-    computed = moe.experts(received, [sum(line) for line in by_expert])
-    return back.wait(back.start(_turned(computed, by_expert))), shared
+    def __call__(
+        self, moe: MixtureOfExperts, rows: Tensor, sizes: Sizes, tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply the experts, wherever they are, to `rows` (rows, d_model), and the shared experts to `tokens`.
+
+        `rows` are sorted by expert, `sizes` of them for each; a list of sizes is the same on all ranks."""
+        ep, table = self.ep, _sizes_of_all(self.ep, sizes)
+        mine = experts_of(len(table[0]), ep.size, ep.rank)
+        by_rank = [line[mine.start : mine.stop] for line in table]
+        by_expert = [list(column) for column in zip(*by_rank, strict=True)]
+        given, taken = _parts(table[ep.rank], ep.size), [sum(line) for line in by_rank]
+        out, back = _ExchangeRows(ep, given, taken), _ExchangeRows(ep, taken, given)
+
+        received = out.start(rows)
+        shared = None if moe.shared is None else moe.shared(tokens)
+        # The same name twice: what arrived is gone before the experts run.
+        received = _turned(out.wait(received), by_rank)
+        computed = moe.experts(received, [sum(line) for line in by_expert])
+        return back.wait(back.start(_turned(computed, by_expert))), shared
 
 
 def _sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:
@@ -100,10 +105,10 @@ class _ExchangeRows:
     taken: list[int]
     """Rows from each rank."""
     under_way: tuple[Tensor, Pending] | None = field(default=None, init=False)
-    """Where rows, or gradients of rows, are arriving, and what to wait for."""
+    """The tensor in which rows, or gradients of rows, are arriving, and the collective to wait for."""
 
     def start(self, rows: Tensor) -> Tensor:
-        """What will hold the rows from the others, (sum of `taken`, d_model), once `wait` has been called."""
+        """Start sending. Returns the tensor (sum of `taken`, d_model) that holds the others' rows after `wait`."""
         return _Start.apply(rows, self)  # pyright: ignore[reportReturnType]
 
     def wait(self, arriving: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ gloo take the faster way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # exported by no public module
 from torch.distributed.tensor import DTensor
 
 from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config.layout import Layout
 from phalanx.model.experts import Experts, GroupedLinear
-from phalanx.parallel.data import PartialGradients, Pieces, Replica
-from phalanx.parallel.fragments import ParameterShard
+from phalanx.parallel import fsdp_private
+from phalanx.parallel.data import GradientSum, LocalModel, Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
+from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.tiling import Tile
 from phalanx.parallel.zero import before
 
@@ -40,38 +40,22 @@ class ShardedReplica(Replica):
 
     `objective`'s parameters may lie on the meta device: each rank then gets memory for its shares alone."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        pieces: Pieces,
-        tp: Axis,
-        partials: Sequence[PartialGradients],
-        *,
-        mesh: Mesh,
-        replicate: Axis,
-        layout: Layout,
-        device: torch.device,
-        gradient_dtype: torch.dtype | None = None,
-        stages: Mapping[int, Sequence[str]] | None = None,
-    ):
-        """`replicate` is the axis beside dp_shard over which gradients are summed: of one rank, where they are not.
-        `stages` are the blocks of each stage that this rank of a pipeline holds."""
-        self.every_micro_batch = layout.accumulate == "sharded"
-        self.groups = _shard(objective, mesh, replicate.size > 1, layout, gradient_dtype)
+    def __init__(self, model: LocalModel, sums: GradientSum, mesh: Mesh, layout: Layout, device: torch.device):
+        """`layout` says how far ahead to gather parameters, and whether to give them up between the passes."""
+        objective, shard, replicate = model.objective, sums.shard, sums.replicate
+        self.shard, self.experts, self.every_micro_batch = shard, sums.experts, sums.every_micro_batch
+        self.groups = _shard(objective, mesh, replicate.size > 1, layout, sums.dtype)
         self.root = self.groups[-1]
         objective.to_empty(device=device)
-        self.shard = shard = mesh.axis("shard")
-        self.experts: tuple[Axis, Axis] | None = None
         # A processor has no streams for FSDP2 to overlap by: there collectives go on by themselves.
-        defers = shard.gloo and replicate.size == 1 and not self.every_micro_batch and gradient_dtype is None
+        defers = shard.gloo and replicate.size == 1 and not sums.every_micro_batch and sums.dtype is None
         dense = of_experts = _ReduceScatter(shard, defers)
-        if layout.ep > 1:
-            self.experts = mesh.axis("ep"), mesh.axis("edp")
-            of_experts = _ReduceScatter(mesh.axis("edp"), defers)
+        if sums.experts is not None:
+            of_experts = _ReduceScatter(sums.experts[1], defers)
         self.scatters = {dense, of_experts}
         for group in self.groups:
             scatter = of_experts if isinstance(group, Experts) else dense
-            group._set_unshard_async_op(shard.gloo)
+            fsdp_private.start_gathers_early(group, enabled=shard.gloo)
             group.set_custom_all_gather(_AllGather(scatter.shard))
             group.set_custom_reduce_scatter(scatter)
             if replicate.size > 1:
@@ -82,14 +66,14 @@ class ShardedReplica(Replica):
             group.set_force_sum_reduction_for_comms(True)
         self.stages: dict[int, list[FSDPModule]] = {}
         blocks = objective.model.blocks
-        for stage, names in (stages or {}).items():
-            found = self.stages[stage] = []
-            for name in reversed(names):
+        for number, stage in (model.stages.local_stages if model.stages else {}).items():
+            groups = self.stages[number] = []
+            for name in reversed(stage.layers):
                 modules: list[nn.Module] = [*blocks[name].modules()]
-                found += [module for module in reversed(modules) if isinstance(module, FSDPModule)]
+                groups += [module for module in reversed(modules) if isinstance(module, FSDPModule)]
         self.reshard = layout.reshard
         self._expect()
-        super().__init__(objective, pieces, tp, partials)
+        super().__init__(model)
 
     def begin_backward(self, stage: int, *, last: bool) -> None:
         if not self.stages:
@@ -102,11 +86,10 @@ class ShardedReplica(Replica):
     def end_backward(self, stage: int, *, last: bool) -> None:
         for module in self.stages.get(stage, ()):
             # Gradients of weights that were put off come when autograd, and FSDP2 with it, is through.
-            _widen(module)
+            fsdp_private.take_in_gradients(module)
             if last or self.every_micro_batch:
-                _complete(module)
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    group.post_backward()
+                fsdp_private.fill_missing_gradients(module)
+                fsdp_private.reduce_gradients(module)
                 module.set_requires_gradient_sync(False)
 
     def collect(self) -> None:
@@ -114,8 +97,8 @@ class ShardedReplica(Replica):
             # What lies around the blocks may be several stages': it is reduced when all are done.
             self.root.set_requires_gradient_sync(True)
             self.root.set_is_last_backward(True)
-            _widen(self.root)
-            self.root._get_fsdp_state()._root_post_backward_final_callback()
+            fsdp_private.take_in_gradients(self.root)
+            fsdp_private.finish_backward(self.root)
             for group in self.groups:
                 group.reshard()
             self._expect()
@@ -127,19 +110,19 @@ class ShardedReplica(Replica):
             fragment.gradient = gradient.to_local()
 
     def _expect(self) -> None:
-        """Of a pipeline's step no backward pass is FSDP2's last, so that it leaves the end to `collect`."""
+        """Tell FSDP2 that no backward pass of a pipeline's step is its last: `collect` does what follows that."""
         if self.stages:
             self.root.set_requires_gradient_sync(False)
             self.root.set_is_last_backward(False)
             self.root.set_reshard_after_backward(self.reshard)
 
     def loss(self, micro: MicroTensors) -> Tensor:
-        found = super().loss(micro)
+        loss = super().loss(micro)
         self.root.reshard()  # otherwise done in the backward pass, which does not come here
-        return found
+        return loss
 
-    def _fragments(self, pieces: Pieces) -> list[ParameterShard]:
-        found = []
+    def _fragments(self) -> list[ParameterShard]:
+        shards = []
         for name, parameter in self._parameters():
             assert isinstance(parameter, DTensor), "fully_shard replaced every parameter"
             local = parameter.to_local().detach()
@@ -149,8 +132,8 @@ class ShardedReplica(Replica):
             over = self.experts[1] if self.experts and is_expert(name) else self.shard
             above = -(-rows // over.size) * over.rank
             start = min(above, rows) * (parameter.numel() // rows) + before(name, parameter.numel(), self.experts)
-            found.append(ParameterShard(name, pieces[name], self.tp.rank, start, local.requires_grad_()))
-        return found
+            shards.append(self.model.shard(name, start, local.requires_grad_()))
+        return shards
 
 
 def _shard(
@@ -198,28 +181,6 @@ def _shard(
     return [*groups, *(group for of_block in blocks for group in of_block), root]
 
 
-def _widen(module: FSDPModule) -> None:
-    """Add what autograd did not bring to what FSDP2 adds up, in the type in which gradients are added up: it sends
-    those of a group together, and they have to be of one type."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
-
-
-def _complete(module: FSDPModule) -> None:
-    """Have all gradients of a group travel where one does. A backward pass in halves may have brought some with an
-    earlier one; but replicas add up the shares of micro-batches, which have to be alike."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        empty = [
-            p for p in group.fsdp_params if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None
-        ]
-        if len(empty) < len(group.fsdp_params):
-            for parameter in empty:
-                zeros = torch.zeros_like(parameter._unsharded_param, dtype=parameter.reduce_dtype)
-                parameter.unsharded_accumulated_grad = zeros
-
-
 def _give_up(module: nn.Module, *_: Any) -> None:
     assert isinstance(module, FSDPModule), "the hook of a tile"
     module.reshard()
@@ -232,7 +193,7 @@ class _Allocates:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _AllGather(_Allocates, AllGather):
+class _AllGather(_Allocates, fsdp_private.AllGather):
     def __init__(self, shard: Axis):
         self.shard = shard
 
@@ -258,7 +219,7 @@ class _Arriving(dist.Work):
         return True
 
 
-class _ReduceScatter(_Allocates, ReduceScatter):
+class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
     """`defers`: nothing reads a group's gradient before the backward pass ends (it is not added to another, not cast,
     not reduced again), so it may arrive while the next group is computed."""
 

@@ -1,4 +1,4 @@
-"""Linear layers with other kernels (oneDNN instead of MKL on a CPU), and with weight gradients that are put off.
+"""Linear layers with other kernels (oneDNN instead of MKL on a CPU), and with deferred weight gradients.
 
 torch multiplies fp32 matrices on x86 with MKL, which takes its AVX-512 path on Intel's processors only. On an AMD EPYC
 with AVX-512 oneDNN makes a whole training step 1.5 times faster (benchmarks/results/throughput.md). oneDNN's kernel is
@@ -8,6 +8,7 @@ reached through an operator that torch's own compiler uses; where a version of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Head, Transformer
 
 Product = tuple[Multiply | GroupedProduct, Tensor, Tensor, Tensor]
-"""What a weight's gradient is made of: (multiply, gradient of the output, input, weight)."""
+"""The factors of a weight's gradient: (multiply, gradient of the output, input, weight)."""
 
 
 def onednn_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
@@ -47,17 +48,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _Linear.apply(x, weight, bias, _multiply)
 
 
-def collect(modules: Iterable[nn.Module], later: DeferredWeightGrads) -> None:
-    """Have linear layers, those of experts, and heads leave the gradients of their weights to `later`."""
+def defer_weight_grads(modules: Iterable[nn.Module], deferred: DeferredWeightGrads) -> None:
+    """Have linear layers, those of experts, and heads leave the gradients of their weights to `deferred`."""
     for module in modules:
         if isinstance(module, GroupedLinear):
-            module.take = later.take
+            module.take = deferred.take
         if isinstance(module, (Linear, Head)):
-            module.multiply = partial(_collected, module.multiply, later)
+            module.multiply = DeferringProduct(module.multiply, deferred)
 
 
 class DeferredWeightGrads:
-    """The weight gradients of a model's linear layers: added up where they are to be, now or later.
+    """Computes the weight gradients of a model's linear layers at once or later, and adds them to weight.grad.
 
     They need only what a layer read and the gradient of what it wrote, and nothing waits for them but the optimizer:
     that is what lets a backward pass be cut in halves (Qi et al. 2023, section 2). The product itself adds to what
@@ -67,10 +68,11 @@ class DeferredWeightGrads:
         self.arrived: Callable[[Tensor], None] = lambda weight: None
         """Called when a gradient has been added to weight.grad."""
         self.products: list[Product] | None = None
-        """Where products that are put off are put; None: they are computed at once."""
+        """The list to which products are deferred; None to compute them at once."""
 
     def take(self, weight: Tensor, multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> None:
-        """From the gradient (..., outputs) of what a layer wrote and what it read, (..., inputs)."""
+        """Take a weight's gradient as its factors: that of the layer's output, (..., outputs), and its input `x`
+        (..., inputs). It is computed at once, or deferred to `products`."""
         product = multiply, gradient, x, weight
         if self.products is None:
             self.add([product])
@@ -90,11 +92,17 @@ class DeferredWeightGrads:
             self.arrived(weight)
 
 
-def _collected(
-    multiply: Multiply, later: DeferredWeightGrads, x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    # To autograd the weight is a constant: it would look for a gradient here.
-    return _Linear.apply(x, weight.detach(), bias, multiply, partial(later.take, weight))
+@dataclass(frozen=True)
+class DeferringProduct:
+    """A linear layer's product, by another one, whose weight's gradient goes to `deferred` instead of autograd."""
+
+    multiply: Multiply
+    deferred: DeferredWeightGrads
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs)."""
+        # To autograd the weight is a constant: it would look for a gradient here.
+        return _Linear.apply(x, weight.detach(), bias, self.multiply, partial(self.deferred.take, weight))
 
 
 class _Linear(torch.autograd.Function):
@@ -128,13 +136,13 @@ class _Linear(torch.autograd.Function):
 
 
 def gradient_of_input(multiply: Multiply, gradient: Tensor, weight: Tensor) -> Tensor:
-    """Of a linear layer's input (..., inputs), from its output's `gradient` (..., outputs)."""
+    """Return the gradient of a linear layer's input (..., inputs) from that of its output, (..., outputs)."""
     return multiply(gradient, weight.t())
 
 
 def gradient_of_weight(multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> Tensor:
-    """Of a linear layer's weight (outputs, inputs), from its output's `gradient` (..., outputs) and its input `x`. Of
-    experts, likewise with one dimension more."""
+    """Return the gradient of a linear layer's weight (outputs, inputs) from that of its output, (..., outputs), and its
+    input `x` (..., inputs); for experts (experts, outputs, inputs)."""
     if isinstance(multiply, GroupedProduct):
         return multiply.of_weight(gradient, x)
     return multiply(gradient.flatten(0, -2).t(), x.flatten(0, -2).t())

@@ -27,14 +27,14 @@ DEVICE_AXES = ("pp", "dp_replicate", "shard", "tp")
 
 @dataclass(frozen=True)
 class AxisGeometry:
-    """How the ranks along an axis lie among all ranks."""
+    """The places of an axis's ranks among all ranks."""
 
     size: int
     stride: int
-    """From one rank of the axis to the next."""
+    """The difference of ranks between neighbours on the axis."""
 
     def place(self, rank: int) -> int:
-        """Of a rank along the axis."""
+        """Return the place of `rank` along the axis."""
         return rank // self.stride % self.size
 
 
@@ -49,7 +49,7 @@ class Mesh:
     devices: DeviceMesh | None
     """torch's mesh over pp, dp_replicate, shard and tp, those with more than one rank; None for a single process."""
     expert_devices: DeviceMesh | None = None
-    """The same with edp and ep in shard's place, all of them; None without expert parallelism."""
+    """torch's mesh over pp, dp_replicate, edp, ep and tp; None without expert parallelism."""
     lines: dict[str, AxisGeometry] = field(default_factory=dict)
     """By name, the axes that ranks communicate along."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -75,24 +75,24 @@ class Mesh:
         return self.coordinates["dp_replicate"] * self.sizes["dp_shard"] + self.coordinates["dp_shard"]
 
     @property
-    def speaks(self) -> bool:
-        """Whether the losses that this rank computes count: of the tensor ranks, which all know them, the first's do.
-        Context-parallel ranks each compute that of their own tokens. Of the ranks of a pipeline each counts, since only
-        those with the last stage compute any."""
+    def owns_loss(self) -> bool:
+        """Whether a sum of losses over all ranks counts this rank's. Tensor ranks compute the same losses, so the first
+        one's count. Context-parallel ranks each compute those of their own tokens. In a pipeline every rank counts,
+        since only those with the last stage compute any."""
         return self.coordinates["tp"] == 0
 
     @property
-    def shards(self) -> bool:
-        """Whether ranks hold different parts of the state, so that a norm takes all of them."""
+    def is_sharded(self) -> bool:
+        """Whether ranks hold different parts of the state, so that a norm needs a sum over ranks."""
         return any(self.sizes[axis] > 1 for axis in ("pp", "dp_shard", "cp", "tp"))
 
     def axis(self, name: str) -> Axis:
-        """The collectives among the ranks that differ from this one along axis `name` alone: one of pp, dp_replicate,
-        shard (dp_shard × cp), tp, cp, ring, ulysses, ep and edp; `world` is all ranks."""
+        """Return the collectives among the ranks that differ from this one along axis `name` alone: one of pp,
+        dp_replicate, shard (dp_shard × cp), tp, cp, ring, ulysses, ep and edp; `world` is all ranks."""
         return self._axes[name]
 
     def neighbours(self, name: str, size: int) -> Axis:
-        """The collectives among `size` neighbours along an axis: of those, ranks 0 to size - 1 are together, and so on.
+        """Return the collectives among `size` neighbours along an axis: ranks 0 to size - 1 are together, and so on.
         Every rank of the axis has to call it."""
         if size == 1:
             return Axis(name)
@@ -100,18 +100,18 @@ class Mesh:
         return self.among(name, range(first, first + size))
 
     def among(self, name: str, places: Sequence[int]) -> Axis:
-        """The collectives among some places of an axis, this rank's own among them. Only their ranks call it, and they
-        have to have as many process groups as each other: torch names a group after its number."""
+        """Return the collectives among some places of an axis, this rank's own among them. Only their ranks call it,
+        and they have to have as many process groups as each other: torch names a group after its number."""
         if len(places) == 1:
             return Axis(name)
         group = dist.new_group(self._ranks(name, places), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is among them"
         return Axis(name, len(places), places.index(self.axis(name).rank), group, self.ledger)
 
-    def lanes(self, name: str) -> tuple[Axis, Axis]:
-        """An axis twice, for messages to higher ranks and to lower ones, with process groups of their own: messages
-        never meet collectives, and two that cross do not wait for each other (NCCL handles those between two ranks one
-        after the other). All ranks of the axis have to call it."""
+    def p2p_groups(self, name: str) -> tuple[Axis, Axis]:
+        """Return an axis twice, for messages to higher ranks and to lower ones, with process groups of their own:
+        messages never meet collectives, and two that cross do not wait for each other (NCCL handles those between two
+        ranks one after the other). All ranks of the axis have to call it."""
         axis = self.axis(name)
         if axis.group is None:
             return axis, axis
@@ -120,7 +120,7 @@ class Mesh:
         return up, up if axis.gloo else self.among(name, everyone)
 
     def messages(self, name: str, timeout_s: float) -> Axis:
-        """An axis once more, with a process group of its own on the CPU, for messages from threads: they never meet the
+        """Return an axis once more, with a CPU process group of its own, for messages from threads: they never meet the
         collectives. Each waits at most `timeout_s` for its peer. All ranks of the axis have to call it."""
         axis = self.axis(name)
         if axis.group is None:
@@ -135,7 +135,7 @@ class Mesh:
         return Axis(name, axis.size, axis.rank, group, self.ledger)
 
     def _ranks(self, name: str, places: Sequence[int]) -> list[int]:
-        """The ranks at some places of an axis that lie with this rank along it."""
+        """Return the ranks at some places of this rank's line along an axis."""
         line, rank = self.lines[name], dist.get_rank()
         return [rank + (place - line.place(rank)) * line.stride for place in places]
 
@@ -147,8 +147,8 @@ class Mesh:
         return self.axis("pp").all_reduce(x, op)
 
     def _axis(self, name: str) -> Axis:
-        """Along a line. What it sends is noted by the names of layouts: cp for both its parts, and dp_shard where the
-        shards are those of dp_shard alone."""
+        """Make the collectives of one axis. The ledger has what it sends under the names of layouts: cp for both its
+        parts, and dp_shard where the shards are those of dp_shard alone."""
         shown = {"shard": "dp_shard" if self.sizes["cp"] == 1 else "dp_shard_cp", "ring": "cp", "ulysses": "cp"}
         line = self.lines[name]
         if self.devices is None or line.size == 1:

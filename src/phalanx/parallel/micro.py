@@ -12,14 +12,14 @@ from phalanx.model.noise import Noise
 
 @dataclass(frozen=True)
 class MicroTensors:
-    """What one forward pass of one rank reads."""
+    """The inputs of one forward pass of one rank."""
 
     tokens: Tensor
     """(micro_batch, seq), int64: seq_len tokens, or a context-parallel rank's share of them."""
     targets: Tensor
     """(micro_batch, seq), int64, IGNORE where a position does not count."""
     noise: Noise | None = None
-    """What dropout masks derive from; None without dropout."""
+    """The source of dropout masks; None without dropout."""
     places: Tensor | None = None
     """Positions, within their sequences, of the tokens that are here, (seq,); None where they are all."""
     documents: Tensor | None = None
@@ -28,7 +28,7 @@ class MicroTensors:
 
     @property
     def positions(self) -> Tensor:
-        """Of the tokens within their sequences, (seq,)."""
+        """The tokens' positions within their sequences, (seq,)."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) if self.places is None else self.places
 
     def part(self, chosen: slice) -> MicroTensors:

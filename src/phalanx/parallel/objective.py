@@ -15,11 +15,11 @@ from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Of logits (..., vocabulary) and targets (...): the sum over valid targets, in nats."""
+"""Maps logits (..., vocabulary) and targets (...) to the loss summed over valid targets, in nats."""
 
 
 class Objective(nn.Module):
-    """What data parallelism wraps: logits stay inside, one scalar comes out."""
+    """The module that data parallelism wraps: logits stay inside, one scalar comes out."""
 
     def __init__(self, model: Transformer, loss: Loss = cross_entropy_sum):
         super().__init__()
@@ -31,7 +31,7 @@ class Objective(nn.Module):
     ) -> Tensor:
         """Loss summed over valid targets, in nats.
 
-        Of a pipeline `stage` alone is computed: from `x`, what the stage before gave, and to what the next one reads,
+        In a pipeline `stage` alone is computed: from `x`, what the stage before gave, and to what the next one reads,
         (micro_batch, seq, d_model) both, or to the loss. `earlier` are the slices of the sequences before these."""
         model = self.model
         positions = micro.positions
@@ -42,7 +42,7 @@ class Objective(nn.Module):
         return self.of_hidden(model.normed(x), micro.targets) if stage is None or stage.last else x
 
     def of_hidden(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The same from what the head reads: (micro_batch, seq_len, d_model)."""
+        """Compute the loss from the head's input `x` (micro_batch, seq_len, d_model)."""
         return self.loss(self.model.logits(x), targets)
 
 

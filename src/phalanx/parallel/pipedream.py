@@ -37,9 +37,14 @@ class PipeDream(Pipeline):
     """One rank's part in runs of batches."""
 
     def __init__(
-        self, replica: Replica, stages: Stages, lanes: tuple[Axis, Axis], later: DeferredWeightGrads, token_parts: int
+        self,
+        replica: Replica,
+        stages: Stages,
+        p2p_groups: tuple[Axis, Axis],
+        deferred: DeferredWeightGrads,
+        token_parts: int,
     ):
-        super().__init__(replica, stages, lanes, later, token_parts)
+        super().__init__(replica, stages, p2p_groups, deferred, token_parts)
         ranks, each = self.schedule.ranks, self.schedule.micro_batches // self.schedule.steps
         self.each = each
         """Micro-batches of a batch."""
@@ -51,22 +56,22 @@ class PipeDream(Pipeline):
         self.weights = [fragment.value for fragment in replica.fragments]
         self.versions = [[w.data for w in self.weights], [w.data.clone() for w in self.weights]]
         self.execution: Execution | None = None
-        """Of a run that goes on."""
+        """The execution of a run that goes on; None between runs."""
         self.batch = 0
-        """Number in the run."""
+        """The present batch's number in the run."""
 
     @property
     def running(self) -> bool:
-        """Whether micro-batches of another batch are on their way."""
+        """Whether micro-batches of another batch are in flight."""
         return self.batch > 0
 
     def leg(self, micros: Sequence[MicroTensors], factor: float, more: More | None, due: Due) -> Tensor:
         """Go on until the present batch is back, and with `more` take in what is possible of the next one. Returns the
         batch's loss where the last stage is here. Afterwards the fragments have its gradients."""
         if self.execution is None:
-            self.mail = _Conveyor(self, micros[0])
-            self.execution = Execution(self, self.mail, {}, micros[0].tokens.device, factor)
-        execution, mail, first = self.execution, self.mail, self.batch * self.each
+            self.mailbox = StreamMailbox(self, micros[0])
+            self.execution = Execution(self, self.mailbox, {}, micros[0].tokens.device, factor)
+        execution, mailbox, first = self.execution, self.mailbox, self.batch * self.each
         # The rank with the last stage, whose losses these are, never runs ahead of its batch.
         execution.loss, execution.factor = torch.zeros_like(execution.loss), factor
         execution.micros = dict(enumerate(micros, first))
@@ -78,13 +83,13 @@ class PipeDream(Pipeline):
                     execution.micros |= dict(enumerate(more(), action.micro))
                 due(action.micro // self.each)
             for coming in actions[place : place + 1 + AHEAD]:
-                mail.expect(coming)
+                mailbox.expect(coming)
             self._use(action.micro // self.each)
             execution.act(action, last=place == len(actions) - 1)
         self.replica.finish()
         self.batch += 1
         if more is None:
-            mail.settle()
+            mailbox.settle()
             self.execution, self.batch = None, 0
         return execution.loss
 
@@ -110,12 +115,12 @@ def version(batch: int) -> int:
     return max(batch - 1, 0)
 
 
-class _Conveyor:
+class StreamMailbox:
     """Messages between neighbours, for as long as a run goes on: all come in the order in which they are needed."""
 
     def __init__(self, pipeline: PipeDream, micro: MicroTensors):
         self.rank, self.last = pipeline.stages.rank, pipeline.schedule.ranks - 1
-        self.lanes, self.like, self.shape = pipeline.lanes, pipeline.like, pipeline.shape(micro)
+        self.p2p_groups, self.like, self.shape = pipeline.p2p_groups, pipeline.like, pipeline.shape(micro)
         self.arriving: dict[Action, tuple[Tensor, Pending]] = {}
         self.leaving: dict[Action, tuple[Tensor, Pending]] = {}
 
@@ -124,7 +129,7 @@ class _Conveyor:
         source = self.rank - 1 if action.kind == "F" else self.rank + 1
         if action in self.arriving or not 0 <= source <= self.last:
             return
-        up, down = self.lanes
+        up, down = self.p2p_groups
         buffer = torch.empty(self.shape, dtype=self.like.dtype, device=self.like.device)
         self.arriving[action] = buffer, (up if action.kind == "F" else down).start_receive(buffer, source)
 
@@ -146,7 +151,7 @@ class _Conveyor:
         target = self.rank + 1 if action.kind == "F" else self.rank - 1
         if not 0 <= target <= self.last:
             return False
-        up, down = self.lanes
+        up, down = self.p2p_groups
         result = result.contiguous()
         self.leaving[action] = result, (up if action.kind == "F" else down).start_send(result, target)
         return True

@@ -3,7 +3,7 @@
 A rank goes through its program, action by action. What an action needs from another rank has been asked for some
 actions before; what it gives is sent without waiting (parallel/transfers.py). An action keeps of a stage its input and
 autograd's graph, from the forward pass to the backward pass. Where the schedule cuts the backward pass in halves, I
-runs autograd, in which linear layers put the gradients of their weights off, and W computes those (parallel/linear.py).
+runs autograd, in which linear layers defer the gradients of their weights, and W computes those (parallel/linear.py).
 """
 
 from __future__ import annotations
@@ -28,32 +28,37 @@ class Pipeline:
     """One rank's part of a pipeline, whose data parallelism is `replica`'s."""
 
     def __init__(
-        self, replica: Replica, stages: Stages, lanes: tuple[Axis, Axis], later: DeferredWeightGrads, token_parts: int
+        self,
+        replica: Replica,
+        stages: Stages,
+        p2p_groups: tuple[Axis, Axis],
+        deferred: DeferredWeightGrads,
+        token_parts: int,
     ):
-        """`lanes` are Mesh.lanes("pp"); `later` takes the gradients of the weights of the replica's model; between the
-        layers a rank has one of `token_parts` parts of the tokens (sequence parallelism)."""
-        self.replica, self.stages, self.later, self.token_parts = replica, stages, later, token_parts
+        """`p2p_groups` are Mesh.p2p_groups("pp"). `deferred` takes the weight gradients of the replica's model. Between
+        the layers a rank has one of `token_parts` parts of the tokens (sequence parallelism)."""
+        self.replica, self.stages, self.deferred, self.token_parts = replica, stages, deferred, token_parts
         self.schedule = stages.schedule
         self.program = self.schedule.programs[stages.rank]
-        self.lanes = lanes
-        self.transfers = Transfers(self.schedule, stages.rank, *lanes)
+        self.p2p_groups = p2p_groups
+        self.transfers = Transfers(self.schedule, stages.rank, *p2p_groups)
         last = {action.stage: place for place, action in enumerate(self.program) if action.kind in ("B", "W")}
         self.last_backward = frozenset(last.values())
         """Places in the program after which a stage's gradients are complete."""
         self.leaving: list[Pending] = []
-        """What the last validation sent."""
-        later.arrived = replica.arrived
+        """Messages of the last validation that may not have left yet."""
+        deferred.arrived = replica.arrived
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
         """Run a step's program. Returns the loss summed over the micro-batches whose last stage is here, in fp64."""
-        mail = self.transfers.begin(self.like, self.shape(micros[0], self.schedule.slices))
-        execution = Execution(self, mail, dict(enumerate(micros)), micros[0].tokens.device, factor)
+        mailbox = self.transfers.begin(self.like, self.shape(micros[0], self.schedule.slices))
+        execution = Execution(self, mailbox, dict(enumerate(micros)), micros[0].tokens.device, factor)
         for place, action in enumerate(self.program):
             for coming in self.program[place : place + 1 + AHEAD]:
-                mail.expect(coming)
+                mailbox.expect(coming)
             execution.act(action, last=place in self.last_backward)
         self.replica.finish()
-        mail.settle()
+        mailbox.settle()
         return execution.loss
 
     def loss(self, micro: MicroTensors) -> Tensor:
@@ -62,10 +67,10 @@ class Pipeline:
         for pending in self.leaving:
             pending.wait()
         self.leaving = []
-        rank, (up, down) = self.stages.rank, self.lanes
+        rank, (up, down) = self.stages.rank, self.p2p_groups
         ranks = self.schedule.placements[0]
         x = None
-        for number, stage in self.stages.held.items():
+        for number, stage in self.stages.local_stages.items():
             if ranks[number] != rank:
                 continue
             if number and (source := ranks[number - 1]) != rank:
@@ -79,56 +84,61 @@ class Pipeline:
         return torch.zeros((), device=micro.tokens.device)
 
     def shape(self, micro: MicroTensors, slices: int = 1) -> tuple[int, int, int]:
-        """What travels of a micro-batch, or of one of its slices, between two stages: (batch, tokens, d_model)."""
+        """Return the shape of a micro-batch, or of one of its slices, between two stages: (batch, tokens, d_model)."""
         batch, tokens = micro.slice(0, slices).tokens.shape
-        return batch, tokens // self.token_parts, self.stages.model.d_model
+        return batch, tokens // self.token_parts, self.stages.config.d_model
 
     @property
     def like(self) -> Tensor:
-        """Of the type and on the device of what travels."""
+        """A tensor of the type and on the device of messages."""
         return self.replica.fragments[0].value
 
 
 @dataclass
-class _Kept:
-    """Of an action F until its B, or I."""
+class SavedForward:
+    """What a forward action saves until its backward action (B, or I)."""
 
     x: Tensor | None
     """The stage's input, a leaf; None for the first stage."""
     root: Tensor
-    """Where the backward pass begins: the stage's output, or the loss."""
+    """The root of the backward pass: the stage's output, or the loss."""
 
 
 class Execution:
     """One run through a program."""
 
     def __init__(
-        self, pipeline: Pipeline, mail: P2PMailbox, micros: dict[int, MicroTensors], device: torch.device, factor: float
+        self,
+        pipeline: Pipeline,
+        mailbox: P2PMailbox,
+        micros: dict[int, MicroTensors],
+        device: torch.device,
+        factor: float,
     ):
-        self.pipeline, self.mail, self.micros, self.factor = pipeline, mail, micros, factor
-        self.replica, self.later, self.slices = pipeline.replica, pipeline.later, pipeline.schedule.slices
+        self.pipeline, self.mailbox, self.micros, self.factor = pipeline, mailbox, micros, factor
+        self.replica, self.deferred, self.slices = pipeline.replica, pipeline.deferred, pipeline.schedule.slices
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.kept: dict[Action, _Kept] = {}
+        self.saved: dict[Action, SavedForward] = {}
         self.handed: dict[Action, Tensor] = {}
         """From a stage here to the next one here, by the action that reads it (B stands for I, too)."""
         self.earlier: dict[tuple[int, int], Earlier] = {}
-        self.put_off: dict[Action, list[Product]] = {}
+        self.deferred_weight_grads: dict[Action, list[Product]] = {}
 
     def act(self, action: Action, *, last: bool) -> None:
         """Do one action. `last`: afterwards the stage has the gradients of all micro-batches."""
         if action.kind == "F":
-            self._forward(action, self.pipeline.stages.held[action.stage])
+            self._forward(action, self.pipeline.stages.local_stages[action.stage])
             return
         if action.kind == "I":
-            self.later.products = self.put_off[action._replace(kind="W")] = []
+            self.deferred.products = self.deferred_weight_grads[action._replace(kind="W")] = []
             self._backward(action)
-            self.later.products = None
+            self.deferred.products = None
             return
         self.replica.begin_backward(action.stage, last=last)
         if action.kind == "B":
             self._backward(action)
         else:
-            self.later.add(self.put_off.pop(action))
+            self.deferred.add(self.deferred_weight_grads.pop(action))
         self.replica.end_backward(action.stage, last=last)
 
     def _forward(self, action: Action, stage: Stage) -> None:
@@ -148,12 +158,12 @@ class Execution:
             self._pass_on(action, action._replace(stage=action.stage + 1), root.detach())
             # For the backward pass autograd needs the output's history, but not its values.
             root.data = root.new_empty(1).expand(root.shape)
-        self.kept[action] = _Kept(x, root)
+        self.saved[action] = SavedForward(x, root)
 
     def _backward(self, action: Action) -> None:
-        kept = self.kept.pop(action._replace(kind="F"))
-        stage = self.pipeline.stages.held[action.stage]
-        roots: list[Tensor] = [kept.root]
+        saved = self.saved.pop(action._replace(kind="F"))
+        stage = self.pipeline.stages.local_stages[action.stage]
+        roots: list[Tensor] = [saved.root]
         gradients: list[Tensor | None] = [None if stage.last else self._read(action)]
         if self.slices > 1:
             seen, theirs = self.earlier[action.stage, action.micro].again(action.slice)
@@ -162,17 +172,17 @@ class Execution:
             if action.slice == 0:
                 del self.earlier[action.stage, action.micro]
         torch.autograd.backward(roots, gradients)
-        if kept.x is not None:
-            assert kept.x.grad is not None, "a stage computes with its input"
-            self._pass_on(action, Action("B", action.stage - 1, action.micro, action.slice), kept.x.grad)
+        if saved.x is not None:
+            assert saved.x.grad is not None, "a stage computes with its input"
+            self._pass_on(action, Action("B", action.stage - 1, action.micro, action.slice), saved.x.grad)
 
     def _read(self, action: Action) -> Tensor:
-        """What the stage before, or in the backward pass the one after, has left for an action."""
+        """Return the result that the stage before, or in the backward pass the one after, has left for an action."""
         handed = self.handed.pop(action._replace(kind="B") if action.kind == "I" else action, None)
-        found = self.mail.receive(action) if handed is None else handed
-        assert found is not None, "the validator has found every result that is read"
-        return found
+        result = self.mailbox.receive(action) if handed is None else handed
+        assert result is not None, "the validator has found every result that is read"
+        return result
 
     def _pass_on(self, action: Action, reader: Action, result: Tensor) -> None:
-        if not self.mail.send(action, result):
+        if not self.mailbox.send(action, result):
             self.handed[reader] = result

@@ -9,32 +9,33 @@ the same ones without any saved generator state.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import Block, Transformer
 from phalanx.partition.recompute import recompute_of
 
 
 def recompute(model: Transformer, layout: Layout) -> int:
     """Have each block of `model`, or its attention core, recomputed where the layout says so of its layer. Returns how
     many are."""
-    modules = list[nn.Module]()
+    modules: list[Block | CoreAttention] = []
     for layer, block in model.blocks.items():
-        mode = recompute_of(layout, int(layer), model.model.n_layers)
+        mode = recompute_of(layout, int(layer), model.config.n_layers)
+        assert isinstance(block, Block), "nothing wraps blocks before this"
         if mode == "full":
             modules.append(block)
         elif mode == "selective":
             modules += [module for module in block.modules() if isinstance(module, CoreAttention)]
     for module in modules:
-        module.forward = partial(_run, module.forward)
+        module.run = run_again
     return len(modules)
 
 
-def _run(forward: Callable[..., Any], *inputs: Any) -> Any:
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+def run_again(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return what `compute` makes of `inputs`, which alone are saved: the backward pass computes the rest again."""
+    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)

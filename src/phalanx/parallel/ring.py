@@ -78,16 +78,16 @@ def zigzag(place: int, source: int, tokens: int, earlier: int) -> list[RingBlock
     keys, and the second half of the earlier one's queries see all keys: in both cases half of all pairs."""
     everything, half, last = slice(tokens), tokens // 2, earlier + tokens
     if source == place:
-        found = [RingBlock(everything, slice(earlier, last), causal=True)]
-        return [*found, RingBlock(everything, slice(earlier))] if earlier else found
+        blocks = [RingBlock(everything, slice(earlier, last), causal=True)]
+        return [*blocks, RingBlock(everything, slice(earlier))] if earlier else blocks
     if source < place:
         return [RingBlock(everything, slice(earlier + half))]
-    found = [RingBlock(slice(half, tokens), slice(last))]
-    return [*found, RingBlock(slice(half), slice(earlier))] if earlier else found
+    blocks = [RingBlock(slice(half, tokens), slice(last))]
+    return [*blocks, RingBlock(slice(half), slice(earlier))] if earlier else blocks
 
 
 class _Sight:
-    """What one rank's queries see of every place's keys."""
+    """Which of every place's keys one rank's queries see."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class _Sight:
             self.blocks = self._within_documents()
 
     def keep(self, device: torch.device) -> Tensor | None:
-        """With dropout: the probabilities that stay, (batch, heads, queries, all places' keys by position)."""
+        """Return which probabilities dropout keeps, (batch, heads, queries, all places' keys by position), if any."""
         if self.dropping is None:
             return None
         queries = self._places(self.ring.rank, device)[-self.tokens :]
         return self.dropping.keep(queries, self.slices * self.tokens * self.ring.size)
 
     def seen(self, source: int, block: RingBlock, keep: Tensor | None, device: torch.device) -> Seen:
-        """Of one block."""
+        """Return which keys of one block its queries see."""
         mask = None
         if block.masked:
             mask = self._same(source, block)
@@ -136,7 +136,7 @@ class _Sight:
         return [[replace(block, masked=not every) for block, some, every in blocks if some] for blocks in judged]
 
     def _same(self, source: int, block: RingBlock) -> Tensor:
-        """Where queries and keys of a block are of one document: (batch, 1, queries, keys)."""
+        """Return where queries and keys of a block are of one document, (batch, 1, queries, keys)."""
         assert self.documents is not None
         device = self.documents.device
         queries = self._places(self.ring.rank, device)[-self.tokens :][block.queries]
@@ -156,13 +156,13 @@ class _Sight:
 def _halved(blocks: list[RingBlock], half: int) -> list[RingBlock]:
     """The same blocks in pieces of one chunk of queries and one of keys. What is on the diagonal comes first: a query
     sees itself, so that all later pieces meet a log-sum-exp that is finite."""
-    found = []
+    halves = []
     for block in blocks:
         for i, queries in enumerate(_steps(block.queries, half)):
             for j, keys in enumerate(_steps(block.keys, half)):
                 if not block.causal or j <= i:
-                    found.append(RingBlock(queries, keys, causal=block.causal and i == j))
-    return sorted(found, key=lambda piece: not piece.causal)
+                    halves.append(RingBlock(queries, keys, causal=block.causal and i == j))
+    return sorted(halves, key=lambda piece: not piece.causal)
 
 
 def _steps(run: slice, length: int) -> Iterator[slice]:
@@ -184,8 +184,8 @@ class _Ring(torch.autograd.Function):
             for block in sight.blocks[source]:
                 rows, columns = block.queries, block.keys
                 seen = sight.seen(source, block, keep, q.device)
-                found = attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], seen)
-                _merge(o[:, :, rows], lse[:, :, rows], *found)
+                result = attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], seen)
+                _merge(o[:, :, rows], lse[:, :, rows], *result)
         o = o.to(q.dtype)
         ctx.sight = sight
         ctx.save_for_backward(q, k, v, o, lse)
@@ -209,8 +209,8 @@ class _Ring(torch.autograd.Function):
                 rows, columns = block.queries, block.keys
                 inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns], o[:, :, rows], lse[:, :, rows]
                 seen = sight.seen(source, block, keep, q.device)
-                found = gradients(gradient[:, :, rows], *inputs, seen)
-                for whole, part, part_of in zip((of_q, of_k, of_v), found, (rows, columns, columns), strict=True):
+                results = gradients(gradient[:, :, rows], *inputs, seen)
+                for whole, part, part_of in zip((of_q, of_k, of_v), results, (rows, columns, columns), strict=True):
                     whole[:, :, part_of].add_(part)
             if source == ring.rank:
                 home = gathered, of_k, of_v

@@ -20,7 +20,7 @@ class Earlier:
         self.made: list[dict[int, tuple[Tensor, Tensor]]] = []
         """By slice and layer, keys and values as they were computed."""
         self.seen: list[dict[int, tuple[Tensor, Tensor]]] = []
-        """The same as later slices see them: leaves, which collect their gradients."""
+        """By slice and layer, the same as later slices see them: leaves, which collect their gradients."""
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (batch, kv_heads, tokens, head_size) of all slices up to this one."""
@@ -33,17 +33,17 @@ class Earlier:
         return torch.cat(every_key, dim=2), torch.cat(every_value, dim=2)
 
     def begin(self, number: int) -> None:
-        """The next slice is going to be computed."""
+        """Begin computing slice `number`."""
         self.now = number
         self.made.append({})
 
     def end(self) -> None:
-        """It has been."""
+        """End computing the present slice: later ones see its keys and values from now on."""
         self.seen.append({layer: (_leaf(k), _leaf(v)) for layer, (k, v) in self.made[self.now].items()})
 
     def again(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
-        """A slice's backward pass is going to be computed. Returns the keys and values that later slices have seen, and
-        their gradients from there."""
+        """Begin a slice's backward pass. Returns the keys and values that later slices have seen, and their gradients
+        from there."""
         self.now = number
         del self.made[number + 1 :]
         made, seen = self.made[number], self.seen.pop()

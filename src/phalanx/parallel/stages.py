@@ -1,4 +1,4 @@
-"""What one rank of a pipeline holds of the model: one or several stages, in one module with the plain model's names."""
+"""One rank's part of a pipeline: one or several stages, in one module with the plain model's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of layers. The first stage has the embeddings besides, the last one the final norm, head and loss."""
+    """Consecutive layers. The first stage has the embeddings as well, the last one the final norm, head and loss."""
 
     number: int
     layers: tuple[str, ...]
@@ -30,26 +30,26 @@ class Stages:
 
     schedule: Schedule
     rank: int
-    model: ModelConfig
+    config: ModelConfig
     vocab: int
     cut: Sequence[range]
     """The layers of every stage."""
-    held: dict[int, Stage] = field(init=False)
-    """Those that this rank holds, by number."""
+    local_stages: dict[int, Stage] = field(init=False)
+    """The stages that this rank holds, by number."""
     names: list[frozenset[str]] = field(init=False)
     """By stage, the parameters that it computes with."""
 
     def __post_init__(self) -> None:
         last = self.schedule.stages - 1
-        self.held = {
+        self.local_stages = {
             number: Stage(number, tuple(map(str, self.cut[number])), number == 0, number == last)
             for number in self.schedule.held(self.rank)
         }
-        self.names = [frozenset(stage_shapes(self.model, [layers], self.vocab)) for layers in self.cut]
+        self.names = [frozenset(stage_shapes(self.config, [layers], self.vocab)) for layers in self.cut]
 
     def users(self, name: str) -> list[int]:
         """The stages here that compute with a parameter: several where a tied embedding is both ends'."""
-        return [number for number in self.held if name in self.names[number]]
+        return [number for number in self.local_stages if name in self.names[number]]
 
     def holders(self, name: str) -> list[int]:
         """The ranks that hold a parameter: the first is the one that counts it."""
@@ -59,7 +59,7 @@ class Stages:
 
     def keep(self, model: Transformer) -> None:
         """Take everything out of `model` that no stage here computes with."""
-        here = {layer for stage in self.held.values() for layer in stage.layers}
+        here = {layer for stage in self.local_stages.values() for layer in stage.layers}
         for layer in [name for name in model.blocks if name not in here]:
             del model.blocks[layer]
         for part in ("embed", "positions", "final_norm", "head"):

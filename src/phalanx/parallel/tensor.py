@@ -13,67 +13,67 @@ shares is one copy-free all-gather for any batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
-from phalanx.model.attention import Attention
 from phalanx.model.latent import LatentAttention
-from phalanx.model.layers import MLP, Linear, Multiply
-from phalanx.model.moe import MixtureOfExperts
-from phalanx.model.noise import Noise, dropout
-from phalanx.model.transformer import Transformer
+from phalanx.model.layers import Linear, Multiply
+from phalanx.model.transformer import Block, PositionEmbedding, Transformer
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight
+from phalanx.parallel.modules import linear_of
 from phalanx.partition.tensor_slices import TensorSlice, piece
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How the layers of one model are cut."""
+    """How one model's layers are cut over the tp axis, and how its ranks communicate."""
 
     tp: Axis
     sequence: bool = False
     """Residual stream, norms and dropout on shares of the tokens."""
     regather: bool = False
     """With `sequence`: keep only the share of a gathered input, and gather it again in the backward pass."""
-    later: DeferredWeightGrads | None = None
+    deferred: DeferredWeightGrads | None = None
     """Takes the gradients of weights, where they do not go the way of autograd."""
 
     def share(self, x: Tensor) -> Tensor:
-        """This rank's tokens of `x` (batch, seq, ...): (batch, seq / tp, ...)."""
+        """Return this rank's tokens of `x` (batch, seq, ...): (batch, seq / tp, ...)."""
         batch, seq = x.shape[:2]
         tokens = x.flatten(0, 1).chunk(self.tp.size)[self.tp.rank]
         return tokens.unflatten(0, (batch, seq // self.tp.size))
 
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
-        """All ranks' tokens, (batch, seq, d_model) from shares (batch, seq / tp, d_model), and what to wait for."""
+        """Start gathering shares (batch, seq / tp, d_model). Returns all tokens, (batch, seq, d_model), and what to
+        wait for."""
         batch, seq, width = x.shape
         whole = x.new_empty(batch, seq * self.tp.size, width)
         return whole, self.tp.all_gather(whole.view(-1), x.contiguous().view(-1))
 
     def sum_shares(self, x: Tensor) -> tuple[Tensor, Any]:
-        """This rank's tokens of the sum of all ranks' `x` (batch, seq, d_model), and what to wait for."""
+        """Start summing all ranks' `x` (batch, seq, d_model). Returns this rank's tokens of the sum and what to wait
+        for."""
         batch, seq, width = x.shape
         share = x.new_empty(batch, seq // self.tp.size, width)
         return share, self.tp.reduce_scatter(share.view(-1), x.contiguous().view(-1))
 
     def constant(self, weight: Tensor) -> Tensor:
-        """A weight as autograd is to see it: where `later` takes its gradient, without one."""
-        return weight if self.later is None else weight.detach()
+        """A weight as autograd is to see it: where `deferred` takes its gradient, without one."""
+        return weight if self.deferred is None else weight.detach()
 
     def of_weight(self, multiply: Multiply, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
-        """The gradient of a weight, or None where `later` has taken it."""
-        if self.later is None:
+        """The gradient of a weight, or None where `deferred` has taken it."""
+        if self.deferred is None:
             return gradient_of_weight(multiply, gradient, x)
-        return self.later.take(weight, multiply, gradient, x)
+        return self.deferred.take(weight, multiply, gradient, x)
 
     def leave(self, x: Tensor) -> tuple[Tensor, Any]:
-        """What the residual stream here has of the sum of all ranks' `x` (perhaps in place), and what to wait for."""
+        """Start summing all ranks' `x` (batch, seq, d_model), perhaps in place. Returns what the residual stream here
+        has of the sum, and what to wait for."""
         if self.sequence:
             return self.sum_shares(x)
         x = x.contiguous()
@@ -84,99 +84,159 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice,
     """Replace every parameter of `model` (on the meta device) by one of the shape that this rank holds.
 
     Returns, by name, what each tensor rank holds."""
-    pieces = {}
+    tensor_slices = {}
     for name, parameter in list(model.named_parameters()):
-        pieces[name] = tuple(piece(name, tuple(parameter.shape), model.model, tp.size, rank) for rank in range(tp.size))
+        tensor_slices[name] = tuple(
+            piece(name, tuple(parameter.shape), model.config, tp.size, rank) for rank in range(tp.size)
+        )
         owner, _, leaf = name.rpartition(".")
-        cut = torch.empty(pieces[name][tp.rank].shape, dtype=parameter.dtype, device="meta")
+        cut = torch.empty(tensor_slices[name][tp.rank].shape, dtype=parameter.dtype, device="meta")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(cut))
-    return pieces
+    return tensor_slices
 
 
 def connect(model: Transformer, how: TensorParallel, keeps: Collection[str] = ()) -> set[nn.Module]:
-    """Have the layers of `model`, whose parameters are cut, communicate. The blocks in `keeps` gather nothing again.
-    Returns the linear layers whose products are made here.
-
-    Latent attention and experts do so around the whole of it, where their input is read and where their output is
-    written: what lies between, routers as well, is computed by every rank."""
-    apart = {module.shared for module in model.modules() if isinstance(module, MixtureOfExperts)}
-    taken: set[nn.Module] = set()
-    around, kept = how, replace(how, regather=False)
-    for name, module in model.named_modules():
-        how = kept if name.startswith("blocks.") and name.split(".")[1] in keeps else around
-        if isinstance(module, Attention):
-            module.qkv = partial(_columns, (module.wq, module.wk, module.wv), how)
-            taken |= {module.wq, module.wk, module.wv}
-        elif isinstance(module, LatentAttention):
-            module.forward = partial(_entering, module.forward, how)
-        elif isinstance(module, MixtureOfExperts):
-            module.forward = partial(_around, module.forward, how)
-            module.experts.down.bias_factor = float(how.tp.rank == 0)
-            if module.shared is not None and module.shared.down.bias is not None:
-                module.shared.down.forward = partial(_biased_once, module.shared.down, how)
-        elif isinstance(module, MLP) and module not in apart:
-            layers = [w for w in (module.up, module.gate) if w is not None]
-            module.widen = partial(_columns, layers, how)
-            module.down.forward = partial(_rows, module.down, how)
-            taken |= {*layers, module.down}
-        if isinstance(module, (Attention, LatentAttention)):
-            module.wo.forward = partial(_rows, module.wo, how)
-            taken.add(module.wo)
-    model.embed.forward = partial(_embed, model.embed, around.tp)
-    model.embed_tokens = partial(_embed_tokens, model, around)
-    model.normed = partial(_normed, model, around)
-    model.routing.share = 1 / around.tp.size
-    return taken
+    """Exchange the layers of `model`, whose parameters are cut, for layers that communicate. The blocks in `keeps` keep
+    what they have gathered, whatever `how` says. Returns the linear layers whose weight gradients are computed here."""
+    made: set[nn.Module] = set()
+    for layer, block in model.blocks.items():
+        assert isinstance(block, Block), "nothing wraps blocks before this"
+        made |= _connect_block(block, replace(how, regather=False) if layer in keeps else how)
+    if isinstance(model.embed, nn.Embedding):  # a stage of a pipeline may be without
+        model.embed = ParallelEmbedding(model.embed, how)
+    if isinstance(model.positions, PositionEmbedding):
+        model.positions = ParallelPositions(model.positions, how)
+    model.final_norm.register_forward_hook(GatherOutput(how))
+    model.routing.share = 1 / how.tp.size
+    return made
 
 
-def _columns(layers: Sequence[Linear], how: TensorParallel, x: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of layers that read one input, each this rank's columns of it."""
-    weights = [layer.weight for layer in layers]
-    parameters = [p for layer in layers for p in (how.constant(layer.weight), layer.bias)]
-    return _Columns.apply(x, how, layers[0].multiply, weights, *parameters)  # pyright: ignore[reportReturnType]
+def _connect_block(block: Block, how: TensorParallel) -> set[nn.Module]:
+    """Exchange one block's layers. Latent attention and mixtures of experts communicate around the whole layer, by
+    hooks where their input is read and where their output is written: what lies between, routers included, every rank
+    computes."""
+    attention, made = block.attn, set[nn.Module]()
+    if isinstance(attention, LatentAttention):
+        attention.register_forward_pre_hook(GatherInput(how))
+    else:
+        attention.project = ColumnParallel(how)
+        made |= {attention.wq, attention.wk, attention.wv}
+    attention.wo = RowParallelLinear.of(attention.wo, how)
+    made.add(attention.wo)
+    if block.has_experts:
+        block.moe.register_forward_pre_hook(GatherInput(how))
+        block.moe.register_forward_hook(ReduceOutput(how))
+        block.moe.experts.down.bias_factor = float(how.tp.rank == 0)
+        if block.moe.shared is not None and block.moe.shared.down.bias is not None:
+            block.moe.shared.down = FirstRankBias.of(block.moe.shared.down, how)
+        return made
+    block.mlp.project = ColumnParallel(how)
+    block.mlp.down = RowParallelLinear.of(block.mlp.down, how)
+    return made | {layer for layer in (block.mlp.up, block.mlp.gate, block.mlp.down) if layer is not None}
 
 
-def _rows(layer: Linear, how: TensorParallel, input: Tensor) -> Tensor:
-    """The output of a layer that every rank has some inputs of. The bias is added once, after the sum."""
-    y = _Rows.apply(input, how, layer.multiply, [layer.weight], how.constant(layer.weight))
-    return y if layer.bias is None else y + layer.bias
+@dataclass(frozen=True)
+class ColumnParallel:
+    """Applies linear layers to one input, of which each rank computes some output columns: the `project` of attention
+    and MLP."""
+
+    how: TensorParallel
+
+    def __call__(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+        """(batch, seq, d_model), or this rank's share of it, to (batch, seq, outputs / tp) for each layer."""
+        weights = [layer.weight for layer in layers]
+        parameters = [p for layer in layers for p in (self.how.constant(layer.weight), layer.bias)]
+        return _Columns.apply(x, self.how, layers[0].multiply, weights, *parameters)  # pyright: ignore[reportReturnType]
 
 
-def _entering(forward: Callable[..., Tensor], how: TensorParallel, x: Tensor, *others: Any, **named: Any) -> Tensor:
-    """A module that reads the residual stream and writes by itself."""
-    return forward(_GatherTokens.apply(x, how), *others, **named)
+class RowParallelLinear(Linear):
+    """A linear layer of whose inputs every rank has some. The bias is added once, after the sum."""
+
+    how: TensorParallel
+
+    @classmethod
+    def of(cls, plain: Linear, how: TensorParallel) -> RowParallelLinear:
+        """The same layer, with the parameters that this rank holds of it."""
+        layer = linear_of(cls, plain)
+        layer.how = how
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(batch, seq, inputs / tp) to (batch, seq, outputs), or to this rank's share of its tokens."""
+        y = _Rows.apply(input, self.how, self.multiply, [self.weight], self.how.constant(self.weight))
+        return y if self.bias is None else y + self.bias
 
 
-def _around(forward: Callable[..., Tensor], how: TensorParallel, x: Tensor) -> Tensor:
-    """A module that reads the residual stream, and of which each rank has a summand of what is written."""
-    return _ReduceTokens.apply(forward(_GatherTokens.apply(x, how)), how)  # pyright: ignore[reportReturnType]
+class FirstRankBias(RowParallelLinear):
+    """A linear layer of whose inputs every rank has some, whose caller sums the outputs: the first rank's has the bias
+    in it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(batch, seq, inputs / tp) to this rank's summand of (batch, seq, outputs)."""
+        assert self.bias is not None, "only layers with a bias are exchanged"
+        return self.multiply(input, self.weight) + self.bias * float(self.how.tp.rank == 0)
 
 
-def _biased_once(layer: Linear, how: TensorParallel, input: Tensor) -> Tensor:
-    """A summand of a linear layer's output: the first rank's has the bias in it."""
-    assert layer.bias is not None, "asked before"
-    return layer.multiply(input, layer.weight) + layer.bias * float(how.tp.rank == 0)
+class ParallelEmbedding(nn.Embedding):
+    """An embedding of whose rows every rank has some."""
+
+    def __init__(self, plain: nn.Embedding, how: TensorParallel):
+        super().__init__(plain.num_embeddings, plain.embedding_dim, device="meta")
+        self.weight, self.how = plain.weight, how
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Tokens (batch, seq) to (batch, seq, d_model), or to this rank's share of them."""
+        local = input - self.how.tp.rank * self.weight.shape[0]
+        mine = (local >= 0) & (local < self.weight.shape[0])
+        rows = nn.functional.embedding(local.where(mine, 0), self.weight) * mine.unsqueeze(-1)
+        return _ReduceTokens.apply(rows, self.how)  # pyright: ignore[reportReturnType]
 
 
-def _embed(embed: nn.Embedding, tp: Axis, input: Tensor) -> Tensor:
-    """Rows of the embedding for the tokens that this rank holds, zero for the others."""
-    local = input - tp.rank * embed.weight.shape[0]
-    mine = (local >= 0) & (local < embed.weight.shape[0])
-    return nn.functional.embedding(local.where(mine, 0), embed.weight) * mine.unsqueeze(-1)
+class ParallelPositions(PositionEmbedding):
+    """Learned positions of the tokens on this rank's residual stream."""
+
+    def __init__(self, plain: PositionEmbedding, how: TensorParallel):
+        super().__init__(plain.num_embeddings, plain.embedding_dim, device="meta")
+        self.weight, self.how = plain.weight, how
+
+    def forward(self, input: Tensor, shape: torch.Size) -> Tensor:
+        """Positions (seq,) of tokens of `shape` (batch, seq) to (batch, seq, d_model), or to this rank's share."""
+        places = input.expand(shape)
+        return super().forward(self.how.share(places) if self.how.sequence else places, shape)
 
 
-def _embed_tokens(
-    model: Transformer, how: TensorParallel, tokens: Tensor, positions: Tensor, noise: Noise | None
-) -> Tensor:
-    x = _ReduceTokens.apply(model.embed(tokens), how)
-    if model.positions is not None:
-        places = positions.expand(tokens.shape)
-        x = x + model.positions(how.share(places) if how.sequence else places)
-    return dropout(x, model.model.dropout, noise, "embed")
+@dataclass(frozen=True)
+class GatherInput:
+    """A forward pre-hook: the module reads all tokens off the residual stream."""
+
+    how: TensorParallel
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Gather the first input, this rank's share of (batch, seq, d_model)."""
+        x, *others = inputs
+        return _GatherTokens.apply(x, self.how), *others
 
 
-def _normed(model: Transformer, how: TensorParallel, x: Tensor) -> Tensor:
-    return _GatherTokens.apply(model.final_norm(x), how)
+@dataclass(frozen=True)
+class ReduceOutput:
+    """A forward hook: the module's output is this rank's summand of what is written to the residual stream."""
+
+    how: TensorParallel
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Sum the ranks' outputs (batch, seq, d_model)."""
+        return _ReduceTokens.apply(output, self.how)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class GatherOutput:
+    """A forward hook: what follows the module reads all tokens off the residual stream."""
+
+    how: TensorParallel
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Gather the output, this rank's share of (batch, seq, d_model)."""
+        return _GatherTokens.apply(output, self.how)  # pyright: ignore[reportReturnType]
 
 
 class _Columns(torch.autograd.Function):
@@ -215,11 +275,14 @@ class _Columns(torch.autograd.Function):
         gradient, leaving = how.leave(gradient)  # it travels while the weights' gradients are computed
         if gathering is not None:
             gathering.wait()
-        found: list[Tensor | None] = []
+        of_parameters: list[Tensor | None] = []
         for g, weight, biased in zip(grad_outputs, ctx.owners, ctx.biased, strict=True):
-            found += [how.of_weight(ctx.multiply, g, whole, weight), g.flatten(0, -2).sum(0) if biased else None]
+            of_parameters += [
+                how.of_weight(ctx.multiply, g, whole, weight),
+                g.flatten(0, -2).sum(0) if biased else None,
+            ]
         leaving.wait()
-        return gradient, None, None, None, *found
+        return gradient, None, None, None, *of_parameters
 
 
 class _Rows(torch.autograd.Function):

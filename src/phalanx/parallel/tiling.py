@@ -58,7 +58,7 @@ class _TiledColumns(nn.Module):
 
 
 def tile(
-    model: Transformer, pieces: Mapping[str, tuple[TensorSlice, ...]], tiles: int
+    model: Transformer, tensor_slices: Mapping[str, tuple[TensorSlice, ...]], tiles: int
 ) -> tuple[dict[str, tuple[TensorSlice, ...]], dict[str, str]]:
     """Replace the matrices of `model`'s MLPs, on the meta device, by `tiles` tiles each; there is one tensor rank.
 
@@ -69,17 +69,17 @@ def tile(
             for name, kind in (("up", _TiledRows), ("gate", _TiledRows), ("down", _TiledColumns)):
                 if isinstance(layer := getattr(module, name), Linear):
                     setattr(module, name, kind(layer, tiles))
-    found, names = {}, {}
+    slices, names = {}, {}
     for name, _ in model.named_parameters():
         owner, tiled, rest = name.partition(".tiles.")
         if not tiled:
-            found[name] = pieces[name]
+            slices[name] = tensor_slices[name]
             continue
         number, leaf = rest.split(".")
         names[name] = f"{owner}.{leaf}"
-        parts = arithmetic.tile(names[name], pieces[names[name]][0].whole, tiles, model.model)
-        found[name] = (parts[int(number)],)
-    return found, names
+        parts = arithmetic.tile(names[name], tensor_slices[names[name]][0].whole, tiles, model.config)
+        slices[name] = (parts[int(number)],)
+    return slices, names
 
 
 def _tile(whole: Linear, inputs: int, outputs: int, bias: bool) -> Tile:

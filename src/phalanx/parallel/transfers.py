@@ -21,10 +21,10 @@ AHEAD = 2
 
 
 class P2PMailbox(Protocol):
-    """How results reach the ranks that need them."""
+    """Brings results to the ranks that need them."""
 
     def receive(self, action: Action) -> Tensor | None:
-        """What an action needs of another rank; None where it needs nothing."""
+        """Wait for the tensor that an action needs from another rank; None where it needs none."""
         ...
 
     def send(self, action: Action, result: Tensor) -> bool:
@@ -43,9 +43,9 @@ class Transfers:
     down: Axis
     """To lower ranks."""
     targets: dict[Action, tuple[int, int]] = field(init=False, default_factory=dict)
-    """Of this rank's actions whose result another rank needs: which one, and the place of the need in its program."""
+    """By action of this rank whose result another one needs: that rank, and the place in its program that reads it."""
     sources: dict[Action, tuple[int, int]] = field(init=False, default_factory=dict)
-    """Of this rank's actions that need another's result: whose, and the place of what makes it in its program."""
+    """By action of this rank that needs another one's result: that rank, and the place in its program that makes it."""
     order: dict[int, list[int]] = field(init=False, default_factory=dict)
     """By sender, the places there of what makes results that come here."""
 
@@ -64,13 +64,13 @@ class Transfers:
                     self.order.setdefault(rank, []).append(place)
                     self.sources[reader] = rank, place
 
-    def begin(self, like: Tensor, shape: tuple[int, ...]) -> Mail:
-        """A step in which every message has a shape, and the type and device of `like`."""
-        return Mail(self, like, shape)
+    def begin(self, like: Tensor, shape: tuple[int, ...]) -> StepMailbox:
+        """Begin a step in which every message has `shape`, and the type and device of `like`."""
+        return StepMailbox(self, like, shape)
 
 
-class Mail:
-    """The messages of one step that are under way."""
+class StepMailbox:
+    """Sends and receives the messages of one step."""
 
     def __init__(self, transfers: Transfers, like: Tensor, shape: tuple[int, ...]):
         self.transfers, self.like, self.shape = transfers, like, shape
@@ -85,15 +85,15 @@ class Mail:
         if (needed := self.transfers.sources.get(action)) is None or needed in self.arriving:
             return
         source, place = needed
-        lane = self.transfers.up if source < self.transfers.rank else self.transfers.down
+        group = self.transfers.up if source < self.transfers.rank else self.transfers.down
         for made in self.coming[source]:
             buffer = torch.empty(self.shape, dtype=self.like.dtype, device=self.like.device)
-            self.arriving[source, made] = buffer, lane.start_receive(buffer, source)
+            self.arriving[source, made] = buffer, group.start_receive(buffer, source)
             if made == place:
                 return
 
     def receive(self, action: Action) -> Tensor | None:
-        """What an action needs of another rank; None where it needs nothing."""
+        """Wait for the tensor that an action needs from another rank; None where it needs none."""
         if (needed := self.transfers.sources.get(action)) is None:
             return None
         self.expect(action)
@@ -107,9 +107,9 @@ class Mail:
         if (target := self.transfers.targets.get(action)) is None:
             return False
         rank, read = target
-        lane = self.transfers.up if rank > self.transfers.rank else self.transfers.down
+        group = self.transfers.up if rank > self.transfers.rank else self.transfers.down
         result = result.contiguous()
-        self.leaving[rank].append((read, result, lane.start_send(result, rank)))
+        self.leaving[rank].append((read, result, group.start_send(result, rank)))
         return True
 
     def settle(self) -> None:
@@ -118,7 +118,7 @@ class Mail:
             self._release(rank, len(self.transfers.schedule.programs[rank]))
 
     def _release(self, rank: int, place: int) -> None:
-        """What another rank has read, as a message shows that it has come to some place of its program."""
+        """Release the messages that another rank has read, as it is known to have come to `place` in its program."""
         for read, _, pending in self.leaving[rank]:
             if read < place:
                 pending.wait()

@@ -8,67 +8,46 @@ shares are summed over dp_replicate as well (HSDP).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
-import torch
 from torch import Tensor, nn
 
 from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis
 from phalanx.parallel.bucket import Bucket, Slot, fill
-from phalanx.parallel.data import PartialGradients, Pieces, Replica
-from phalanx.parallel.fragments import ParameterShard
+from phalanx.parallel.data import GradientSum, LocalModel, Replica
 from phalanx.parallel.objective import Objective
+from phalanx.parallel.parameter_shards import ParameterShard
 
 
 class BucketReplica(Replica):
     """One of several replicas, each in its own process (or in its own tensor ranks)."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        pieces: Pieces,
-        tp: Axis,
-        partials: Sequence[PartialGradients],
-        *,
-        shard: Axis,
-        replicate: Axis,
-        zero: int,
-        bucket_mb: float,
-        gradient_dtype: torch.dtype | None = None,
-        every_micro_batch: bool = False,
-        experts: tuple[Axis, Axis] | None = None,
-        users: Callable[[str], Sequence[int]] = lambda name: (0,),
-        holders: Callable[[str], Sequence[int]] = lambda name: (0,),
-    ):
-        """`zero` 1 keeps whole gradients until the optimizer is done, 2 only shares of them. `gradient_dtype` is that
-        in which gradients are added up and sent, by default the parameters'. `every_micro_batch` has ZeRO-2 reduce the
-        gradients of each micro-batch instead of once a step: less memory, more traffic. `experts` are ep, among
-        whose ranks experts are dealt out, and edp, which has the state of the same experts in `shard`'s place. `users`
-        tells which of a pipeline's stages here compute with a parameter: a bucket's gradients come together. `holders`
-        tells which of its ranks hold it: a bucket is cut alike on all that have to sum its shares."""
-        self.sharded, self.experts = shard.size > 1, experts
-        self.every_micro_batch = every_micro_batch
+    def __init__(self, model: LocalModel, sums: GradientSum, *, zero: int, bucket_mb: float):
+        """`zero` 1 keeps whole gradients until the optimizer is done, 2 only shares of them. The gradients of a bucket
+        come together: its parameters are used by the same stages of a pipeline, and held by the same ranks."""
+        self.sharded, self.experts, self.every_micro_batch = sums.shard.size > 1, sums.experts, sums.every_micro_batch
         # The backward pass reaches the last layers first: their bucket is the first to travel.
-        named = list(objective.model.named_parameters())[::-1]
+        named = list(model.objective.model.named_parameters())[::-1]
         together: dict[tuple[tuple[int, ...], tuple[int, ...], Axis], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
-            over = experts[1] if experts and is_expert(name) else shard
-            together.setdefault((tuple(users(name)), tuple(holders(name)), over), []).append((name, parameter))
+            over = sums.experts[1] if sums.experts and is_expert(name) else sums.shard
+            key = tuple(model.users(name)), tuple(model.holders(name)), over
+            together.setdefault(key, []).append((name, parameter))
         self.buckets: list[Bucket] = []
         self.of_stage: dict[int, list[Bucket]] = {}
         """By stage, the buckets that it alone fills; the others are reduced when all stages are done."""
         for (stages, _, over), parameters in together.items():
             for group in fill(parameters, bucket_mb * 2**20):
-                dtype = gradient_dtype or group[0][1].dtype
-                self.buckets.append(Bucket(_slots(group), over, replicate, zero == 2 and over.size > 1, dtype))
+                dtype = sums.dtype or group[0][1].dtype
+                self.buckets.append(Bucket(_slots(group), over, sums.replicate, zero == 2 and over.size > 1, dtype))
                 if len(stages) == 1:
                     self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
         self.filling: list[Bucket] = []
-        """What is to be reduced after the present backward pass and has not been sent, in the order of sending."""
+        """Buckets to reduce after the present backward pass that have not been sent, in the order of sending."""
         self.slots: dict[Tensor, tuple[Bucket, Slot]] = {
             slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }
@@ -78,8 +57,8 @@ class BucketReplica(Replica):
         for parameter in self.slots:
             parameter.register_post_accumulate_grad_hook(lambda weight: tell(weight) if (tell := arrived()) else None)
         if self.sharded:
-            self._wait_where_needed(objective)
-        super().__init__(objective, pieces, tp, partials)
+            self._wait_where_needed(model.objective)
+        super().__init__(model)
 
     def begin_backward(self, stage: int, *, last: bool) -> None:
         for bucket in self.of_stage.get(stage, ()):
@@ -148,8 +127,8 @@ class BucketReplica(Replica):
             begin = bucket.share.start if bucket.shard.size > 1 else 0
             fragment.gradient = bucket.reduced[start - begin : stop - begin].view(fragment.value.shape)
 
-    def _fragments(self, pieces: Pieces) -> list[ParameterShard]:
-        found: dict[str, ParameterShard] = {}
+    def _fragments(self) -> list[ParameterShard]:
+        shards: dict[str, ParameterShard] = {}
         places: dict[str, tuple[Bucket, int, int]] = {}
         for bucket in self.buckets:
             for slot, start, stop in bucket.owned():
@@ -157,11 +136,11 @@ class BucketReplica(Replica):
                 if bucket.shard.size > 1:
                     value = bucket.parameters[start:stop].detach().requires_grad_()
                 first = start - slot.start + before(slot.name, slot.parameter.numel(), self.experts)
-                found[slot.name] = ParameterShard(slot.name, pieces[slot.name], self.tp.rank, first, value)
+                shards[slot.name] = self.model.shard(slot.name, first, value)
                 places[slot.name] = bucket, start, stop
         names = [name for name, _ in self._parameters()]
         self.places = [places[name] for name in names]
-        return [found[name] for name in names]
+        return [shards[name] for name in names]
 
 
 def before(name: str, elements: int, experts: tuple[Axis, Axis] | None) -> int:

@@ -26,7 +26,7 @@ WITHIN = (
 """Parameters that are whole on every rank but lie between cut ones: each rank finds its own part of their gradients."""
 BALANCING = "router.bias"
 """How the names of balancing biases end: every rank that computes a router finds the whole of their gradients."""
-MEETING = 256
+STOP_MESSAGE_BYTES = 256
 """Bytes that each replica says when replicas that work apart meet: one for the request to stop, then text."""
 
 

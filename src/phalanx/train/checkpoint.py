@@ -31,12 +31,12 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """A checkpoint's description of itself."""
 
     path: Path
     step: int
     meta: dict[str, Any]
-    """What the trainer stored beside the tensors: the job, samples read, the loss scale, ..."""
+    """The trainer's facts beside the tensors: the job, samples read, the loss scale, ..."""
     files: dict[str, dict[str, Any]]
     """{"model.safetensors": {"bytes": ..., "sha256": ...}}"""
 

@@ -14,12 +14,12 @@ from phalanx.parallel.micro import MicroTensors
 
 
 def validation_loss(replica: Replica, mesh: Mesh, batches: Iterable[MicroTensors], device: torch.device) -> float:
-    """Loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count."""
+    """Return the loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for micro in batches:
         loss: Tensor = replica.loss(micro)
         total += torch.stack((loss.double(), valid_tokens(micro.targets).double()))
     # Only the ranks of a pipeline that have the last stage know a loss, but all of them know the tokens.
-    total *= total.new_tensor([mesh.speaks, mesh.speaks and mesh.coordinates["pp"] == 0])
+    total *= total.new_tensor([mesh.owns_loss, mesh.owns_loss and mesh.coordinates["pp"] == 0])
     mesh.axis("world").all_reduce(total).wait()
     return (total[0] / total[1]).item()

@@ -43,28 +43,29 @@ class ExpertLoads:
         """Write a row after a step that is shown, and after the one with which the run ends. All ranks call this after
         every step.
 
-        Replicas that are apart are not made to wait for each other: theirs comes when they meet anyway, with local_sgd
-        and diloco if the step is shown as well, with asp at a validation or checkpoint, before which nobody calls."""
+        Independent replicas do not wait for each other here: they write a row when they synchronize anyway, with
+        local_sgd and diloco if the step is shown as well, with asp at a validation or checkpoint, as nobody calls this
+        before."""
         layout = self.job.layout
-        meet = layout.sync in ("bsp", "asp") or step % layout.sync_every == 0
-        if self.layers and (ends or layout.sync == "asp" or (shown and meet)):
+        synchronizes = layout.sync in ("bsp", "asp") or step % layout.sync_every == 0
+        if self.layers and (ends or layout.sync == "asp" or (shown and synchronizes)):
             row = self.collect(step)
             rows.write("experts", **row)
             log.info("%s", line(row))
 
     def collect(self, step: int) -> dict[str, Any]:
-        """What all ranks' routers noted up to `step` and since the last time, as a row. A collective."""
+        """Sum what all ranks' routers noted since the last call, up to `step`, as a row. A collective."""
         n, top_k, routing = self.job.model.moe.n_experts, self.job.model.moe.top_k, self.routing
         noted = torch.zeros(len(self.layers) * n + len(self.penalties), dtype=torch.float64, device=self.device)
         of_layers, of_penalties = noted[: len(self.layers) * n].view(-1, n), noted[len(self.layers) * n :]
         # Of the tensor ranks each notes the same tokens. A layer that another rank of a pipeline holds is zero here.
-        if self.mesh.speaks:
+        if self.mesh.owns_loss:
             for place, layer in enumerate(self.layers):
                 of_layers[place] += routing.loads.get(layer, 0)
             for place, name in enumerate(self.penalties):
                 of_penalties[place] += routing.penalties.get(name, 0.0)
         routing.clear()
-        with self.mesh.ledger.aside():
+        with self.mesh.ledger.untracked():
             self.mesh.axis("world").all_reduce(noted).wait()
         loads = {layer: [int(load) for load in row] for layer, row in zip(self.layers, of_layers.tolist(), strict=True)}
         tokens = sum(loads[self.layers[0]]) / top_k

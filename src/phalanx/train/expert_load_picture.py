@@ -163,7 +163,7 @@ def _spread(shares: Sequence[float]) -> float:
 
 
 def _tone(share: float, spread: float) -> int:
-    """Of the scale's colours, the one of a share: from -_TONES to _TONES, 0 being an even one."""
+    """Return the place of a share's colour on the scale: from -_TONES to _TONES, 0 for an even share."""
     return round((share - 1) / (spread if share > 1 else min(spread, 1)) * _TONES)
 
 
@@ -178,7 +178,7 @@ def _number(share: float) -> str:
 
 
 def _every(pixels: int, cell: int) -> int:
-    """Of which cells to show a label, so that labels are at least `pixels` apart: every 1, 2, 4, 8, ..."""
+    """Return the distance of cells with a label, 1, 2, 4, 8, ..., so that labels are at least `pixels` apart."""
     every = 1
     while every * cell < pixels:
         every *= 2

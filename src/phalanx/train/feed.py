@@ -1,31 +1,76 @@
-"""The micro-batches of one step after the other, and where a pipeline asks, those of the next one ahead of time."""
+"""The micro-batches that a run's steps read: step by step, and for asynchronous training share by share."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
-from phalanx.data.loader import MicroBatch
+from phalanx.config.job import Job
+from phalanx.data.loader import Batches, MicroBatch, TokenData
+from phalanx.parallel.mesh import Mesh
+from phalanx.partition.batch import Batch
 from phalanx.train.metrics import Meter
 
 
 class Feed:
-    """Hands out what `batches` reads. What is waited for is the meter's to report."""
+    """This rank's micro-batches of a run that goes on after `first_step` steps, from sample `first_sample` on.
 
-    def __init__(self, batches: Iterator[list[MicroBatch]], meter: Meter):
-        self.batches, self.meter = batches, meter
+    A context manager: leaving it ends the reading ahead. Time spent waiting for data is added to `meter`.
+    """
+
+    def __init__(
+        self, job: Job, data: TokenData, batch: Batch, mesh: Mesh, meter: Meter, *, first_step: int, first_sample: int
+    ):
+        self.job, self.data, self.batch, self.mesh, self.meter = job, data, batch, mesh, meter
+        self.first_step, self.first_sample = first_step, first_sample
+        self.batches: Batches | None = None
         self.next: list[MicroBatch] | None = None
 
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.batches is not None:
+            self.batches.close()
+
     def take(self) -> list[MicroBatch]:
-        """This rank's micro-batches of the next step."""
-        found = self.ahead()
+        """Read this rank's micro-batches of the next step."""
+        micro_batches = self.ahead()
         self.next = None
-        return found
+        return micro_batches
 
     def ahead(self) -> list[MicroBatch]:
-        """The same, but they will be handed out once more."""
+        """Read the same as `take`, which then returns these micro-batches once more."""
         if self.next is None:
             began = time.perf_counter()
+            if self.batches is None:
+                place = self.mesh.data_rank, self.mesh.data_ranks
+                self.batches = self._open(
+                    self.first_sample, self.batch.global_batch, *place, prefetch=self.job.data.prefetch
+                )
             self.next = next(self.batches)
             self.meter.waited += time.perf_counter() - began
         return self.next
+
+    def share(self, chunk: int) -> list[MicroBatch]:
+        """Read this rank's micro-batches of one replica's share of a step.
+
+        Of R replicas, chunk c is the (c mod R)-th of the R equal shares of step c // R, counted from 0. Nothing is read
+        ahead, as a share goes to whichever replica asks first."""
+        replicas, ranks = self.job.layout.dp_replicate, self.mesh.axis("shard")
+        samples = self.batch.global_batch // replicas
+        first = self.first_sample + (chunk - self.first_step * replicas) * samples
+        with self._open(first, samples, ranks.rank, ranks.size, prefetch=0) as batches:
+            return next(batches)
+
+    def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int) -> Batches:
+        """Open the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on."""
+        return Batches(
+            self.data,
+            global_batch=samples,
+            micro_batch=self.batch.micro_batch,
+            rank=rank,
+            ranks=ranks,
+            seed=self.job.train.seed,
+            first_sample=first,
+            prefetch=prefetch,
+        )

@@ -32,7 +32,7 @@ from phalanx.train.optimizer import AdamW
 from phalanx.units import gib
 
 REFUSALS = ("can't allocate memory", "DefaultCPUAllocator")
-"""What torch says, in a RuntimeError, where a CPU has no memory left."""
+"""Texts of torch's RuntimeError where a CPU has no memory left."""
 
 LOOKS, LOOK_S = 10, 0.01
 """How often one looks what is alive, and how long apart, in seconds: the thread of a collective lets go of its tensors
@@ -111,7 +111,7 @@ class Memory:
 
     @contextmanager
     def allocating(self, *parts: str) -> Iterator[None]:
-        """What happens here allocates these parts of the table. Raises RunError where there is no room for them."""
+        """Attribute a `with` block's allocations to these parts of the table. Raises RunError where they do not fit."""
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError) as error:

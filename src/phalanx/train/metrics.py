@@ -1,4 +1,4 @@
-"""What a step measured: the row for metrics.jsonl and the line for a person."""
+"""The measurements of a step: the row for metrics.jsonl and the log line."""
 
 from __future__ import annotations
 

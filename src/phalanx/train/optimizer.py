@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from phalanx.config.optimizer import Optimizer
-from phalanx.parallel.fragments import ParameterShard, counted
+from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -119,7 +119,7 @@ class AdamW:
 
     @torch.no_grad()
     def make_state(self, updates: int) -> dict[str, dict[str, Tensor]]:
-        """What state_tensors gives, with zero moments, for a checkpoint of `updates` updates to be read into."""
+        """Return the tensors of state_tensors with zero moments, for a checkpoint after `updates` updates to fill."""
         self.updates = updates
         for master in self.masters.values():
             if updates and master.numel():

@@ -38,7 +38,7 @@ STRUCTURE = (
     "train.seed",
     "train.precision",
 )
-"""What must be the same for a checkpoint to belong to a job. The rest may change from one attempt to the next."""
+"""Fields that must be the same for a checkpoint to belong to a job. Others may change between attempts."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RunDirectory:
         """Raises CheckpointError where this is not the directory of a run; names the runs beside it."""
         if self.config.is_file():
             return
-        known = sorted(str(found.parent) for found in self.path.parent.glob("*/config.yaml"))
+        known = sorted(str(config.parent) for config in self.path.parent.glob("*/config.yaml"))
         hint = f"; runs there: {', '.join(known)}" if known else ""
         raise CheckpointError(f"no run in {self.path}: it has no config.yaml{hint}")
 
@@ -136,8 +136,8 @@ class RunDirectory:
                 f"{self.path} holds a checkpoint of another job (step {manifest.step}); --fresh starts over and keeps "
                 f"the old run beside it, run.name=OTHER starts another:{differences}"
             )
-        told = [path for path in changed if not path.startswith(("run.", "cluster.", "checkpoint."))]
-        for path in told:
+        fields = [path for path in changed if not path.startswith(("run.", "cluster.", "checkpoint."))]
+        for path in fields:
             log.info("resuming with a change: %s: %r -> %r", path, get(then, path), get(job, path))
         return manifest
 

@@ -1,4 +1,4 @@
-"""What a run is at one moment: the weights, the optimizer, and how far it has come; saved and put back."""
+"""The state of a run: weights, optimizer and progress, saved to a checkpoint and loaded from one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.show import as_dict
 from phalanx.comm.agree import on_rank_zero
 from phalanx.errors import CheckpointError
-from phalanx.parallel.fragments import by_whole, wholes
+from phalanx.parallel.parameter_shards import by_whole, wholes
 from phalanx.train import checkpoint
 from phalanx.train.optimizer import MOMENTS
 from phalanx.train.step import Stepper
@@ -25,7 +25,7 @@ class TrainState:
 
     stepper: Stepper
     data_fingerprint: str
-    """Of the token shards: a run does not go on with other data."""
+    """Identifies the token shards: a run does not resume with other data."""
     vocab_size: int
     step: int = 0
     """Steps done."""
@@ -33,6 +33,11 @@ class TrainState:
     """Sequences read, which is the place in the order of samples."""
     val_loss: float | None = None
     """The last validation loss."""
+
+    def advance(self, step: int, global_batch: int) -> None:
+        """Note that `step` steps are done, each over `global_batch` sequences since the last call."""
+        self.samples += (step - self.step) * global_batch
+        self.step = step
 
     def save(self, root: Path) -> Path:
         """Write a checkpoint, together with all other ranks. Raises RunError."""
@@ -85,17 +90,19 @@ class TrainState:
         with checkpoint.Reader(manifest, "optimizer") as tensors:
             saved = set(tensors.names())
             groups = {
-                (own if kind in MOMENTS else "") + kind: found
-                for kind, found in optimizer.make_state(meta["updates"]).items()
+                (own if kind in MOMENTS else "") + kind: tensors_of_kind
+                for kind, tensors_of_kind in optimizer.make_state(meta["updates"]).items()
             }
             # A run that becomes DiLoCo begins without an outer momentum.
             outer = sync.state_tensors() if sync else {}
-            groups |= {kind: found for kind, found in outer.items() if _all_there(kind, updated, saved)}
-            for kind, found in groups.items():
+            groups |= {
+                kind: tensors_of_kind for kind, tensors_of_kind in outer.items() if _all_there(kind, updated, saved)
+            }
+            for kind, tensors_of_kind in groups.items():
                 for name, fragments in updated.items():
                     whole = tensors[f"{kind}/{name}"]
                     for fragment in fragments:
-                        fragment.assign(whole, into=found[fragment.name])
+                        fragment.assign(whole, into=tensors_of_kind[fragment.name])
         self.stepper.reload()
         self.stepper.loss_scale.load_state(meta["loss_scale"])
         self.step, self.samples, self.val_loss = manifest.step, meta["samples"], meta["val_loss"]
@@ -103,22 +110,21 @@ class TrainState:
     @property
     def replicas(self) -> int:
         """Replicas whose moments differ."""
-        return self.stepper.apart if self.stepper.sync else 1
+        return self.stepper.independent_replicas if self.stepper.sync else 1
 
     def _of_replica(self, replica: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the rank at this one's place in another replica has."""
-        found = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        for tensor in found.values():
+        """Return the tensors that the rank at this one's place in another replica holds."""
+        tensors_of_replica = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        for tensor in tensors_of_replica.values():
             if tensor.numel():
                 self.stepper.mesh.axis("dp_replicate").broadcast(tensor, replica).wait()
-        return found
+        return tensors_of_replica
 
     def _whole(self, prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of all ranks' fragments put together: on rank 0, nothing elsewhere."""
         replica, mesh = self.stepper.replica, self.stepper.mesh
         keep = mesh.axis("world").rank == 0
-        found = wholes(replica.fragments, tensors, mesh, keep)
-        return {prefix + name: tensor for name, tensor in found}
+        return {prefix + name: tensor for name, tensor in wholes(replica.fragments, tensors, mesh, keep)}
 
 
 def _all_there(kind: str, names: Iterable[str], saved: set[str]) -> bool:

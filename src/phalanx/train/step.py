@@ -17,9 +17,9 @@ from phalanx.errors import NotFiniteError
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
-from phalanx.parallel.fragments import ParameterShard
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.precision import DTYPES, LossScale
@@ -32,13 +32,13 @@ from phalanx.train.sync.local import LocalSGD
 
 @dataclass(frozen=True)
 class Step:
-    """What one step showed, the same on every rank of a replica, and with sync=bsp on all."""
+    """The result of one step: the same on every rank of a replica, and with sync=bsp on all ranks."""
 
     loss: float
-    """Mean over the global batch's tokens, in nats; over this replica's share of them where replicas are apart."""
+    """Mean over the global batch's tokens, in nats; over an independent replica's share of them."""
     grad_norm: float
     stop: bool
-    """Some rank was asked to stop; where replicas are apart this is known only when they meet."""
+    """Some rank was asked to stop; independent replicas know it only when they synchronize."""
 
 
 class Stepper:
@@ -66,7 +66,7 @@ class Stepper:
         runner = self.replica.runner
         self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)
         self.places_of_whole = self._places(1)
-        self.apart = job.layout.apart
+        self.independent_replicas = job.layout.independent_replicas
         self.sync: LocalSGD | None = None
         if job.layout.sync in ("local_sgd", "diloco"):
             kind = LocalSGD if job.layout.sync == "local_sgd" else DiLoCo
@@ -81,24 +81,25 @@ class Stepper:
             return self.replica.gradients(tensors, self.factor(global_tokens))
 
     def factor(self, global_tokens: int) -> float:
-        """What the loss, summed over tokens, is multiplied by before a backward pass; routers multiply theirs, too."""
+        """Return the factor of a backward pass's loss, summed over tokens, and give it to the routers' penalties."""
         self.routing.factor = self.loss_scale.value / global_tokens
         return self.routing.factor
 
     def step(
         self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, lr: float, stop: bool = False
     ) -> Step:
-        """One optimizer step, the `step`-th, whose global batch has `global_tokens` valid tokens. Replicas that are
-        apart take their share of them to be the same.
+        """One optimizer step, the `step`-th, whose global batch has `global_tokens` valid tokens. Independent
+        replicas take their shares of them to be equal.
 
         `stop` on any rank is seen on all. Raises NotFiniteError, before the optimizer writes anything, when loss or
-        gradients are not finite (with fp16, when a smaller loss scale cannot help); where replicas are apart, when
-        they meet; RunError where memory is short. With sync=asp replicas take no such steps: see train/sync/asp.py."""
+        gradients are not finite (with fp16, when a smaller loss scale cannot help); independent replicas raise it when
+        they synchronize. Raises RunError where memory is short. With sync=asp the parameter server takes the steps
+        (train/sync/asp.py)."""
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
-        tokens = global_tokens // self.apart
+        tokens = global_tokens // self.independent_replicas
         loss = self.gradients(micro_batches, step, tokens)
         square, status, everywhere = self.status(loss, stop)
-        if self.mesh.shards:
+        if self.mesh.is_sharded:
             everywhere.wait()
             square = status[1]
         norm = square.sqrt()
@@ -123,14 +124,16 @@ class Stepper:
         return Step(mean, grad_norm, stop)
 
     def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:
-        """The square of the norm of this rank's gradients; loss, that square and whether to stop, (3,), on the way to
-        their sums over the ranks; and what to wait for until they are. The gradients are then the optimizer's."""
+        """Start summing loss, squared gradient norm and the request to stop over the ranks.
+
+        Returns the square of the norm of this rank's gradients, the tensor (3,) of the three that becomes their sums,
+        and what to wait for until it has. The gradients are then the optimizer's."""
         with self.memory.allocating("gradients"):
             square = self.optimizer.square_norm(self.loss_scale.value)
         # Everything is counted by one rank: a loss by one of those that read the same samples, a gradient's element by
         # one of those that hold it.
-        first_replica = self.apart > 1 or self.mesh.coordinates["dp_replicate"] == 0
-        status = torch.stack((loss * self.mesh.speaks, square * first_replica, loss.new_tensor(stop)))
+        first_replica = self.independent_replicas > 1 or self.mesh.coordinates["dp_replicate"] == 0
+        status = torch.stack((loss * self.mesh.owns_loss, square * first_replica, loss.new_tensor(stop)))
         return square, status, self._reduce(status)
 
     @torch.no_grad()
@@ -146,7 +149,7 @@ class Stepper:
             self.replica.runner.restart([f.value for f in self.replica.fragments])
 
     def tensors(self, micro: MicroBatch, step: int, validates: bool = False) -> MicroTensors:
-        """What this rank computes of a micro-batch, on the device, with what its dropout masks in optimizer step `step`
+        """Move this rank's part of a micro-batch to the device, with what its dropout masks in optimizer step `step`
         derive from. When it `validates`, sequences do not travel in slices."""
         places = self.places_of_whole if validates else self.places
         tokens = torch.from_numpy(micro.tokens).to(self.device, non_blocking=True)
@@ -175,17 +178,21 @@ class Stepper:
         runs = places(self.job.layout, self.job.model.seq_len, self.mesh.coordinates["cp"], slices)
         return torch.tensor([position for run in runs for position in run], device=self.device)
 
-    def name_first(self, found: int | None) -> str:
-        """ ", first in NAME": the first of the fragments that any rank found, if there is one. A collective."""
+    def name_first(self, bad: int | None) -> str:
+        """ ", first in NAME": the first of the fragments that any rank calls `bad`, if there is one. A collective."""
         names = list(parameter_shapes(self.job.model, self.vocab_size))
-        place = 0 if found is None else len(names) - names.index(self.replica.fragments[found].whole_name)
+        place = 0 if bad is None else len(names) - names.index(self.replica.fragments[bad].whole_name)
         first = torch.tensor([place], device=self.device)
         self._reduce(first, torch.distributed.ReduceOp.MAX).wait()
         return f", first in {names[len(names) - int(first.item())]}" if first.item() else ""
 
     def _reduce(self, x: Tensor, op: torch.distributed.ReduceOp.RedOpType = torch.distributed.ReduceOp.SUM) -> Pending:
         """A sum (or maximum) over the ranks that make a step together: all, or those of one replica."""
-        return self.mesh.reduce_replica(x, op) if self.apart > 1 else self.mesh.axis("world").all_reduce(x, op)
+        return (
+            self.mesh.reduce_replica(x, op)
+            if self.independent_replicas > 1
+            else self.mesh.axis("world").all_reduce(x, op)
+        )
 
 
 def _copy(fragment: ParameterShard) -> ParameterShard:

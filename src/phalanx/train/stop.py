@@ -14,6 +14,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int = 0
 
+    @property
+    def requested(self) -> bool:
+        """Whether a signal to stop has arrived."""
+        return self.signal != 0
+
     def __enter__(self) -> StopRequest:
         self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self

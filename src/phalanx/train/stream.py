@@ -21,8 +21,8 @@ from phalanx.train.step import Step, Stepper
 
 
 @dataclass(frozen=True)
-class _Unknown:
-    """A step whose gradients are there, but not what the other ranks' are."""
+class _UnknownStep:
+    """A step whose gradients this rank has, but whose norm over all ranks it does not know yet."""
 
     step: int
     batch: int
@@ -32,19 +32,19 @@ class _Unknown:
     lr: float
 
 
-class Stream:
-    """Steps of a Stepper whose pipeline goes on from one to the next."""
+class UnflushedSteps:
+    """Takes the steps of a Stepper whose pipeline goes on from one step to the next."""
 
     def __init__(self, stepper: Stepper, pipeline: PipeDream):
         self.stepper, self.pipeline = stepper, pipeline
-        self.unknown: _Unknown | None = None
+        self.unknown: _UnknownStep | None = None
         self.known: list[tuple[int, Step]] = []
         self.problem = ""
         self.stopping = False
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is under way: the weights are those after the last step, on all ranks."""
+        """Whether no micro-batch is in flight: all ranks have the weights after the last step."""
         return not self.pipeline.running
 
     def step(
@@ -79,17 +79,17 @@ class Stream:
             own.gradient = None if fragment.gradient is None else fragment.gradient.clone()
         stepper.replica.clear()
         _, status, everywhere = stepper.status(loss, stop)
-        self.unknown = _Unknown(step, batch, status, everywhere, global_tokens, lr)
+        self.unknown = _UnknownStep(step, batch, status, everywhere, global_tokens, lr)
         if more is None:
             self._settle()
             self._raise()
             self.pipeline.restart([f.value for f in stepper.optimizer.fragments])
-        found, self.known = self.known, []
-        if more is None and found:
-            number, final = found[-1]
-            found[-1] = number, replace(final, stop=self.stopping)
+        steps, self.known = self.known, []
+        if more is None and steps:
+            number, final = steps[-1]
+            steps[-1] = number, replace(final, stop=self.stopping)
             self.stopping = False
-        return found
+        return steps
 
     def _due(self, batch: int) -> None:
         """A batch's first forward pass is next: the step before the last one has to have been taken."""

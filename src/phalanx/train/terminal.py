@@ -1,4 +1,4 @@
-"""What a rank shows: a live bar and log lines on a terminal, plain lines elsewhere, a copy in the rank's own log."""
+"""Shows a run: a live bar and log lines on a terminal, plain lines elsewhere, a copy in the rank's own log."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from phalanx.data.loader import MicroBatch
 from phalanx.launch.ranks import Ranks
 from phalanx.model.seeding import derive_seed
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.fragments import wholes
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.partition import batch
 from phalanx.train.step import Stepper

@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.train.step import Stepper
-from phalanx.train.stream import Stream
+from phalanx.train.stream import UnflushedSteps
 
 LEAST_STEPS = 4
 """The first two steps use the same weights; the third one's are old, and the last one empties the pipeline."""
@@ -25,7 +25,7 @@ Read = Callable[[int], tuple[list[MicroBatch], int]]
 
 def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int, lr: float) -> list[float]:
     """Steps through the pipeline, which is empty before them and after. Returns the losses."""
-    stream, losses = Stream(stepper, pipeline), []
+    stream, losses = UnflushedSteps(stepper, pipeline), []
     for step in range(steps):
         batches, valid = read(step)
         more = (lambda following=step + 1: read(following)[0]) if step < steps - 1 else None

@@ -17,7 +17,7 @@ from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.fragments import wholes
+from phalanx.parallel.parameter_shards import wholes
 from phalanx.train.step import Stepper
 from phalanx.train.sync.asp import Asynchronous
 from phalanx.train.sync.server import Update

@@ -13,7 +13,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.fragments import wholes
+from phalanx.parallel.parameter_shards import wholes
 from phalanx.train.step import Stepper
 
 SHAPE = ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=13)

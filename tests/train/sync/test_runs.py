@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_finite_ends_all_at_the_next_meeting(ranks, job, sync
         dataclasses.replace(job, layout=Layout(dp_replicate=2, sync=sync, sync_every=4)), "checkpoint", every=4
     )
     with pytest.raises(
-        NotFiniteError, match=r"^replica 1, step \d: loss nan, gradient norm nan.*The optimizer has not"
+        NotFiniteError, match=r"^replica 1, step \d: loss nan, gradient norm nan.*The optimizer did not apply it"
     ):
         ranks(train, 2, job, -1, True)
     assert all(tensor.isfinite().all() for tensor in tensors(job).values())

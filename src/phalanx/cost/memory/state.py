@@ -92,7 +92,7 @@ def _sharded(shapes: Shapes, layout: Layout, width: int, gradient_width: int, st
         return StateBytes(share * width, share * width, share * state_width)
     sizes = [prod(shape) for shape in shapes.values()]
     versions, waiting = (1, 1) if flushes(layout) else (3, 2)
-    sums = layout.dp_replicate > 1 and layout.apart == 1 and layout.data_parallel == "ddp"
+    sums = layout.dp_replicate > 1 and layout.independent_replicas == 1 and layout.data_parallel == "ddp"
     if ranks == 1 and not sums:
         return StateBytes(sum(sizes) * width * versions, sum(sizes) * width * waiting, sum(sizes) * state_width)
     # Flat buckets, each padded to a multiple of the ranks.

@@ -18,7 +18,7 @@ from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.traffic.parameters import HeldParameter, LayerRun
 from phalanx.cost.traffic.passes import RankPasses
 from phalanx.cost.traffic.table import Table
-from phalanx.partition.tensor_slices import BALANCING, MEETING, WITHIN, groups
+from phalanx.partition.tensor_slices import BALANCING, STOP_MESSAGE_BYTES, WITHIN, groups
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Spread:
     @property
     def replicas(self) -> int:
         """Those that sum their gradients."""
-        return self.layout.dp_replicate if self.layout.apart == 1 else 1
+        return self.layout.dp_replicate if self.layout.independent_replicas == 1 else 1
 
     def over(self, parameter: HeldParameter) -> tuple[str, int, int]:
         """The axis that shards a parameter's state, its ranks, and this one's place among them."""
@@ -74,10 +74,10 @@ def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses) ->
             for parameter in run.held:
                 updated[parameter] += run.times * parameter.size
     _partials(table, updated, layout, width)
-    if layout.apart > 1:
+    if layout.independent_replicas > 1:
         # Once every sync_every steps all replicas meet, and average what their optimizers have.
         replicas, share = layout.dp_replicate, 1 / layout.sync_every
-        table.add("dp_replicate", "all_gather", replicas * MEETING, replicas, share)
+        table.add("dp_replicate", "all_gather", replicas * STOP_MESSAGE_BYTES, replicas, share)
         table.add("dp_replicate", "all_reduce", updated.total() * spread.master_width, replicas, share)
     return table
 

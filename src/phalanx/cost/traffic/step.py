@@ -121,7 +121,7 @@ def heaviest_traffic(
 
 def _status(table: Table, layout: Layout) -> None:
     """The three numbers. Replicas that are apart keep theirs to themselves."""
-    if layout.apart == 1:
+    if layout.independent_replicas == 1:
         table.add("world", "all_reduce", STATUS, layout.world)
         return
     shard = "dp_shard" if layout.cp == 1 else "dp_shard_cp"

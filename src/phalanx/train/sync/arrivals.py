@@ -1,4 +1,4 @@
-"""What asynchronous training measures: whole steps out of single updates, and how stale their gradients were."""
+"""Measurements of asynchronous training: whole steps out of single updates, and the staleness of gradients."""
 
 from __future__ import annotations
 

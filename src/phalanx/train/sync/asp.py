@@ -3,7 +3,7 @@
 Each replica computes the gradient of its share of a batch, sends it to the server (sync/server.py), and gets back the
 newest parameters and the next share. It waits for nobody: the parameters have moved on meanwhile, and the gradient is
 *stale* by as many updates as others made. The server's AdamW takes one step for every gradient, so a step of the global
-batch is as many updates as there are replicas. The replicas meet only where a validation or a checkpoint is due.
+batch is as many updates as there are replicas. The replicas synchronize only where a validation or a checkpoint is due.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from phalanx.data.loader import MicroBatch
-from phalanx.parallel.fragments import ParameterShard, counted
+from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.train.step import Stepper
 from phalanx.train.sync.flat import join, spread
-from phalanx.train.sync.meeting import meet
 from phalanx.train.sync.server import Push, Reply, Server, Update
+from phalanx.train.sync.synchronization import synchronize
 
 
 class Asynchronous:
@@ -75,13 +75,13 @@ class Asynchronous:
                 self.stepper.replica.publish()
         if self.server:
             self.server.close()
-        asked = meet(self.mesh.axis("dp_replicate"), self.stepper.device, asked, problem)
+        asked = synchronize(self.mesh.axis("dp_replicate"), self.stepper.device, asked, problem)
         return self._take_over() // self.replicas, asked
 
     def _compute(
         self, micro_batches: Sequence[MicroBatch], reply: Reply, tokens: int, stop: bool
     ) -> tuple[Push, Tensor | None, str]:
-        """What to push: the facts, the flat gradient, and a problem if there is one."""
+        """Compute a share of a batch. Returns what to push, the flat gradient (n,), and a problem if there is one."""
         stepper, step = self.stepper, reply.chunk // self.replicas
         loss = stepper.gradients(micro_batches, step, tokens)
         gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.fragments]
@@ -89,7 +89,7 @@ class Asynchronous:
         # A norm rounded to bf16 would be wrong in the third digit.
         kind = torch.promote_types(self.values[0].dtype, torch.float32)
         square = get_total_norm([of[f.name].to(kind) for f in counted(self.fragments)]).double() ** 2
-        status = torch.stack((loss * self.mesh.speaks, square.to(loss.device), loss.new_tensor(stop)))
+        status = torch.stack((loss * self.mesh.owns_loss, square.to(loss.device), loss.new_tensor(stop)))
         self.mesh.reduce_replica(status).wait()
         total, square_norm, stops = status.tolist()
         mean, norm = total / tokens, math.sqrt(square_norm) if square_norm >= 0 else math.nan

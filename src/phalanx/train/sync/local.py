@@ -14,7 +14,7 @@ from phalanx.config.job import Job
 from phalanx.parallel.mesh import Mesh
 from phalanx.train.optimizer import AdamW
 from phalanx.train.sync.flat import join, spread
-from phalanx.train.sync.meeting import meet
+from phalanx.train.sync.synchronization import synchronize
 
 State = dict[str, dict[str, torch.Tensor]]
 """By kind, then by a fragment's name, tensors of its shape."""
@@ -40,7 +40,7 @@ class LocalSGD:
         self.problem = self.problem or problem
         if (step + 1) % self.every and step + 1 != self.steps:
             return False
-        stop = meet(self.replicas, self.device, stop, self.problem)
+        stop = synchronize(self.replicas, self.device, stop, self.problem)
         if any(value.numel() for value in self.values):
             self.agree()
             self.optimizer.write()
@@ -54,7 +54,7 @@ class LocalSGD:
         spread(mean.div_(self.replicas.size), self.values)
 
     def state_tensors(self) -> State:
-        """What a checkpoint has to hold beside the optimizer's own state, the same in all replicas."""
+        """Return the state that a checkpoint has to hold beside the optimizer's own, the same in all replicas."""
         return {}
 
     def reload(self) -> None:

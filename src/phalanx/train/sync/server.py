@@ -23,7 +23,7 @@ from phalanx.train.sync.flat import join, parts
 
 @dataclass(frozen=True)
 class Push:
-    """What a replica says with a gradient. Travels as one float64 a field, exact for whole numbers below 2^53."""
+    """The facts that a replica sends with a gradient: one float64 per field, exact for whole numbers below 2^53."""
 
     chunk: int
     """The share of a batch that it was computed from: chunk c is the (c mod replicas)-th of step c // replicas."""
@@ -32,7 +32,7 @@ class Push:
     loss: float
     """Mean over the chunk's tokens."""
     norm: float
-    """Of the whole gradient."""
+    """The 2-norm of the whole gradient."""
     stop: bool
     """The replica was asked to stop."""
     broken: bool
@@ -53,12 +53,12 @@ class Push:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the server answers, beside the parameters."""
+    """The server's answer, beside the parameters."""
 
     version: int
-    """Of the parameters: how many gradients arrived before them."""
+    """The parameters' version: how many gradients arrived before them."""
     chunk: int
-    """What to compute next; -1: nothing before the replicas have met."""
+    """The chunk to compute next; -1 for none before the replicas synchronize."""
 
     def tensor(self) -> Tensor:
         return torch.tensor([self.version, self.chunk])
@@ -76,7 +76,7 @@ class Update:
     """A gradient that was applied."""
 
     version: int
-    """Of the parameters after it."""
+    """The version of the parameters after it."""
     push: Push
     lr: float
 
@@ -138,7 +138,7 @@ class Server:
             raise self.failure
 
     def _serve(self, replica: int, threads: int) -> None:
-        """The life of a thread: one replica's pushes, until it is told to meet the others."""
+        """The life of a thread: one replica's pushes, until no share of a batch is left."""
         torch.set_num_threads(threads)
         gradient = torch.empty(sum(value.numel() for value in self.values), dtype=self.gradient_dtype)
         chunk = 0

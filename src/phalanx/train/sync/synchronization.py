@@ -1,4 +1,4 @@
-"""What replicas that work apart tell each other when they meet: a request to stop, or what went wrong."""
+"""The message that independent replicas exchange when they synchronize: a request to stop, or a problem."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.errors import NotFiniteError
-from phalanx.partition.tensor_slices import MEETING
+from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES
 
 
-def meet(replicas: Axis, device: torch.device, stop: bool, problem: str) -> bool:
+def synchronize(replicas: Axis, device: torch.device, stop: bool, problem: str) -> bool:
     """Wait for all replicas. Returns whether any of them was asked to stop.
 
     A `problem` is one that keeps its replica from going on: all raise NotFiniteError with the first replica's."""
-    said = (bytes([stop]) + problem.encode())[:MEETING]
-    mine = torch.zeros(MEETING, dtype=torch.uint8)
-    mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    every = torch.empty(replicas.size, MEETING, dtype=torch.uint8, device=device)
+    message = (bytes([stop]) + problem.encode())[:STOP_MESSAGE_BYTES]
+    mine = torch.zeros(STOP_MESSAGE_BYTES, dtype=torch.uint8)
+    mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    every = torch.empty(replicas.size, STOP_MESSAGE_BYTES, dtype=torch.uint8, device=device)
     replicas.all_gather(every.view(-1), mine.to(device)).wait()
     rows = [row.tobytes() for row in every.cpu().numpy()]
     for replica, row in enumerate(rows):

@@ -17,8 +17,8 @@ from phalanx.config.train import Train
 from phalanx.model.init import initial_value
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
-from phalanx.parallel.fragments import ParameterShard, counted, cut, wholes
 from phalanx.parallel.mesh import build
+from phalanx.parallel.parameter_shards import ParameterShard, counted, cut, wholes
 from phalanx.partition.tensor_slices import TensorSlice, piece
 
 SHAPE = ModelConfig(n_layers=1, d_model=8, n_heads=4, n_kv_heads=2, d_ff=20, seq_len=4, tied=False, activation="swiglu")
@@ -31,13 +31,13 @@ ALONE = build(Layout(), "cpu")
 def test_a_cut_parameter_is_put_together_again(rows, columns, tp, embeds):
     name, whole = ("embed.weight", (rows, columns)) if embeds else ("attn.wo.weight", (rows, columns * tp))
     tensor = torch.rand(whole) + 1
-    pieces = [piece(name, whole, SHAPE, tp, rank) for rank in range(tp)]
-    parts = [cut(tensor, each) for each in pieces]
-    for part, each in zip(parts, pieces, strict=True):
+    tensor_slices = [piece(name, whole, SHAPE, tp, rank) for rank in range(tp)]
+    parts = [cut(tensor, each) for each in tensor_slices]
+    for part, each in zip(parts, tensor_slices, strict=True):
         assert part.shape == each.shape
         assert int((part == 0).sum()) == (each.size - each.real if each.dim is not None else 0) * columns
-    firsts = [part for part, each in zip(parts, pieces, strict=True) if each.first]
-    dim = pieces[0].dim
+    firsts = [part for part, each in zip(parts, tensor_slices, strict=True) if each.first]
+    dim = tensor_slices[0].dim
     together = firsts[0] if dim is None else torch.cat(firsts, dim).narrow(dim, 0, whole[dim])
     assert torch.equal(together, tensor)
 
@@ -90,18 +90,18 @@ def whole_values(ranks, layout: Layout):
     elements = torch.zeros(len(fragments))
     for number, fragment in enumerate(fragments):
         if any(fragment is each for each in counted(fragments)):
-            real = torch.ones(fragment.piece.whole)
+            real = torch.ones(fragment.tensor_slice.whole)
             mine = torch.zeros_like(fragment.value)
             fragment.assign(real, into=mine)
             elements[number] = mine.sum()
     mesh.axis("world").all_reduce(elements).wait()
-    others = {f.name: torch.randn(f.piece.whole, generator=torch.Generator().manual_seed(7)) for f in fragments}
+    others = {f.name: torch.randn(f.tensor_slice.whole, generator=torch.Generator().manual_seed(7)) for f in fragments}
     shares = {f.name: torch.empty(f.value.shape) for f in fragments}
     for fragment in fragments:
         fragment.assign(others[fragment.name], into=shares[fragment.name])
     same = dict(wholes(fragments, shares, mesh, True))
     assert all(torch.equal(same[name], tensor) for name, tensor in others.items())
-    return list(found), found, elements, [f.piece.whole for f in fragments]
+    return list(found), found, elements, [f.tensor_slice.whole for f in fragments]
 
 
 @pytest.mark.parametrize(

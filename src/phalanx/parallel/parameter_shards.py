@@ -1,7 +1,8 @@
-"""What a rank's optimizer updates: for every parameter a run of the elements that its tensor rank holds.
+"""Parameter shards: the elements of every parameter that this rank's optimizer updates.
 
 Whatever shards the parameters (flat buckets, FSDP's rows, or nothing), a rank's share of one parameter is a contiguous
-range of the flattened piece. So the optimizer, norms, checkpoints and the comparison with one process are written once.
+range of the flattened tensor slice that its tensor rank holds. So the optimizer, norms, checkpoints and the comparison
+with one process are written once.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class ParameterShard:
     """This rank's share of one parameter, or of one tile of it."""
 
     name: str
-    """Of the module's parameter."""
-    pieces: tuple[TensorSlice, ...]
-    """What each tensor rank holds of the whole."""
+    """The module's parameter."""
+    tensor_slices: tuple[TensorSlice, ...]
+    """The part of the whole that each tensor rank holds."""
     tp_rank: int
     start: int
     """First element of the flattened piece; the share may be empty. Of experts that several ranks deal out among them
@@ -32,23 +33,23 @@ class ParameterShard:
     value: Tensor
     """The elements themselves, a leaf: what the optimizer changes in place."""
     gradient: Tensor | None = None
-    """Of the loss over the global batch, summed over all data ranks; there after the last micro-batch."""
+    """The gradient of the global batch's loss, summed over all data ranks; there after the last micro-batch."""
     copy: bool = False
     """Another rank of the pipeline holds the same and counts it."""
     whole_name: str = ""
-    """Of the parameter in the plain model, as checkpoints have it; several tiles make up one. By default `name`."""
+    """The parameter's name in the plain model and in checkpoints; several tiles share one. By default `name`."""
 
     def __post_init__(self) -> None:
         self.whole_name = self.whole_name or self.name
 
     @property
-    def piece(self) -> TensorSlice:
-        return self.pieces[self.tp_rank]
+    def tensor_slice(self) -> TensorSlice:
+        return self.tensor_slices[self.tp_rank]
 
     @property
     def decays(self) -> bool:
         """Matrices decay; shrinking a norm or a bias regularises nothing."""
-        return len(self.piece.whole) >= 2 and not self.name.endswith(".bias")
+        return len(self.tensor_slice.whole) >= 2 and not self.name.endswith(".bias")
 
     @property
     def balances(self) -> bool:
@@ -61,19 +62,19 @@ class ParameterShard:
         """Take this rank's share out of the whole parameter (or one of its moments), to `into` or to the value."""
         target = self.value if into is None else into
         if target.numel():
-            part = cut(whole, self.piece).reshape(-1)[self.start : self.start + target.numel()]
+            part = cut(whole, self.tensor_slice).reshape(-1)[self.start : self.start + target.numel()]
             target.copy_(part.view(target.shape))
 
 
-def cut(whole: Tensor, piece: TensorSlice) -> Tensor:
+def cut(whole: Tensor, tensor_slice: TensorSlice) -> Tensor:
     """The part of a whole parameter that a tensor rank holds; padding is zero."""
-    if piece.dim is None:
+    if tensor_slice.dim is None:
         return whole
-    real = whole.narrow(piece.dim, min(piece.start, whole.shape[piece.dim]), piece.real)
-    if piece.real == piece.size:
+    real = whole.narrow(tensor_slice.dim, min(tensor_slice.start, whole.shape[tensor_slice.dim]), tensor_slice.real)
+    if tensor_slice.real == tensor_slice.size:
         return real
-    padded = whole.new_zeros(piece.shape)
-    padded.narrow(piece.dim, 0, piece.real).copy_(real)
+    padded = whole.new_zeros(tensor_slice.shape)
+    padded.narrow(tensor_slice.dim, 0, tensor_slice.real).copy_(real)
     return padded
 
 
@@ -95,7 +96,7 @@ def wholes(
         return
     # Each rank of a pipeline has its own layers: one after the other sends them to the first.
     of = by_whole(fragments)
-    mine = [(name, f[0].piece.whole, tensors[f[0].name].dtype, f[0].copy) for name, f in of.items()]
+    mine = [(name, f[0].tensor_slice.whole, tensors[f[0].name].dtype, f[0].copy) for name, f in of.items()]
     for rank, theirs in enumerate(pp.all_gather_object(mine)):
         for name, shape, dtype, copy in theirs:
             whole = None
@@ -125,21 +126,21 @@ def _of_stages(
         for fragment in parts:
             part = _join(tensors[fragment.name].detach().reshape(-1), runs[fragment.name], shard)
             every = part.view(1, -1)
-            if fragment.piece.dim is not None and tp.size > 1:
+            if fragment.tensor_slice.dim is not None and tp.size > 1:
                 every = part.new_empty(tp.size, part.numel())
                 tp.all_gather(every.view(-1), part).wait()
             if keep:
-                whole = _place(every, fragment.pieces, whole)
+                whole = _place(every, fragment.tensor_slices, whole)
         if whole is not None:
             yield name, whole.cpu()
 
 
 def by_whole(fragments: Iterable[ParameterShard]) -> dict[str, list[ParameterShard]]:
     """The fragments of each parameter of the plain model, by its name: one, or its tiles."""
-    found: dict[str, list[ParameterShard]] = {}
+    of_whole: dict[str, list[ParameterShard]] = {}
     for fragment in fragments:
-        found.setdefault(fragment.whole_name, []).append(fragment)
-    return found
+        of_whole.setdefault(fragment.whole_name, []).append(fragment)
+    return of_whole
 
 
 def _join(mine: Tensor, runs: Sequence[tuple[int, int]], shard: Axis) -> Tensor:
@@ -158,20 +159,20 @@ def _first(run: tuple[tuple[int, int], Tensor]) -> tuple[int, int]:
     return run[0]
 
 
-def _place(parts: Tensor, pieces: Sequence[TensorSlice], whole: Tensor | None) -> Tensor:
+def _place(parts: Tensor, tensor_slices: Sequence[TensorSlice], whole: Tensor | None) -> Tensor:
     """Put flattened pieces, a row of `parts` each, to their places in `whole`, which is made where it is missing."""
-    if pieces[0].dim is None:
-        return parts[0].view(pieces[0].whole)
+    if tensor_slices[0].dim is None:
+        return parts[0].view(tensor_slices[0].whole)
     if whole is None:
-        whole = parts.new_empty(pieces[0].whole)
-    for part, piece in zip(parts, pieces, strict=True):
-        if piece.first and piece.dim is not None and piece.real:
-            target = whole.narrow(piece.dim, piece.start, piece.real)
-            target.copy_(part.view(piece.shape).narrow(piece.dim, 0, piece.real))
+        whole = parts.new_empty(tensor_slices[0].whole)
+    for part, tensor_slice in zip(parts, tensor_slices, strict=True):
+        if tensor_slice.first and tensor_slice.dim is not None and tensor_slice.real:
+            target = whole.narrow(tensor_slice.dim, tensor_slice.start, tensor_slice.real)
+            target.copy_(part.view(tensor_slice.shape).narrow(tensor_slice.dim, 0, tensor_slice.real))
     return whole
 
 
 def counted(fragments: Iterable[ParameterShard]) -> Iterator[ParameterShard]:
     """The fragments that this rank counts in norms of the whole model: copies on other ranks do not, and what balances
     routers has no gradient of the loss."""
-    return (f for f in fragments if f.piece.first and not f.copy and not f.balances and f.value.numel())
+    return (f for f in fragments if f.tensor_slice.first and not f.copy and not f.balances and f.value.numel())

@@ -1,0 +1,82 @@
+"""The private names of torch's FSDP2 that ZeRO-3 needs, all in this file.
+
+torch may rename them in any version, so pyproject.toml bounds torch above, and tests/parallel/test_fsdp_private.py
+checks for every supported version that they are there and do what is said here. They are needed for two things:
+
+- collectives through the mesh's axes: the base classes of custom collectives, which no public module exports, and
+  all-gathers that are started without waiting on a device without streams (`_set_unshard_async_op`);
+- a backward pass in halves: FSDP2 reduces gradients when autograd is through with a group, but those of deferred
+  weights come later, so this project adds them up and starts the reduction by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+__all__ = [
+    "AllGather",
+    "ReduceScatter",
+    "fill_missing_gradients",
+    "finish_backward",
+    "is_whole",
+    "reduce_gradients",
+    "start_gathers_early",
+    "take_in_gradients",
+]
+
+
+def start_gathers_early(module: FSDPModule, enabled: bool) -> None:
+    """Have the all-gathers of `module`'s group go on by themselves, and be waited for where the parameters are used."""
+    module._set_unshard_async_op(enabled)
+
+
+def take_in_gradients(module: FSDPModule) -> None:
+    """Add the gradients that autograd did not bring to those that FSDP2 adds up, in the type in which it adds them up:
+    it sends those of a group together, and they have to be of one type."""
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def fill_missing_gradients(module: FSDPModule) -> None:
+    """Give zero gradients to the parameters of a group without any, where others of the group have one.
+
+    A backward pass in halves may have brought some with an earlier one; but replicas add up the shares of
+    micro-batches, which have to be alike."""
+    for group in _groups(module):
+        empty = [
+            p for p in group.fsdp_params if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None
+        ]
+        if len(empty) < len(group.fsdp_params):
+            for parameter in empty:
+                zeros = torch.zeros_like(parameter._unsharded_param, dtype=parameter.reduce_dtype)
+                parameter.unsharded_accumulated_grad = zeros
+
+
+def reduce_gradients(module: FSDPModule) -> None:
+    """Start reducing the gradients of `module`'s group over the data ranks, as the end of its backward pass would."""
+    for group in _groups(module):
+        group.post_backward()
+
+
+def finish_backward(root: FSDPModule) -> None:
+    """Do for the whole model what FSDP2 does when its last backward pass ends: every gradient is reduced afterwards."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def is_whole(module: FSDPModule) -> bool:
+    """Whether the parameters of `module`'s group are gathered now."""
+    return any(not group.is_sharded for group in _groups(module))
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """The groups of parameters that `module` gathers: one, or none where it has no parameters of its own."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11 has one at most

@@ -1,0 +1,29 @@
+"""Exchanging a plain model's modules for parallel ones of the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+from phalanx.model.layers import Linear
+
+Plain = TypeVar("Plain", bound=nn.Module)
+OneLinear = TypeVar("OneLinear", bound=Linear)
+
+
+def replace_modules(model: nn.Module, kind: type[Plain], make: Callable[[Plain], nn.Module]) -> int:
+    """Replace every submodule of `model` that is a `kind` by what `make` makes of it. Returns how many that are."""
+    chosen = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
+    for name, module in chosen:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, make(module))
+    return len(chosen)
+
+
+def linear_of(kind: type[OneLinear], plain: Linear) -> OneLinear:
+    """A `kind` of linear layer with the very parameters of `plain`, whose names in the model stay what they are."""
+    layer = kind(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
+    layer.weight, layer.bias = plain.weight, plain.bias
+    return layer

@@ -1,0 +1,123 @@
+"""Step drivers: how a run takes its optimizer steps one after the other. There are three forms.
+
+`SynchronousDriver` finishes each step before the next one begins. `StreamDriver` keeps a pipeline filled from one step
+to the next (PipeDream-2BW, train/stream.py). `AsynchronousDriver` lets replicas push gradients to a parameter server
+whenever they have them (train/sync/asp.py). The loop (train/loop.py) is the same for all three.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.parallel.pipedream import PipeDream
+from phalanx.train.feed import Feed
+from phalanx.train.milestones import Milestones
+from phalanx.train.step import Step, Stepper
+from phalanx.train.stop import StopRequest
+from phalanx.train.stream import UnflushedSteps
+from phalanx.train.sync.arrivals import Arrivals
+from phalanx.train.sync.asp import Asynchronous
+
+UNKNOWN = Step(math.nan, math.nan, stop=False)
+"""The newest known step of a run that has not taken one yet."""
+
+
+@dataclass
+class StepDriver(ABC):
+    """Takes the steps of a run that has done `first` steps, until its last one."""
+
+    stepper: Stepper
+    feed: Feed
+    milestones: Milestones
+    stop: StopRequest
+    lr: Callable[[int], float]
+    """The learning rate of a step, which counts from 0."""
+    record: Callable[[int, dict[str, float]], None]
+    """Called once for every step as soon as its loss is known, with its number, from 1, and what it showed."""
+    first: int
+
+    @abstractmethod
+    def steps(self) -> Iterator[tuple[int, Step]]:
+        """Train. Yields the number of steps done, and the newest step whose loss is known.
+
+        At every yield all ranks have done the same number of steps, and after a step for which
+        `milestones.needs_weights` holds, or which shows a request to stop, all have the weights after it. Raises
+        NotFiniteError on every rank before a loss or gradient that is not finite changes a weight."""
+
+    def report(self) -> dict[str, Any]:
+        """Return what this form of training measured besides the steps, by the event's name; nothing by default."""
+        return {}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step. Samples are cut from one stream of tokens, so every position counts, on every rank."""
+        return self.feed.batch.global_batch * self.stepper.job.model.seq_len
+
+    def record_step(self, number: int, step: Step) -> None:
+        """Record a step that was taken at its own learning rate."""
+        self.record(number, {"loss": step.loss, "grad_norm": step.grad_norm, "lr": self.lr(number - 1)})
+
+
+class SynchronousDriver(StepDriver):
+    """Each step is known before the next one begins."""
+
+    def steps(self) -> Iterator[tuple[int, Step]]:
+        for done in range(self.first, self.milestones.last):
+            micro_batches = self.feed.take()
+            step = self.stepper.step(micro_batches, done, self.tokens, self.lr(done), self.stop.requested)
+            self.record_step(done + 1, step)
+            yield done + 1, step
+
+
+class StreamDriver(StepDriver):
+    """A pipeline goes on from step to step, and runs empty only where the weights are needed: a step is known one step
+    later, and the last one before the pipeline is empty at once."""
+
+    def steps(self) -> Iterator[tuple[int, Step]]:
+        runner = self.stepper.replica.runner
+        assert isinstance(runner, PipeDream), "the layout's schedule has no flush"
+        unflushed, newest = UnflushedSteps(self.stepper, runner), UNKNOWN
+        for done in range(self.first, self.milestones.last):
+            micro_batches, lr, stop = self.feed.take(), self.lr(done), self.stop.requested
+            more = None if self.milestones.needs_weights(done + 1) else self.feed.ahead
+            for number, newest in unflushed.step(micro_batches, done, self.tokens, lr, stop, more):
+                self.record_step(number, newest)
+            yield done + 1, newest
+
+
+@dataclass
+class AsynchronousDriver(StepDriver):
+    """Replicas push gradients to a parameter server, and synchronize only where the weights are needed: a step is as
+    many updates as there are replicas. Rank 0 hears of each step while the others go on."""
+
+    def __post_init__(self) -> None:
+        self.replicas = self.stepper.job.layout.dp_replicate
+        self.arrivals = Arrivals(self.replicas, self.record)
+
+    def steps(self) -> Iterator[tuple[int, Step]]:
+        replica, done = Asynchronous(self.stepper), self.first
+        while done < self.milestones.last:
+            done, stop = replica.round(
+                done,
+                self.milestones.next_needing_weights(done),
+                read=self.feed.share,
+                chunk_tokens=self.tokens // self.replicas,
+                lr=self.lr,
+                stop=lambda: self.stop.requested,
+                note=self.arrivals,
+            )
+            yield done, Step(self.arrivals.loss, math.nan, stop)
+
+    def report(self) -> dict[str, Any]:
+        return {"staleness": self.arrivals.summary()}
+
+
+def driver_of(stepper: Stepper) -> type[StepDriver]:
+    """The driver for the steps of `stepper`'s job."""
+    if stepper.job.layout.sync == "asp":
+        return AsynchronousDriver
+    return StreamDriver if isinstance(stepper.replica.runner, PipeDream) else SynchronousDriver
