@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from phalanx.check.load import LoadedJob, load_words
 from phalanx.check.show import as_dict, as_yaml
+from phalanx.cli.calibration import check_calibration
 from phalanx.config import overrides, values
 from phalanx.config.job import Job
 from phalanx.config.presets import PRESETS
@@ -77,7 +78,8 @@ class JobVerb:
     options: dict[str, Option] = field(default_factory=dict)
     auto: Literal["open", "always", "plan", "measure", "train"] = "plan"
     """What becomes of `layout: auto`: it stays open, also where job files have a layout; the planner chooses; this
-    machine may be measured for that; and a run keeps the layout that it has (cli/auto_layout.py)."""
+    machine may be measured for that, since the verb predicts; and a run keeps the layout that it has
+    (cli/auto_layout.py)."""
 
     @property
     def opens(self) -> str:
@@ -93,11 +95,14 @@ class JobVerb:
             self._print_help(argv)
             return None
         words, options = self._words(argv)
-        loaded = self._planned(load_words(words, opens=self.opens), fresh="fresh" in words.switches)
+        given = load_words(words, opens=self.opens)
+        loaded = self._planned(given, fresh="fresh" in words.switches)
         if "print_config" in words.switches:
             text = json.dumps(_with_origins(loaded), indent=2) if "json" in words.switches else as_yaml(loaded).rstrip()
             print(text)
             return None
+        if self.auto == "measure" and not given.job.layout.auto:  # the planner has checked it otherwise
+            check_calibration(loaded.job.cluster, loaded.job.layout.world)
         return JobWords(loaded, frozenset(words.switches), options)
 
     def _planned(self, loaded: LoadedJob, *, fresh: bool) -> LoadedJob:

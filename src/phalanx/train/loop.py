@@ -30,6 +30,7 @@ from phalanx.train import learning_rate, metrics
 from phalanx.train.evaluate import validation_loss
 from phalanx.train.expert_load import ExpertLoads
 from phalanx.train.feed import Feed
+from phalanx.train.peak import peak_flops
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.state import TrainState
 from phalanx.train.step import Step, Stepper
@@ -91,8 +92,9 @@ class Trainer:
         self.stream = Stream(self.stepper, runner) if isinstance(runner, PipeDream) else None
         self.asynchronous = Asynchronous(self.stepper) if job.layout.sync == "asp" else None
         self._resume()
-        self.peak, source = devices.peak_flops(job.cluster.peak_tflops, device, DTYPES[job.train.precision])
-        log.info("peak: %.3g TFLOP/s a rank (%s), for mfu", self.peak / 1e12, source)
+        per_node = max(1, job.layout.processes // job.cluster.nodes)
+        self.peak = peak_flops(job.cluster, device, DTYPES[job.train.precision], per_node)
+        log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", self.peak.flops / 1e12, self.peak.source)
 
     def run(self) -> dict[str, Any]:
         """Steps until the job's last, with validation, checkpoints and metrics on the way."""
@@ -101,7 +103,7 @@ class Trainer:
         tokens = self.batch.global_batch * job.model.seq_len
         flops = train_flops_per_step(job.model, self.batch.global_batch, state.vocab_size)
         # A process is a device: the replicas of data_parallel=threads share one, and its peak.
-        meter = metrics.Meter(tokens, flops / job.layout.processes, self.peak, job.layout.processes)
+        meter = metrics.Meter(tokens, flops / job.layout.processes, self.peak.flops, job.layout.processes)
         path = self.directory.metrics if self.ranks.rank == 0 else None
         self.mesh.ledger.clear()
         self.first_step = state.step
@@ -113,7 +115,8 @@ class Trainer:
             metrics.MetricsFile(path) as rows,
             self._batches(state.samples, self.batch.global_batch, *place, prefetch) as batches,
         ):
-            rows.write("start", step=state.step, layout=job.layout.line(), devices=job.layout.world)
+            peak = {"peak_flops": self.peak.flops, "peak_source": self.peak.source, "peak_spread": self.peak.spread}
+            rows.write("start", step=state.step, layout=job.layout.line(), devices=job.layout.world, **peak)
 
             def note(step: int, values: dict[str, float]) -> None:
                 """A step is done."""
