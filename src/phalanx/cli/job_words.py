@@ -15,6 +15,8 @@ from phalanx.check.load import LoadedJob, load_words
 from phalanx.check.show import as_dict, as_yaml
 from phalanx.cli.calibration import check_calibration
 from phalanx.config import overrides, values
+from phalanx.config.calibration import Calibration
+from phalanx.config.cluster import Cluster
 from phalanx.config.job import Job
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
@@ -161,12 +163,20 @@ class JobVerb:
             )
             for name, option in self.options.items()
         ]
-        page = dataclasses.make_dataclass(self.name, [*options, *switches], bases=(Job,), frozen=True)
+        # `phalanx bench` writes the calibration; on a command line it is two dozen options that nobody sets.
+        hidden = [("calibration", Annotated[Calibration, tyro.conf.Suppress], dataclasses.field())]
+        cluster = dataclasses.make_dataclass("Cluster", hidden, bases=(Cluster,), frozen=True, kw_only=True)
+        cluster.__doc__ = Cluster.__doc__
+        shown_cluster = ("cluster", cluster, dataclasses.field())
+        page = dataclasses.make_dataclass(
+            self.name, [shown_cluster, *options, *switches], bases=(Job,), frozen=True, kw_only=True
+        )
         page.__doc__ = (
             f"{self.about}\n\nFields may be written as `train.steps=10`, `--train.steps 10` or, where the last name is "
             f"enough, `--lr 1e-3`.\n\nModel presets: {', '.join(PRESETS)}."
         )
         values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
+        values["cluster"] = cluster(**vars(job.cluster))
         try:
             tyro.cli(
                 page,
