@@ -11,16 +11,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from phalanx.train.device import peak_flops
+from phalanx.train.peak import measured_peak
 
-REPEATS = 4
-"""Quarters of a second that are measured; the best counts, as neighbours on the machine only ever take away."""
+REPEATS = 2
+"""Measurements of half a second; the best counts, since other programs on the machine only ever take away."""
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    best = max(peak_flops(0.0, torch.device("cpu"), torch.float32)[0] for _ in range(REPEATS))
+    best = max(measured_peak(torch.device("cpu"), torch.float32).flops for _ in range(REPEATS))
     total = torch.tensor(best, dtype=torch.float64)
     dist.all_reduce(total)
     if dist.get_rank() == 0:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.calibrate import comm
+from phalanx.calibrate import clock, comm
+from phalanx.calibrate.clock import WINDOW
 from phalanx.cost.fit import COLLECTIVES
 from phalanx.data.progress import silent
 from phalanx.errors import JobError
@@ -42,7 +43,7 @@ def test_group_sizes_are_powers_of_two_and_all():
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        (SINGLE, "there is one: --nproc-per-node 2"),
+        (SINGLE, "needs at least two ranks; there is one: --nproc-per-node 2"),
         (Ranks(0, 4, 0, None, None, "mpich"), "mpich does not say how many of the 4 ranks are on a node"),
         (Ranks(0, 5, 0, 2, 0, "torchrun"), "5 ranks with 2 on this node"),
     ],
@@ -56,11 +57,13 @@ def measure(ranks, per_node):
     """On ranks that lie on nodes of so many, as far as the measurement can see."""
     before = comm.SIZES
     comm.SIZES = {True: [1024, 2**18]}
+    budget, clock.QUICK_BUDGET_S = clock.QUICK_BUDGET_S, 0.0
     try:
         place = Ranks(ranks.rank, ranks.world, ranks.rank % per_node, per_node, ranks.rank // per_node, "test")
         return comm.measure(place, torch.device("cpu"), COLLECTIVES, True, silent)
     finally:
         comm.SIZES = before
+        clock.QUICK_BUDGET_S = budget
 
 
 @pytest.mark.parametrize(("world", "per_node"), [(3, 3), (4, 2)])
@@ -73,6 +76,7 @@ def test_every_collective_is_measured_in_every_group(ranks, world, per_node):
         ]
         assert all(t.seconds > 0 for t in fitted.transfers)
         assert fitted.link.gbs > 0
+        assert fitted.quality.rounds >= WINDOW
         assert fitted.link.latency_us > 0
     sizes = {(fitted.place, fitted.group.ranks) for fitted in found[0]}
     assert sizes == ({("intra", 2), ("intra", 3)} if world == 3 else {("intra", 2), ("inter", 2)})

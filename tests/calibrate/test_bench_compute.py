@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from phalanx.calibrate import compute, shapes
+from phalanx.calibrate import clock, compute, shapes
+from phalanx.calibrate.clock import WINDOW
 from phalanx.calibrate.shapes import Shape
-from phalanx.cost.fit import UNCACHED
+from phalanx.cost.fit import UNCACHED_BYTES, median_error
 from phalanx.data.progress import silent
 
 CPU = torch.device("cpu")
@@ -17,7 +18,8 @@ def few(monkeypatch):
     monkeypatch.setattr(shapes, "products", lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128, 256)])
     monkeypatch.setattr(shapes, "lengths", lambda unit, quick: [64])
     monkeypatch.setattr(shapes, "streams", lambda quick: [2**10, 2**24])
-    monkeypatch.setattr(compute, "LONG_S", {True: 0.001})
+    monkeypatch.setattr(compute, "SUSTAINED_REPEAT_S", {True: 0.001})
+    monkeypatch.setattr(clock, "QUICK_BUDGET_S", 0.0)
 
 
 def measure(ranks, precision="fp32"):
@@ -29,8 +31,10 @@ def test_a_device_is_measured_and_fitted(few):
     measured = compute.measure(CPU, "fp32", 1, True, 1.0, lambda *state: shown.append(state))
     assert len(measured.products) == 3
     assert [a.backward for a in measured.attentions] == [False, True]
-    assert max(s.moved for s in measured.streams) >= UNCACHED
-    assert shown[-1][1] == shown[-1][2] == len(shown)
+    assert max(s.moved for s in measured.streams) >= UNCACHED_BYTES
+    bar = [state for state in shown if state[2]]
+    assert bar[-1][1] == bar[-1][2] == len(bar)
+    assert all("rounds differ by" in text for text, _, total in shown if not total)
     device, rows = measured.fit()
     assert device.fp32_tflops > 0
     assert device.bandwidth_gbs > 0
@@ -41,6 +45,11 @@ def test_a_device_is_measured_and_fitted(few):
     assert device.host_us > 0
     assert (measured.sharing.processes, measured.sharing.alone_products) == (1, 1.0)
     assert len(rows) == 3 + 2 + len(measured.streams)
+    quality = measured.calibration(rows)
+    parts = (quality.products, quality.attention, quality.streams, quality.blocks)
+    assert all(part.rounds >= WINDOW and part.spread >= 0 for part in parts)
+    assert quality.products.error == median_error(row for row in rows if row.kind == "product")
+    assert quality.blocks.error == 0
 
 
 def test_16_bits_are_measured_as_such(few):
@@ -50,23 +59,29 @@ def test_16_bits_are_measured_as_such(few):
 
 def measure_few(ranks):
     """The same in a rank, where the fixture does not reach."""
-    before = shapes.products, shapes.lengths, shapes.streams, compute.LONG_S
+    before = shapes.products, shapes.lengths, shapes.streams, compute.SUSTAINED_REPEAT_S
+    budget, clock.QUICK_BUDGET_S = clock.QUICK_BUDGET_S, 0.0
     shapes.products = lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128)]
-    shapes.lengths, shapes.streams, compute.LONG_S = lambda unit, quick: [], lambda quick: [2**24], {True: 0.001}
+    shapes.lengths, shapes.streams, compute.SUSTAINED_REPEAT_S = (
+        lambda unit, quick: [],
+        lambda quick: [2**24],
+        {True: 0.001},
+    )
     try:
         return measure(ranks)
     finally:
-        shapes.products, shapes.lengths, shapes.streams, compute.LONG_S = before
+        shapes.products, shapes.lengths, shapes.streams, compute.SUSTAINED_REPEAT_S = before
+        clock.QUICK_BUDGET_S = budget
 
 
 def test_ranks_that_measure_together_agree(ranks):
     one, other = ranks(measure_few, 2)
     assert one == other
     assert (one.sharing.processes, one.sharing.alone_products > 0, one.sharing.alone_streams > 0) == (2, True, True)
-    shared = one.shared(one.fit()[0])
+    shared = one.fit_sharing(one.fit()[0])
     assert 0 < shared.alone_products <= one.sharing.alone_products
     assert shared.alone_streams / one.sharing.alone_streams == pytest.approx(
         shared.alone_products / one.sharing.alone_products
     )
-    assert all(seconds > 0 for seconds in one.middling)
+    assert all(seconds > 0 for seconds in one.small_block)
     assert one.base.memory_gib == pytest.approx(compute.look_up(CPU, 1).memory_gib / 2, rel=1e-6)

@@ -76,15 +76,19 @@ def test_the_verb_goes_on_with_what_the_planner_chose(measured, asked, capsys):
     assert words.loaded.origins["layout.zero"] == "command line: layout.zero=2"
     out, err = capsys.readouterr()
     assert out == ""
+    quality, layout = err.splitlines()
+    assert quality.startswith(
+        "cluster=local: compute and comm of unknown quality (no fit error or spread is stored); this machine"
+    )
     assert (
-        err == "layout: dp_replicate=2,zero=2  (planned: 1,234 layouts searched in 500ms; predicted 12.3 ms a step)\n"
+        layout == "layout: dp_replicate=2,zero=2  (planned: 1,234 layouts searched in 500ms; predicted 12.3 ms a step)"
     )
 
 
 def test_a_choice_that_leaves_no_room_says_so(measured, asked, capsys):
     asked.notes = ("Of a step 99% is computing.", f"{NO_ROOM}: one step in ten needs 5% more than predicted.")
     parse("layout=auto", VOCAB)
-    first, second = capsys.readouterr().err.splitlines()
+    _, first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("layout: dp_replicate=2")
     assert second == asked.notes[1]
 
@@ -144,7 +148,7 @@ def test_a_verb_that_does_not_measure_says_what_to_do(home, asked):
         "cluster=dgx-h100:8, or measure this one with `phalanx bench compute` and `phalanx bench comm`"
         in (caught.value.problems[0])
     )
-    assert "is not there" in caught.value.problems[1]
+    assert "does not exist" in caught.value.problems[1]
 
 
 def test_figures_of_another_device_are_refused(measured, asked):

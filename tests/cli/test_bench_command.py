@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from phalanx.calibrate import compute, shapes
+from phalanx.calibrate import clock, compute, shapes
 from phalanx.calibrate.shapes import Shape
 from phalanx.cli.main import main
 from phalanx.config.clusters import cluster_of
@@ -44,7 +44,8 @@ def few(monkeypatch):
     monkeypatch.setattr(shapes, "products", lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128, 256)])
     monkeypatch.setattr(shapes, "lengths", lambda unit, quick: [64, 128])
     monkeypatch.setattr(shapes, "streams", lambda quick: [2**20, 2**24])
-    monkeypatch.setattr(compute, "LONG_S", {True: 0.001, False: 0.001})
+    monkeypatch.setattr(compute, "SUSTAINED_REPEAT_S", {True: 0.001, False: 0.001})
+    monkeypatch.setattr(clock, "QUICK_BUDGET_S", 0.0)
 
 
 def test_help_and_mistakes_need_no_torch():
@@ -68,7 +69,7 @@ def test_help_and_mistakes_need_no_torch():
         (["compute", "--save", "--no-save"], "--save and --no-save exclude each other"),
         (["compute", "--svg", "/no/where.svg"], "--svg: cannot write /no/where.svg: there is no folder /no"),
         (["comm", "--collectives", "all_reduce,allgather"], "no collective 'allgather'; did you mean all_gather?"),
-        (["comm", "--nproc-per-node", "1"], "measures what goes from one rank to another; there is one"),
+        (["comm", "--nproc-per-node", "1"], "needs at least two ranks; there is one"),
     ],
 )
 def test_mistakes_are_one_message_and_code_2(words, message, capsys, home):
@@ -199,7 +200,7 @@ def test_ranks_of_another_launcher_are_measured_between_nodes(home, free_port):
         )
     (first, errors), (second, _) = (process.communicate(timeout=100) for process in processes)
     assert [process.returncode for process in processes] == [0, 0], errors
-    assert "2 ranks, one on each node: latency" in first
+    assert "2 ranks, one per node: latency" in first
     assert "→ cluster.inter" in first
     assert second == ""
     text = (home / "cluster.yaml").read_text()

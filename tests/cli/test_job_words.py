@@ -77,3 +77,11 @@ def test_the_page_of_help_shows_them(capsys):
     assert "--steps INT" in page
     assert "--names [STR" in page
     assert "--quick" in page
+
+
+def test_the_page_of_help_leaves_out_what_bench_writes(capsys):
+    assert VERB.parse(["cluster.peak_tflops=43.5", "--help"]) is None
+    page = capsys.readouterr().out
+    assert "--cluster.calibration" not in page
+    assert "--cluster.allow-unreliable" in page
+    assert "(default: 43.5)" in page

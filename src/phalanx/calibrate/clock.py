@@ -1,4 +1,8 @@
-"""How long something takes: medians of repeats after a warm-up, on all ranks at once."""
+"""How long a call takes, on all ranks at once: independent rounds of repeats, until the rounds agree.
+
+A round warms up, then repeats each call in turns and takes the median. Disturbances by other programs last for seconds,
+so they spoil all repeats of a round alike; only another round shows them.
+"""
 
 from __future__ import annotations
 
@@ -6,65 +10,137 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count as counting
 from math import ceil
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-MOST_CALLS = 20_000
-"""In one repeat."""
+from phalanx.config.calibration import STABLE_SPREAD, relative_spread
+
+MAX_CALLS = 20_000
+"""Most calls in one repeat."""
+WINDOW = 3
+"""Consecutive rounds that are compared and kept; at least this many are measured."""
+QUICK_BUDGET_S, BUDGET_S = 2.0, 12.0
+"""Seconds for rounds after the first WINDOW, with and without --quick. About a dozen kinds of measurement may each need
+them, so that `bench compute` on a busy machine ends within half a minute more, or three minutes."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of several calls that took turns."""
+
+    seconds: list[list[float]]
+    """Of each call the median over the kept rounds, by rank."""
+    spreads: list[float]
+    """Of each call (slowest - fastest) / median of the kept rounds' means over the ranks."""
+    rounds: int
+    """Rounds that were measured."""
+
+    @property
+    def spread(self) -> float:
+        """Median of the calls' spreads."""
+        return statistics.median(self.spreads)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Measures on one rank; ranks that are in a process group have to measure the same things in the same order."""
+    """Measures on one rank. Ranks of a process group must measure the same calls in the same order."""
 
     device: torch.device
     repeats: int
-    least_s: float
-    """Shortest repeat: a call that takes less is made several times in it."""
+    """Repeats per call in a round."""
+    min_repeat_s: float
+    """Shortest repeat in seconds: a call that takes less is made several times in one."""
+    budget_s: float = 0.0
+    """Seconds after the first WINDOW rounds in which further ones may begin."""
+    now: Callable[[], float] = time.perf_counter
+    """Seconds since some moment."""
 
     @staticmethod
-    def of(device: torch.device, quick: bool) -> Clock:
-        return Clock(device, *((3, 0.004) if quick else (7, 0.02)))
+    def for_device(device: torch.device, quick: bool) -> Clock:
+        """Returns the clock of `phalanx bench`, with or without --quick."""
+        return Clock(device, *((1, 0.004, QUICK_BUDGET_S) if quick else (3, 0.02, BUDGET_S)))
 
-    def turns(self, calls: Sequence[Callable[[], Any]], tick: Callable[[], None] = lambda: None) -> list[list[float]]:
-        """Of each call the median over the repeats, on every rank, by rank. The calls take turns, so that a machine
-        whose speed wanders is the same for all. `tick` is called after every repeat of a call."""
-        counts: list[int] = []
-        for call in calls:
-            self._repeat(call, 1)
-            once = max(_everyone(self._repeat(call, 1)))
-            counts.append(max(1, min(MOST_CALLS, ceil(self.least_s / once))))
-        found: list[list[float]] = [[] for _ in calls]
+    def measure(
+        self,
+        calls: Sequence[Callable[[], Any]],
+        tick: Callable[[], None] = lambda: None,
+        on_unstable: Callable[[float], None] = lambda spread: None,
+    ) -> Timings:
+        """Measures the calls in turns, so that a machine whose speed drifts is the same for all.
+
+        Measures rounds until the spread over the last WINDOW of them is at most STABLE_SPREAD or the budget is spent;
+        then keeps the WINDOW consecutive rounds that agree best. `tick` is called after every repeat of a call in the
+        first WINDOW rounds, `on_unstable` with the spread where these do not agree. Returns the same on every rank.
+        """
+        counts = [self._calls_per_repeat(call) for call in calls]
+        rounds: list[list[list[float]]] = []
+        best: Timings | None = None
+        deadline = 0.0
+        for done in counting(1):
+            rounds.append(self._round(calls, counts, tick if done <= WINDOW else lambda: None))
+            if done < WINDOW:
+                continue
+            kept = _kept(rounds[-WINDOW:])
+            best = kept if best is None or kept.spread < best.spread else best
+            if best.spread <= STABLE_SPREAD:
+                break
+            if done == WINDOW:
+                on_unstable(best.spread)
+                deadline = self.now() + self.budget_s
+            if max(_all_ranks(self.now() - deadline)) >= 0:
+                break
+        assert best is not None, "WINDOW rounds were measured"
+        return Timings(best.seconds, best.spreads, len(rounds))
+
+    def _calls_per_repeat(self, call: Callable[[], Any]) -> int:
+        self._repeat(call, 1)
+        once = max(_all_ranks(self._repeat(call, 1)))
+        return max(1, min(MAX_CALLS, ceil(self.min_repeat_s / once)))
+
+    def _round(
+        self, calls: Sequence[Callable[[], Any]], counts: Sequence[int], tick: Callable[[], None]
+    ) -> list[list[float]]:
+        """Returns for each call the median over the repeats, by rank."""
+        repeated: list[list[float]] = [[] for _ in calls]
         for _ in range(self.repeats):
-            for times, call, count in zip(found, calls, counts, strict=True):
+            for times, call, count in zip(repeated, calls, counts, strict=True):
                 times.append(self._repeat(call, count))
                 tick()
-        return [_everyone(statistics.median(times)) for times in found]
+        return [_all_ranks(statistics.median(times)) for times in repeated]
 
     def _repeat(self, call: Callable[[], Any], count: int) -> float:
-        """Seconds of a call in `count` of them, begun by all ranks together."""
+        """Returns the seconds per call of `count` calls, which all ranks begin together."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
-        self._wait()
-        began = time.perf_counter()
+        self._synchronize()
+        began = self.now()
         for _ in range(count):
             call()
-        self._wait()
-        return (time.perf_counter() - began) / count
+        self._synchronize()
+        return (self.now() - began) / count
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def _everyone(value: float) -> list[float]:
-    """Every rank's value, by rank."""
+def _kept(rounds: Sequence[list[list[float]]]) -> Timings:
+    """Combines rounds, each of which has for each call the seconds by rank."""
+    by_call = list(zip(*rounds, strict=True))
+    seconds = [[statistics.median(times) for times in zip(*call, strict=True)] for call in by_call]
+    spreads = [relative_spread([statistics.mean(by_rank) for by_rank in call]) for call in by_call]
+    return Timings(seconds, spreads, len(rounds))
+
+
+def _all_ranks(value: float) -> list[float]:
+    """Gathers every rank's value, by rank."""
     if not dist.is_initialized():
         return [value]
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     values[dist.get_rank()] = value
-    dist.all_reduce(values)  # a tensor on the CPU: gloo's, also beside NCCL
+    dist.all_reduce(values)  # a CPU tensor goes over gloo, also beside NCCL
     return values.tolist()

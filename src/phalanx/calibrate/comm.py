@@ -1,21 +1,23 @@
-"""Collectives among the ranks that were started, in groups of every power of two and of all, by bytes.
+"""Measures collectives among the ranks that were started, by bytes, in groups of every power of two and of all ranks.
 
-Inside a node all groups of a size work at once, as tensor-parallel groups do; between nodes a group has one rank of
-each, and all of a node's ranks are in one, so that they share its network cards. That is what a Link's bandwidth is:
-"a device, one way, while all devices send".
+Inside a node all groups of a size communicate at once, as tensor-parallel groups do. Between nodes a group has one rank
+per node, and every rank of a node is in one, so that they share its network cards. A Link's bandwidth is defined so:
+per device, one way, while all devices send.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from phalanx.calibrate.clock import Clock
+from phalanx.calibrate.clock import WINDOW, Clock, Timings
 from phalanx.comm.axis import Axis
+from phalanx.config.calibration import FitQuality
 from phalanx.config.cluster import Cluster, Link
 from phalanx.cost.fit import FitRow, Transfer, fit_link, link_rows, median_error
 from phalanx.cost.time.link import RankGroup
@@ -26,30 +28,35 @@ from phalanx.launch.ranks import Ranks
 from phalanx.train.device import keep_freed_memory
 
 SIZES = {True: [2**10, 2**16, 2**20, 2**23], False: [2**10 * 4**step for step in range(9)]}
-"""Bytes of the whole tensor, by --quick: 1 KiB to 8 MiB, or to 64 MiB."""
+"""Bytes of the whole tensor, by --quick: 1 KiB to 8 MiB, or to 64 MiB. Small ones are latency-bound, large ones
+bandwidth-bound."""
 
 Place = Literal["intra", "inter"]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Groups of equal size that communicate at the same time."""
+    """Disjoint groups of equal size that communicate at the same time."""
 
     place: Place
     group: RankGroup
     members: list[list[int]]
-    """Ranks of each group; those in none wait."""
+    """Ranks of each group; ranks in none of them wait."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The links of one class, as groups of one size see them."""
+    """A Link fitted to the collectives in groups of one size."""
 
     place: Place
     group: RankGroup
     machine: Cluster
-    """With these links for both classes."""
+    """A cluster with this link for both classes."""
     transfers: list[Transfer]
+    spread: float = 0.0
+    """Median spread of the collectives' rounds (calibrate/clock.py)."""
+    rounds: int = 0
+    """Most rounds of any collective."""
 
     @property
     def link(self) -> Link:
@@ -60,35 +67,36 @@ class Fitted:
         return link_rows(self.machine, self.transfers)
 
     @property
-    def error(self) -> float:
-        return median_error(self.rows)
+    def quality(self) -> FitQuality:
+        return FitQuality(median_error(self.rows), self.spread, self.rounds)
 
 
 def partitions(world: int, per_node: int) -> list[Partition]:
-    """Groups of 2, 4, 8, … and all ranks of a node, and of as many nodes. Rank 0 is in each."""
+    """Returns groups of 2, 4, 8, … and all ranks of a node, then groups of 2, 4, 8, … and all nodes with one rank per
+    node. Rank 0 is in a group of each."""
     nodes = world // per_node
-    found = []
+    partitions = []
     for n in _sizes(per_node):
         starts = [node * per_node + at for node in range(nodes) for at in range(0, per_node - n + 1, n)]
-        found.append(Partition("intra", RankGroup(n), [list(range(start, start + n)) for start in starts]))
+        partitions.append(Partition("intra", RankGroup(n), [list(range(start, start + n)) for start in starts]))
     for n in _sizes(nodes):
         starts = [node * per_node + place for place in range(per_node) for node in range(0, nodes - n + 1, n)]
         members = [list(range(start, start + n * per_node, per_node)) for start in starts]
-        found.append(Partition("inter", RankGroup(n, per_node), members))
-    return found
+        partitions.append(Partition("inter", RankGroup(n, per_node), members))
+    return partitions
 
 
 def per_node_of(ranks: Ranks) -> int:
-    """Ranks on each node. Raises JobError where there is one rank, or where nodes differ or are not known."""
+    """Returns the ranks per node. Raises JobError where there is one rank, or where nodes differ or are not known."""
     if ranks.world < 2:
-        raise JobError("bench comm measures what goes from one rank to another; there is one: --nproc-per-node 2")
+        raise JobError("bench comm needs at least two ranks; there is one: --nproc-per-node 2")
     if ranks.local_world is None:
         raise JobError(
             f"{ranks.source} does not say how many of the {ranks.world} ranks are on a node; start them with torchrun"
         )
     if ranks.world % ranks.local_world:
         raise JobError(
-            f"{ranks.world} ranks with {ranks.local_world} on this node: bench comm needs as many on every node"
+            f"{ranks.world} ranks with {ranks.local_world} on this node: bench comm needs the same number on every node"
         )
     return ranks.local_world
 
@@ -96,13 +104,15 @@ def per_node_of(ranks: Ranks) -> int:
 def measure(
     ranks: Ranks, device: torch.device, collectives: Sequence[Collective], quick: bool, progress: Progress
 ) -> list[Fitted]:
-    """Every collective in every group, and the fit of each group size. On all ranks of a process group; the same on
-    each."""
+    """Measures every collective in every group and fits a link to each group size.
+
+    Must be called on all ranks of a process group; returns the same on each."""
     keep_freed_memory()
-    clock = Clock.of(device, quick)
-    cut = partitions(ranks.world, per_node_of(ranks))
-    total = len(cut) * len(collectives) * len(SIZES[quick]) * clock.repeats
-    found: list[Fitted] = []
+    clock = Clock.for_device(device, quick)
+    clock = replace(clock, budget_s=clock.budget_s / len(collectives))
+    parts = partitions(ranks.world, per_node_of(ranks))
+    total = len(parts) * len(collectives) * len(SIZES[quick]) * WINDOW * clock.repeats
+    fits: list[Fitted] = []
     done = 0
 
     def tick() -> None:
@@ -110,20 +120,27 @@ def measure(
         done += 1
         progress(f"measuring collectives on {ranks.world} ranks", done, total)
 
-    for part in cut:
+    for part in parts:
         axis = _axis(part, ranks.rank)
         transfers: list[Transfer] = []
+        measured: list[Timings] = []
         for name in collectives:
-            measured = clock.turns([_call(name, axis, size, device) for size in SIZES[quick]], tick)
-            for size, seconds in zip(SIZES[quick], measured, strict=True):
+
+            def tell(spread: float, name: str = name) -> None:
+                text = f"{name}: rounds differ by {spread:.0%}; measuring again for {clock.budget_s:.2g} s at most"
+                progress(text, 0, 0)
+
+            timings = clock.measure([_call(name, axis, size, device) for size in SIZES[quick]], tick, tell)
+            measured.append(timings)
+            for size, seconds in zip(SIZES[quick], timings.seconds, strict=True):
                 transfers.append(Transfer(name, size, part.group, max(seconds)))
-        found.append(_fit(part, transfers, per_node_of(ranks)))
-    return found
+        fits.append(_fit(part, transfers, measured, per_node_of(ranks)))
+    return fits
 
 
-def chosen(found: Sequence[Fitted], place: Place) -> Fitted | None:
-    """What stands for a class of links: the largest groups, in which all devices send."""
-    return max((one for one in found if one.place == place), key=lambda one: one.group.ranks, default=None)
+def chosen(fits: Sequence[Fitted], place: Place) -> Fitted | None:
+    """Returns the fit that the cluster gets: that of the largest groups, in which all devices send."""
+    return max((one for one in fits if one.place == place), key=lambda one: one.group.ranks, default=None)
 
 
 def _sizes(most: int) -> Iterator[int]:
@@ -135,13 +152,16 @@ def _sizes(most: int) -> Iterator[int]:
         yield most
 
 
-def _fit(part: Partition, transfers: list[Transfer], per_node: int) -> Fitted:
+def _fit(part: Partition, transfers: list[Transfer], measured: Sequence[Timings], per_node: int) -> Fitted:
     link = fit_link(transfers, per_node)
-    return Fitted(part.place, part.group, Cluster(devices_per_node=per_node, intra=link, inter=link), transfers)
+    machine = Cluster(devices_per_node=per_node, intra=link, inter=link)
+    spread = statistics.median(spread for one in measured for spread in one.spreads)
+    return Fitted(part.place, part.group, machine, transfers, spread, max(one.rounds for one in measured))
 
 
 def _axis(part: Partition, rank: int) -> Axis:
-    """The axis of this rank's group; of one rank where it is in none. Every rank has to make every group."""
+    """Returns the axis of this rank's group, or one of size 1 where it is in none. Must be called on every rank, since
+    every rank has to create every group."""
     mine = Axis("bench")
     for members in part.members:
         group = dist.new_group(members)
@@ -152,8 +172,8 @@ def _axis(part: Partition, rank: int) -> Axis:
 
 
 def _call(name: Collective, axis: Axis, size: int, device: torch.device) -> Callable[[], Any]:
-    """One collective over `size` bytes, through the calls that training makes; nothing on an axis of one rank. `send`
-    is a message to the next rank while the one before sends too, as in ring attention and in a pipeline under way."""
+    """Returns one collective over `size` bytes through the calls that training makes; nothing on an axis of size 1.
+    `send` is a message to the next rank while the previous one sends too, as in ring attention and a full pipeline."""
     n = size // 4 // axis.size * axis.size
     whole, other = torch.zeros(n, device=device), torch.zeros(n, device=device)
     part = other[: n // axis.size]

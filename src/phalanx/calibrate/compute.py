@@ -1,12 +1,13 @@
-"""What one device does: matrix products, attention, streams and tiny kernels, measured on every rank at the same time.
+"""Measures one device: matrix products, attention, streams and tiny kernels, on every rank at the same time.
 
-Ranks of one machine share its memory and, it may be, its cores: a process alone would be faster than one in training.
+Ranks of one machine share its memory bandwidth and, on a CPU, its cores: a process alone is faster than in training.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,13 +20,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from phalanx.calibrate import cpu, shapes
-from phalanx.calibrate.clock import Clock
-from phalanx.calibrate.machine import processor
+from phalanx.calibrate.clock import WINDOW, Clock, Timings
 from phalanx.calibrate.shapes import Shape
+from phalanx.config.calibration import ComputeCalibration, FitQuality
 from phalanx.config.cluster import Accelerator, Sharing
 from phalanx.config.model import ModelConfig
+from phalanx.config.this_machine import processor
 from phalanx.cost.fit import (
-    UNCACHED,
+    TINY_PRODUCT,
+    UNCACHED_BYTES,
     AttentionTiming,
     FitRow,
     Precision,
@@ -35,6 +38,7 @@ from phalanx.cost.fit import (
     fit_device,
     fit_host,
     fit_sharing,
+    median_error,
     product_call_us,
 )
 from phalanx.data.progress import Progress
@@ -42,12 +46,12 @@ from phalanx.parallel.linear import linear, onednn_is_faster
 from phalanx.train.device import KNOWN_PEAKS, keep_freed_memory
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-HEADS = {shapes.CPU: (8, 64), shapes.ACCELERATOR: (32, 128)}
-"""Heads and their size, for attention."""
-IN_TURNS = 8
-"""Products, the largest ones, that run in turns to see what a long run keeps of their rate."""
-LONG_S = {True: 0.3, False: 1.5}
-"""Seconds of each repeat of that, by --quick."""
+ATTENTION_HEADS = {shapes.CPU_UNIT: (8, 64), shapes.ACCELERATOR_UNIT: (32, 128)}
+"""Heads and head dimension of the measured attention, by unit: those of a small GPT and of Llama 3 8B."""
+SUSTAINED_PRODUCTS = 8
+"""The largest products, as many as a block of a transformer has, which run in turns to measure the sustained rate."""
+SUSTAINED_REPEAT_S = {True: 0.3, False: 1.5}
+"""Shortest repeat of that in seconds, by --quick: long enough for the clock frequency to settle."""
 
 Call = Callable[[], Any]
 
@@ -57,56 +61,80 @@ class Measured:
     """Times on one device."""
 
     base: Accelerator
-    """What was looked up."""
+    """Facts that were looked up: name, memory, cores."""
     precision: Precision
     known: float
-    """TFLOP/s of the data sheet; 0 where there is none."""
+    """Peak of the data sheet in TFLOP/s; 0 where there is none."""
     products: list[ProductTiming] = field(default_factory=list)
     attentions: list[AttentionTiming] = field(default_factory=list)
     streams: list[StreamTiming] = field(default_factory=list)
-    tiny: tuple[ModelConfig, float] | None = None
-    """On a CPU a model of little work, and the seconds that one of its blocks takes, both passes."""
+    tiny_block: tuple[ModelConfig, float] | None = None
+    """On a CPU a launch-bound model, and the seconds that one of its blocks takes, forward and backward."""
     sharing: Sharing = field(default_factory=Sharing)
-    middling: tuple[float, float] = (0.0, 0.0)
-    """Seconds of a block of cpu.MIDDLING in one of the processes that share the cores, and in one alone."""
+    small_block: tuple[float, float] = (0.0, 0.0)
+    """Seconds of a block of cpu.SMALL_MODEL in one of the processes that share the cores, and in one alone."""
+    timings: dict[str, list[Timings]] = field(default_factory=lambda: defaultdict(list))
+    """Everything that was timed, by part of ComputeCalibration."""
 
     def fit(self) -> tuple[Accelerator, list[FitRow]]:
-        """The device as the cost model sees it, and every measurement beside that."""
+        """Returns the device as the cost model sees it, and every measurement beside its prediction."""
         device = fit_device(self.base, self.precision, self.products, self.attentions, self.streams, self.known)
-        if self.tiny:
-            device = fit_host(device, self.precision, *self.tiny)
+        if self.tiny_block:
+            device = fit_host(device, self.precision, *self.tiny_block)
         return device, device_rows(device, self.precision, self.products, self.attentions, self.streams)
 
-    def shared(self, device: Accelerator) -> Sharing:
-        """How processes share the cores, where `device`, from `fit`, is what one of them has."""
-        if not all(self.middling):
+    def fit_sharing(self, device: Accelerator) -> Sharing:
+        """Returns how processes share the cores, where `device`, from `fit`, is what one of them has."""
+        if not all(self.small_block):
             return self.sharing
-        return fit_sharing(device, self.precision, self.sharing, cpu.MIDDLING, cpu.SEQUENCES, *self.middling)
+        return fit_sharing(device, self.precision, self.sharing, cpu.SMALL_MODEL, cpu.SEQUENCES, *self.small_block)
+
+    def calibration(self, rows: Sequence[FitRow]) -> ComputeCalibration:
+        """Returns the quality of each part; `rows` are those of `fit`."""
+
+        def quality(part: str, kind: str = "") -> FitQuality:
+            timings = self.timings[part]
+            if not timings:
+                return FitQuality()
+            spread = statistics.median(spread for one in timings for spread in one.spreads)
+            return FitQuality(
+                median_error(row for row in rows if row.kind == kind), spread, max(one.rounds for one in timings)
+            )
+
+        return ComputeCalibration(
+            products=quality("products", "product"),
+            attention=quality("attention", "attention"),
+            streams=quality("streams", "stream"),
+            blocks=quality("blocks"),
+        )
 
 
 def measure(
     device: torch.device, precision: Precision, processes: int, quick: bool, ceiling: float, progress: Progress
 ) -> Measured:
-    """Everything, on this rank and, in a process group, on all of its `processes` together.
+    """Measures everything on this rank and, in a process group, on all of its `processes` together.
 
-    `ceiling` is that under which peaks of other precisions are known already, 1 where there are none. Returns the means
-    over the ranks; the same on each."""
+    `ceiling` is the one that peaks of other precisions in the file were fitted with, 1 where there are none. Returns
+    means over the ranks, the same on each."""
     keep_freed_memory()  # as training does: an output is then not faulted in again for every call
-    clock = Clock.of(device, quick)
-    unit = shapes.CPU if device.type == "cpu" else shapes.ACCELERATOR
+    clock = Clock.for_device(device, quick)
+    unit = shapes.CPU_UNIT if device.type == "cpu" else shapes.ACCELERATOR_UNIT
     base = replace(look_up(device, processes), ceiling=ceiling)
-    found = Measured(base, precision, _known_tflops(device, precision))
-    wanted = shapes.products(unit, quick)
+    measured = Measured(base, precision, _data_sheet_tflops(device, precision))
+    product_shapes = shapes.products(unit, quick)
     lengths = shapes.lengths(unit, quick)
     kernels = {**_tiny_kernels(device, precision), **_streams(device, precision, quick)}
     on_cpu = device.type == "cpu"
-    by_work = sorted(range(len(wanted)), key=lambda place: wanted[place].m * wanted[place].n * wanted[place].k)
-    usual = by_work[len(wanted) // 3 : len(wanted) - len(wanted) // 3]
-    telling = [(name, moved) for name, moved in kernels if moved >= UNCACHED]
-    calls = len(wanted) + 2 * len(lengths) + len(kernels) + 1 + min(IN_TURNS, len(wanted))
+    by_work = sorted(
+        range(len(product_shapes)), key=lambda i: product_shapes[i].m * product_shapes[i].n * product_shapes[i].k
+    )
+    middle_third = by_work[len(by_work) // 3 : len(by_work) - len(by_work) // 3]
+    uncached = [(name, moved) for name, moved in kernels if moved >= UNCACHED_BYTES]
+    largest = by_work[-SUSTAINED_PRODUCTS:]
+    calls = len(product_shapes) + 2 * len(lengths) + len(kernels) + 1 + len(largest)
     if on_cpu:
-        calls += 2 + 2 * (2 + len(usual) + len(telling)) * dist.is_initialized()
-    total = clock.repeats * calls
+        calls += 2 + 2 * (2 + len(middle_third) + len(uncached)) * dist.is_initialized()
+    total = WINDOW * clock.repeats * calls
     done = 0
 
     def tick() -> None:
@@ -114,52 +142,61 @@ def measure(
         done += 1
         progress(f"measuring {precision} on {device.type}", done, total)
 
-    def timed(calls: Sequence[Call], clock: Clock = clock) -> list[float]:
-        return [statistics.mean(seconds) for seconds in clock.turns(calls, tick)]
+    def timed(part: str, calls: Sequence[Call], clock: Clock = clock) -> Timings:
+        def tell(spread: float) -> None:
+            progress(f"{part}: rounds differ by {spread:.0%}; measuring again for {clock.budget_s:.2g} s at most", 0, 0)
 
-    multiply = [_product(shape, device, precision) for shape in wanted]
-    for shape, seconds in zip(wanted, timed(multiply), strict=True):
-        found.products.append(ProductTiming(*shape, seconds))
-    heads, head = HEADS[unit]
+        timings = clock.measure(calls, tick, tell)
+        measured.timings[part].append(timings)
+        return timings
+
+    def means(part: str, calls: Sequence[Call], clock: Clock = clock) -> list[float]:
+        return [statistics.mean(seconds) for seconds in timed(part, calls, clock).seconds]
+
+    multiply = [_product(shape, device, precision) for shape in product_shapes]
+    for shape, seconds in zip(product_shapes, means("products", multiply), strict=True):
+        measured.products.append(ProductTiming(*shape, seconds))
+    heads, head = ATTENTION_HEADS[unit]
     attend = [call for length in lengths for call in _attention(length, heads, head, device, precision)]
-    for place, seconds in enumerate(timed(attend)):
-        found.attentions.append(AttentionTiming(lengths[place // 2], heads, head, bool(place % 2), seconds))
+    for place, seconds in enumerate(means("attention", attend) if attend else []):
+        measured.attentions.append(AttentionTiming(lengths[place // 2], heads, head, bool(place % 2), seconds))
+    one_stream = replace(clock, budget_s=clock.budget_s / len(kernels))  # one after the other: they need much memory
     for (name, moved), make in kernels.items():
-        found.streams.append(StreamTiming(name, moved, *timed([make()])))
+        measured.streams.append(StreamTiming(name, moved, *means("streams", [make()], one_stream)))
     if on_cpu:
-        found.base = replace(found.base, product_us=product_call_us(found.streams))
-        found.tiny = cpu.FEW, cpu.block_seconds(*timed(cpu.block_calls(precision)))
-        blocks = cpu.block_calls(precision, cpu.MIDDLING, cpu.SEQUENCES)
-        products, streams = [multiply[place] for place in usual], [kernels[key]() for key in telling]
-        found.sharing, found.middling = cpu.sharing(clock, processes, products, streams, blocks, tick)
-    by_size = sorted(zip(found.products, multiply, strict=True), key=lambda pair: pair[0].flops)
-    large = [call for _, call in by_size[-IN_TURNS:]]
-    (together,) = timed([lambda: [call() for call in large]], replace(clock, least_s=LONG_S[quick]))
-    # Each alone once more, right after: the machine is then the same one, whatever its neighbours do.
-    found.base = replace(found.base, sustained=min(1.0, sum(timed(large)) / together))
-    return found
+        measured.base = replace(measured.base, product_us=product_call_us(measured.streams))
+        measured.tiny_block = cpu.TINY_MODEL, cpu.block_seconds(*means("blocks", cpu.block_calls(precision)))
+        blocks = cpu.block_calls(precision, cpu.SMALL_MODEL, cpu.SEQUENCES)
+        products, streams = [multiply[i] for i in middle_third], [kernels[key]() for key in uncached]
+        measured.sharing, measured.small_block = cpu.sharing(timed, processes, products, streams, blocks)
+    large = [multiply[i] for i in largest]
+    long_clock = replace(clock, min_repeat_s=SUSTAINED_REPEAT_S[quick])
+    (together,) = means("products", [lambda: [call() for call in large]], long_clock)
+    # Each alone once more, right after, so that clock frequency and other programs are the same for both.
+    measured.base = replace(measured.base, sustained=min(1.0, sum(means("products", large)) / together))
+    return measured
 
 
 def look_up(device: torch.device, processes: int) -> Accelerator:
-    """Name, memory and cores of the device that one of so many processes has."""
+    """Looks up name, memory and cores of the device that each of `processes` has."""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         name, cores, memory = facts.name, facts.multi_processor_count, facts.total_memory
     else:
-        # One core: a library cuts products on a CPU as it likes, and no wave of tiles is left half empty.
+        # One core: CPU libraries tile a product so that no wave of tiles is left half empty.
         name, cores, memory = processor(), 1, _usable_memory() // processes
     return Accelerator(name, cores=cores, memory_gib=memory / 2**30)
 
 
 def _usable_memory() -> int:
-    """Bytes of this machine, or of the container that this process is in."""
+    """Returns the bytes of memory of this machine, or of the container that this process is in."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no cgroup, or "max"
         return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
     return whole
 
 
-def _known_tflops(device: torch.device, precision: Precision) -> float:
+def _data_sheet_tflops(device: torch.device, precision: Precision) -> float:
     if device.type != "cuda" or precision == "fp32":
         return 0.0
     name = torch.cuda.get_device_name(device)
@@ -167,7 +204,7 @@ def _known_tflops(device: torch.device, precision: Precision) -> float:
 
 
 def _product(shape: Shape, device: torch.device, precision: Precision) -> Call:
-    """As training multiplies: (m, k) by a weight (n, k)."""
+    """Returns the product of activations (m, k) and a weight (n, k), through the library that training uses."""
     dtype = DTYPES[precision]
     x = torch.randn(shape.m, shape.k, device=device).to(dtype)
     weight = torch.randn(shape.n, shape.k, device=device).to(dtype)
@@ -176,7 +213,7 @@ def _product(shape: Shape, device: torch.device, precision: Precision) -> Call:
 
 
 def _attention(length: int, heads: int, head: int, device: torch.device, precision: Precision) -> tuple[Call, Call]:
-    """The forward pass, and the backward pass alone."""
+    """Returns the forward pass and the backward pass alone of torch's fused causal attention."""
     make = partial(torch.randn, 1, heads, length, head, device=device)
     q, k, v = (make().to(DTYPES[precision]).requires_grad_() for _ in range(3))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -186,7 +223,7 @@ def _attention(length: int, heads: int, head: int, device: torch.device, precisi
 
 
 def _tiny_kernels(device: torch.device, precision: Precision) -> dict[tuple[str, int], Callable[[], Call]]:
-    """Kernels with next to nothing to do, by name and bytes moved: what they take is the time to start one."""
+    """Returns launch-bound kernels by name and bytes moved: their time is the launch overhead."""
     size = DTYPES[precision].itemsize
     n = 16
     make = partial(torch.ones, n, n, device=device, dtype=DTYPES[precision])
@@ -194,16 +231,16 @@ def _tiny_kernels(device: torch.device, precision: Precision) -> dict[tuple[str,
         ("tiny add", 3 * n * n * size): lambda: partial(torch.add, make(), make(), out=make()),
         ("tiny softmax", 2 * n * n * size): lambda: partial(torch.softmax, make(), -1),
         ("tiny norm", 2 * n * n * size): lambda: partial(F.rms_norm, make(), (n,)),
-        ("tiny product", 3 * n * n * size): lambda: _product(Shape("", n, n, n), device, precision),
+        (TINY_PRODUCT, 3 * n * n * size): lambda: _product(Shape("", n, n, n), device, precision),
     }
 
 
 def _streams(device: torch.device, precision: Precision, quick: bool) -> dict[tuple[str, int], Callable[[], Call]]:
-    """A copy (a read, a write) and an addition (two reads, a write) by bytes moved."""
-    found: dict[tuple[str, int], Callable[[], Call]] = {}
+    """Returns copies (a read, a write) and additions (two reads, a write) by name and bytes moved."""
+    kernels: dict[tuple[str, int], Callable[[], Call]] = {}
     for n in shapes.streams(quick):
         make = partial(torch.ones, n, device=device, dtype=DTYPES[precision])
         size = n * DTYPES[precision].itemsize
-        found["copy", 2 * size] = lambda make=make: partial(make().copy_, make())
-        found["add", 3 * size] = lambda make=make: partial(torch.add, make(), make(), out=make())
-    return found
+        kernels["copy", 2 * size] = lambda make=make: partial(make().copy_, make())
+        kernels["add", 3 * size] = lambda make=make: partial(torch.add, make(), make(), out=make())
+    return kernels

@@ -1,4 +1,4 @@
-"""What CPU processes show besides: how long a program takes to start operations, and what one does with all cores."""
+"""Measures what only CPU processes have: the dispatch time of an operation, and one process's gain from all cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from phalanx.calibrate.clock import Clock
+from phalanx.calibrate.clock import Timings
 from phalanx.config.cluster import Sharing
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -23,7 +23,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
 from phalanx.train.step import Stepper
 
-FEW = ModelConfig(
+TINY_MODEL = ModelConfig(
     n_layers=2,
     d_model=32,
     d_ff=64,
@@ -34,74 +34,80 @@ FEW = ModelConfig(
     activation="swiglu",
     bias=False,
 )
-"""Of so little work that what it takes is starting operations."""
-MIDDLING = replace(FEW, d_model=128, d_ff=384, seq_len=128)
-"""Of work that several threads share."""
+"""A launch-bound model: nearly all of its time is dispatching operations."""
+SMALL_MODEL = replace(TINY_MODEL, d_model=128, d_ff=384, seq_len=128)
+"""A model with enough work per operation that several threads share it."""
 SEQUENCES = 8
-"""Of MIDDLING, at a time."""
-MORE = 8
-"""Blocks of the same model with more of them: the difference is blocks alone."""
+"""Micro-batch of SMALL_MODEL."""
+DEEP_LAYERS = 8
+"""Blocks of the deep variant of a model: its time less that of the shallow one is the time of blocks alone."""
 
 Call = Callable[[], Any]
+TimeCalls = Callable[[str, Sequence[Call]], Timings]
+"""Measures calls as a part of ComputeCalibration."""
 
 
-def block_calls(precision: Precision, model: ModelConfig = FEW, sequences: int = 1) -> tuple[Call, Call]:
-    """Gradients of so many sequences through a model's blocks, and through MORE of them, as training takes them."""
-    few, more = (_gradients(replace(model, n_layers=layers), sequences, precision) for layers in (FEW.n_layers, MORE))
-    return few, more
+def block_calls(precision: Precision, model: ModelConfig = TINY_MODEL, sequences: int = 1) -> tuple[Call, Call]:
+    """Returns forward and backward passes of `sequences` sequences, as training runs them, through the model's own
+    blocks and through DEEP_LAYERS of them."""
+    shallow, deep = (
+        _gradients(replace(model, n_layers=layers), sequences, precision)
+        for layers in (TINY_MODEL.n_layers, DEEP_LAYERS)
+    )
+    return shallow, deep
 
 
-def block_seconds(few: float, more: float) -> float:
-    """Of one block, from the times of both."""
-    return (more - few) / (MORE - FEW.n_layers)
+def block_seconds(shallow: float, deep: float) -> float:
+    """Returns the seconds of one block, from those of both models of `block_calls`."""
+    return (deep - shallow) / (DEEP_LAYERS - TINY_MODEL.n_layers)
 
 
 def _gradients(model: ModelConfig, sequences: int, precision: Precision) -> Call:
     job = Job(model=model, layout=Layout(micro_batch=sequences), train=Train(precision=precision))
     stepper = Stepper(job, meshes.alone(), torch.device("cpu"), model.vocab_size)
     tokens = np.arange(sequences * (model.seq_len + 1)).reshape(sequences, -1) % model.vocab_size
-    micro = MicroBatch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(sequences))
+    micro_batch = MicroBatch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(sequences))
 
     def call() -> None:
         stepper.replica.clear()
-        stepper.gradients([micro], 0, sequences * model.seq_len)
+        stepper.gradients([micro_batch], 0, sequences * model.seq_len)
 
     return call
 
 
 def sharing(
-    clock: Clock,
-    processes: int,
-    products: Sequence[Call],
-    streams: Sequence[Call],
-    blocks: tuple[Call, Call],
-    tick: Callable[[], None],
+    timed: TimeCalls, processes: int, products: Sequence[Call], streams: Sequence[Call], blocks: tuple[Call, Call]
 ) -> tuple[Sharing, tuple[float, float]]:
-    """What one process with all cores, while the others wait, gains on all of them together, each with its share; and
-    the seconds of a block of MIDDLING (block_calls) in one of them together, and in one alone."""
+    """Measures the gain of one process with all cores, while the others wait, over all processes together with a share
+    of the cores each.
+
+    Returns the gains, and the seconds of a block of SMALL_MODEL (`blocks`, from block_calls) in one of the processes
+    together, and in one alone; (0, 0) where there is one process."""
     cores = len(os.sched_getaffinity(0))
     if not dist.is_initialized():
         return Sharing(cores, processes, 0, 1.0, 1.0), (0.0, 0.0)
-    of_products, of_streams = (
-        [long / short for long, short in _both(clock, calls, cores, tick)] for calls in (products, streams)
+    product_gains, stream_gains = (
+        [together / alone for together, alone in _together_and_alone(timed, part, calls, cores)]
+        for part, calls in (("products", products), ("streams", streams))
     )
-    # By themselves: streams would leave them cold caches.
-    few, more = _both(clock, blocks, cores, tick)
-    together, alone = map(block_seconds, few, more)
-    return Sharing(cores, processes, 0, geometric_mean(of_products), geometric_mean(of_streams)), (together, alone)
+    # Measured apart from the streams, which would leave cold caches.
+    shallow, deep = _together_and_alone(timed, "blocks", blocks, cores)
+    together, alone = map(block_seconds, shallow, deep)
+    return Sharing(cores, processes, 0, geometric_mean(product_gains), geometric_mean(stream_gains)), (together, alone)
 
 
-def _both(clock: Clock, calls: Sequence[Call], cores: int, tick: Callable[[], None]) -> list[tuple[float, float]]:
-    """Seconds of each call on all processes together, and on the first with all cores while the others wait."""
-    together = [mean(seconds) for seconds in clock.turns(calls, tick)]
-    before, first = torch.get_num_threads(), dist.get_rank() == 0
-    torch.set_num_threads(cores if first else before)
+def _together_and_alone(timed: TimeCalls, part: str, calls: Sequence[Call], cores: int) -> list[tuple[float, float]]:
+    """Returns the seconds of each call on all processes together, and on the first with all cores while the others
+    wait."""
+    together = [mean(seconds) for seconds in timed(part, calls).seconds]
+    threads, is_first = torch.get_num_threads(), dist.get_rank() == 0
+    torch.set_num_threads(cores if is_first else threads)
     try:
-        alone = [seconds[0] for seconds in clock.turns([call if first else _nothing for call in calls], tick)]
+        alone = [seconds[0] for seconds in timed(part, [call if is_first else _wait for call in calls]).seconds]
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
     return list(zip(together, alone, strict=True))
 
 
-def _nothing() -> None:
-    """What the others do meanwhile."""
+def _wait() -> None:
+    """Stands for the call on processes that leave their cores to the first."""

@@ -1,47 +1,66 @@
-"""What a measurement found: for a person, for a script, as a picture, and as the fields of a cluster."""
+"""The result of a measurement: as text, as JSON, as a picture, and as the fields of a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from phalanx.calibrate.comm import Fitted, chosen
 from phalanx.calibrate.compute import Measured
+from phalanx.calibrate.provenance import provenance
+from phalanx.config.calibration import (
+    Assessment,
+    Calibration,
+    ComputeCalibration,
+    LinkCalibration,
+    Measurement,
+    assess,
+)
 from phalanx.config.cluster import Accelerator, Link
+from phalanx.config.fields import get, leaves
 from phalanx.cost.fit import FitRow, median_error
 from phalanx.pictures.fit import device_svg, link_svg
 
 DIGITS = 4
-"""Of fitted figures: more than they are good for."""
+"""Significant digits of fitted figures; the fit errors leave one or two of them."""
 
 
 @dataclass(frozen=True)
 class CalibrationReport:
     """One measurement and its fit."""
 
-    what: str
-    """compute or comm."""
+    what: Measurement
+    """The command, compute or comm."""
     setting: str
-    """On what: processes, threads, backend."""
+    """Processes, threads and backend."""
     fields: dict[str, Any]
-    """Of the cluster, by dotted path."""
+    """Fields of the cluster by dotted path, with the calibration's."""
     rows: list[FitRow]
     lines: list[str]
-    """The fit for a person."""
+    """The fit in words."""
     svg: str
+    assessment: Assessment
+    """What its fit errors and spreads say about predictions."""
     more: dict[str, Any] = field(default_factory=dict)
-    """Further figures for a script."""
+    """Further entries of the JSON document."""
 
     @property
     def error(self) -> float:
         return median_error(self.rows)
 
     def text(self) -> str:
-        """A table of every measurement, and the fit."""
+        """Returns a table of every measurement, and the fit."""
         table = [("", "", "measured", "fitted", "error", "")]
         table += [
-            (_said(row.kind), row.shape, _time(row.measured), _time(row.fitted), f"{row.error:+.1%}", _mark(row))
+            (
+                row.kind.replace("_", "-"),
+                row.shape,
+                _time(row.measured),
+                _time(row.fitted),
+                f"{row.error:+.1%}",
+                _mark(row),
+            )
             for row in self.rows
         ]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -52,25 +71,37 @@ class CalibrationReport:
             ).rstrip()
             for cells in table
         ]
-        return "\n".join([self.setting, "", *lines, "", *self.lines, f"median error of the fit: {self.error:.1%}"])
+        return "\n".join(
+            [
+                self.setting,
+                "",
+                *lines,
+                "",
+                *self.lines,
+                self.assessment.line(),
+                f"median error of the fit: {self.error:.1%}",
+            ]
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints, but for where it was written."""
+        """Returns the document of `--json`, but for the paths of the files."""
         points = [{**asdict(row), "error": row.error} for row in self.rows]
         return {
             "bench": self.what,
             "setting": self.setting,
             "cluster": self.fields,
             "median_error": self.error,
+            "calibration": self.assessment.as_dict(),
             **self.more,
             "points": points,
         }
 
 
 def of_compute(measured: Measured, known: Mapping[str, Any], device: str, setting: str) -> CalibrationReport:
-    """`known` are the fields that the file has of this device already."""
+    """Reports `bench compute`. `known` are the fields that the file already has for this device."""
     found, rows = measured.fit()
-    shared = measured.shared(found)
+    shared = measured.fit_sharing(found)
+    quality = replace(measured.calibration(rows), provenance=provenance())
     peak = f"{measured.precision}_tflops"
     names = ("name", peak, "ceiling", "memory_gib", "bandwidth_gbs", "cores", "sustained", "older", "launch_us")
     if device == "cpu":
@@ -79,49 +110,63 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
     fields |= {f"accelerator.{name}": _short(getattr(found, name)) for name in names}
     if shared.processes:
         fields |= {f"sharing.{name}": _short(value) for name, value in asdict(shared).items() if name != "linked"}
+    fields |= _calibration_fields("compute", quality)
     if (other := known.get("accelerator.fp32_tflops", 0.0)) and peak != "fp32_tflops":
-        # One ceiling serves all precisions: what fp32 reached stays.
+        # One ceiling serves all precisions, so that fp32's rate stays only if its peak changes.
         before = known.get("accelerator.ceiling", Accelerator.ceiling)
         fields["accelerator.fp32_tflops"] = _short(other * before / fields["accelerator.ceiling"])
     lines = [
         f"peak in {measured.precision}: {getattr(found, peak):.4g} TFLOP/s "
-        + ("(data sheet)" if measured.known else "(what was reached)")
-        + f", of which the best product reaches {found.ceiling:.1%}, and in a long run {found.sustained:.1%} of that",
-        f"fused attention: {found.older:.1%} of what such a kernel reaches on the device that it was written for",
-        f"memory: {found.bandwidth_gbs:.4g} GB/s on paper, of which the cost model takes streams to reach 85%",
-        f"a tiny kernel: {found.launch_us:.3g} us",
+        + ("(data sheet)" if measured.known else "(reached)")
+        + f"; the best product reaches {found.ceiling:.1%} of it, and sustains {found.sustained:.1%} of that",
+        f"fused attention: {found.older:.1%} of the rate on the device that its kernel was written for",
+        f"memory bandwidth: {found.bandwidth_gbs:.4g} GB/s, of which the cost model lets streams reach 85%",
+        f"launch overhead: {found.launch_us:.3g} us per kernel",
     ]
     if shared.processes:
         lines += [
-            f"a product's call: {found.product_us:.3g} us more; starting an operation: {found.host_us:.3g} us",
-            f"one process with all {shared.node_cores} cores, in training: {shared.alone_products:.2f} × the products "
-            f"of one of {shared.processes}, {shared.alone_streams:.2f} × its memory",
+            f"dispatch: {found.host_us:.3g} us per operation, {found.product_us:.3g} us more per matrix product",
+            f"one process with all {shared.node_cores} cores, in training: {shared.alone_products:.2f} × the product "
+            f"rate of one of {shared.processes}, {shared.alone_streams:.2f} × its memory bandwidth",
         ]
     title = f"{found.name}, {measured.precision}: {setting}"
     svg = device_svg(title, measured.products, measured.attentions, measured.streams, rows)
-    return CalibrationReport("compute", setting, fields, rows, lines, svg, {"precision": measured.precision})
+    assessment = assess(Calibration(compute=quality), ("compute",), here=False)
+    return CalibrationReport(
+        "compute", setting, fields, rows, lines, svg, assessment, {"precision": measured.precision}
+    )
 
 
 def of_comm(groups: Sequence[Fitted], per_node: int, device: str, setting: str) -> CalibrationReport:
+    """Reports `bench comm`, from the fits of all group sizes."""
     fields: dict[str, Any] = {"device": device, "devices_per_node": per_node}
     if device == "cpu":
         fields["sharing.linked"] = per_node
     lines = []
+    quality = LinkCalibration(provenance=provenance())
     for place in ("intra", "inter"):
         if one := chosen(groups, place):
             fields |= {f"{place}.{name}": _short(getattr(one.link, name)) for name in ("gbs", "latency_us", "reached")}
+            quality = replace(quality, **{place: one.quality})
+    fields |= _calibration_fields("comm", quality)
     for one in groups:
-        of = "one on each node" if one.place == "inter" else "of a node"
-        wanted = f" → cluster.{one.place}" if one is chosen(groups, one.place) else ""
+        of = "one per node" if one.place == "inter" else "of a node"
+        target = f" → cluster.{one.place}" if one is chosen(groups, one.place) else ""
         lines.append(
             f"{one.group.ranks} ranks, {of}: latency {one.link.latency_us:.4g} us, {one.link.gbs:.4g} GB/s, "
-            f"median error {one.error:.1%}{wanted}"
+            f"median error {one.quality.error:.1%}, spread {one.quality.spread:.1%}{target}"
         )
     rows = [row for one in groups for row in one.rows]
     more = {"groups": [_as_dict(one) for one in groups]}
-    return CalibrationReport(
-        "comm", setting, fields, rows, lines, link_svg(setting, [(one.machine, one.transfers) for one in groups]), more
-    )
+    svg = link_svg(setting, [(one.machine, one.transfers) for one in groups])
+    assessment = assess(Calibration(comm=quality), ("comm",), here=False)
+    return CalibrationReport("comm", setting, fields, rows, lines, svg, assessment, more)
+
+
+def _calibration_fields(measurement: Measurement, quality: ComputeCalibration | LinkCalibration) -> dict[str, Any]:
+    """Returns a calibration as fields of a cluster, by dotted path, without parts that were not measured."""
+    measured = [path for path in leaves(type(quality)) if getattr(get(quality, path.split(".")[0]), "rounds", 1)]
+    return {f"calibration.{measurement}.{path}": _short(get(quality, path)) for path in measured}
 
 
 def _as_dict(one: Fitted) -> dict[str, Any]:
@@ -132,12 +177,10 @@ def _as_dict(one: Fitted) -> dict[str, Any]:
         "place": one.place,
         "latency_us": link.latency_us,
         "gbs": link.gbs,
-        "median_error": one.error,
+        "median_error": one.quality.error,
+        "spread": one.quality.spread,
+        "rounds": one.quality.rounds,
     }
-
-
-def _said(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _mark(row: FitRow) -> str:
@@ -145,7 +188,7 @@ def _mark(row: FitRow) -> str:
 
 
 def _short(value: Any) -> Any:
-    """A figure with as many digits as it is worth, a name as it is."""
+    """Returns a figure rounded to DIGITS, a name as it is."""
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 

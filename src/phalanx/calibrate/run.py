@@ -1,4 +1,4 @@
-"""A whole measurement on one rank: threads, process group, progress, and the report, which every rank gets."""
+"""Runs a whole measurement on one rank: threads, process group, progress, and the report, which every rank gets."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 
 TIMEOUT_S = 120.0
-"""That a collective may wait for a peer."""
+"""Seconds that a collective may wait for a peer. The longest call, a product of one thread, takes a few."""
 
 
 def compute_report(
     ranks: Ranks, device: torch.device, threads: int, *, precision: Precision, quick: bool, known: Mapping[str, Any]
 ) -> CalibrationReport:
-    """One device, while all ranks measure. `known` are the fields of the cluster's file."""
+    """Measures one device while all ranks do the same. `known` are the fields of the cluster's file."""
     on_node = ranks.local_world or 1
     known = cluster_file.of_device(known, device.type, compute.look_up(device, on_node).name)
     ceiling = known.get("accelerator.ceiling", 1.0)
     with _measuring(ranks, device, threads) as progress:
-        found = compute.measure(device, precision, on_node, quick, ceiling, progress)
-    return report.of_compute(found, known, device.type, f"{_processes(ranks, threads)}, {precision} on {device.type}")
+        measured = compute.measure(device, precision, on_node, quick, ceiling, progress)
+    return report.of_compute(
+        measured, known, device.type, f"{_processes(ranks, threads)}, {precision} on {device.type}"
+    )
 
 
 def comm_report(
     ranks: Ranks, device: torch.device, threads: int, *, collectives: Sequence[Collective], quick: bool
 ) -> CalibrationReport:
-    """The links between the ranks. Raises JobError where there are none (comm.per_node_of)."""
+    """Measures the links between the ranks. Raises JobError where there is one rank (comm.per_node_of)."""
     per_node = comm.per_node_of(ranks)
     with _measuring(ranks, device, threads) as progress:
-        groups = comm.measure(ranks, device, collectives, quick, progress)
+        fits = comm.measure(ranks, device, collectives, quick, progress)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    return report.of_comm(groups, per_node, device.type, f"collectives of {backend}, {_processes(ranks, threads)}")
+    return report.of_comm(fits, per_node, device.type, f"collectives of {backend}, {_processes(ranks, threads)}")
 
 
 @contextmanager
 def _measuring(ranks: Ranks, device: torch.device, threads: int) -> Iterator[Progress]:
-    """With so many threads, in a process group where there are several ranks; the first one shows progress."""
+    """Sets the threads and joins the process group for the block, and gives its progress, which rank 0 shows."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

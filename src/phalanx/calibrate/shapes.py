@@ -1,4 +1,4 @@
-"""What `phalanx bench compute` multiplies: shapes that training has, over the sizes that a device can be given.
+"""Shapes that `phalanx bench compute` measures: those of training, over the sizes that suit a device.
 
 Dimensions are multiples of a unit, 1 for a CPU process and 8 for an accelerator.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-CPU, ACCELERATOR = 1, 8
-"""Units."""
-QUICK = 3
-"""With --quick, every third size of a family, and none above QUICK_FLOPS."""
+CPU_UNIT, ACCELERATOR_UNIT = 1, 8
+"""Factors of all dimensions. A GPU has about a thousand times the FLOP/s of a CPU core, and so gets eight times the
+dimensions, 512 times the work."""
+QUICK_STEP = 3
+"""--quick measures every third size of a family."""
 QUICK_FLOPS = 5e9
-"""For a unit of 1; with dimensions it grows by the cube."""
+"""Most FLOPs of a product with --quick, for a unit of 1: 50 ms at 0.1 TFLOP/s. Grows with the cube of the unit."""
 VOCABULARIES = (4096, 16384, 32768, 50257)
+"""Vocabulary sizes; the last is GPT-2's, which is odd."""
 
 
 class Shape(NamedTuple):
-    """(m × k) by (k × n), one of a family of them."""
+    """A product of (m × k) and (k × n) matrices, and the family of shapes that it belongs to."""
 
     family: str
     m: int
@@ -26,8 +28,9 @@ class Shape(NamedTuple):
 
 
 def products(unit: int, quick: bool) -> list[Shape]:
-    """The shapes by family: squares; more and more tokens through one weight; slices of weights, as tensor-parallel
-    ranks have them; gradients of a weight, whose inner dimension is the tokens; heads over vocabularies."""
+    """Returns the products to measure, in families: squares; more and more tokens through one weight; slices of
+    weights, as tensor-parallel ranks have them; gradients of a weight, whose inner dimension is the tokens; output
+    heads over vocabularies."""
     d = 512 * unit
     tokens = [64 * unit * 2**step for step in range(7)]
     slices = [4 * d // parts for parts in (32, 16, 8, 4, 2)]
@@ -42,20 +45,22 @@ def products(unit: int, quick: bool) -> list[Shape]:
         [Shape(f"{d} × vocabulary × {d}", d, n, d) for n in VOCABULARIES],
     ]
     if quick:
-        families = [_some([s for s in family if 2 * s.m * s.n * s.k <= QUICK_FLOPS * unit**3]) for family in families]
+        families = [
+            _thinned([s for s in family if 2 * s.m * s.n * s.k <= QUICK_FLOPS * unit**3]) for family in families
+        ]
     return [shape for family in families for shape in family]
 
 
 def lengths(unit: int, quick: bool) -> list[int]:
-    """Of the sequences that attention is measured on."""
+    """Returns the sequence lengths that attention is measured at, in tokens."""
     return [256 * unit, 1024 * unit] if quick else [128 * unit * 2**step for step in range(5)]
 
 
 def streams(quick: bool) -> list[int]:
-    """Numbers of elements that are copied and added: from what a cache holds to what none does."""
+    """Returns numbers of elements that are copied and added, from a cache's size to far above it."""
     return [2**22, 2**25] if quick else [2**18, 2**20, 2**22, 2**24, 2**26]
 
 
-def _some(family: list[Shape]) -> list[Shape]:
-    """The last, and every third before it."""
-    return family[::-1][::QUICK][::-1]
+def _thinned(family: list[Shape]) -> list[Shape]:
+    """Returns the last shape and every QUICK_STEP-th before it."""
+    return family[::-1][::QUICK_STEP][::-1]

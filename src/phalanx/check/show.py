@@ -20,8 +20,10 @@ def as_dict(job: Job) -> dict[str, Any]:
 
 def as_yaml(loaded: LoadedJob) -> str:
     """Every value of the job with, behind it, where it came from. Reading it back gives the same job. Of a layout that
-    is left to the planner, what is set: the rest is open."""
+    is left to the planner, what is set: the rest is open. Of a cluster that was not measured no calibration."""
     job, shown = loaded.job, as_dict(loaded.job)
+    if not job.cluster.calibration.is_known:
+        del shown["cluster"]["calibration"]  # two dozen empty values
     if job.layout.auto:
         lines = []
         shown["layout"] = {

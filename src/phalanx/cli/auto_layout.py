@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob
+from phalanx.cli.calibration import check_calibration
 from phalanx.config import local_cluster
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import LOCAL, cluster_of
@@ -39,6 +40,7 @@ def planned(loaded: LoadedJob, *, measures: bool) -> LoadedJob:
     Raises JobError where nothing is known about the devices or no layout is legal, DoesNotFitError where none fits.
     """
     loaded = on_known_devices(loaded, measures)
+    check_calibration(loaded.job.cluster, loaded.job.cluster.devices)
     return _chosen(loaded, worlds_of(loaded.job), vocabulary_size(loaded.job))
 
 
@@ -57,6 +59,7 @@ def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
         if speaks:
             print(f"layout: {layout.line()}  (of {where}; layout=LINE goes on in another)", file=sys.stderr)
         return _with_layout(loaded, layout, worlds, where)
+    check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=speaks)
     return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), speaks)
 
 

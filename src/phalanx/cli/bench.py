@@ -59,14 +59,14 @@ COMMANDS: dict[str, dict[str, Option]] = {
     },
 }
 SWITCHES = {
-    "quick": "fewer sizes and repeats: seconds instead of a minute",
+    "quick": "fewer sizes and repeats: seconds instead of minutes",
     "json": "print one JSON document on standard output and nothing else",
     "save": "write the cluster (as by default)",
     "no_save": "do not write the cluster",
 }
 STOPPED = "before everything was measured; nothing was written."
 BUSY = 0.5
-"""Other programs that want to run, a core, from which on figures are not those of the machine."""
+"""Load average per core above which a warning says that other programs are running: one process per two cores."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -112,7 +112,7 @@ def _flag(name: str) -> str:
 
 
 def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], set[str]]:
-    """The command, the value of each of its options, and its switches. Raises JobError with every problem."""
+    """Returns the command, the value of each of its options, and its switches. Raises JobError with every problem."""
     command, *left = argv
     if command not in COMMANDS:
         meant = nearest(command, COMMANDS)
@@ -150,7 +150,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], set[str]]:
 
 
 def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> None:
-    """What would come out wrong only after everything was measured."""
+    """Raises JobError, before anything is measured, for files that cannot be read or written, and collectives."""
     from phalanx.calibrate.cluster_file import fields_of
 
     if path is not None:
@@ -163,7 +163,7 @@ def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> N
 
 
 def _collectives(text: str) -> Sequence[Any]:
-    """Those to measure. Raises JobError for one that there is not."""
+    """Returns the collectives to measure. Raises JobError for an unknown one."""
     from phalanx.cost.fit import COLLECTIVES
 
     chosen = [name.strip().replace("-", "_") for name in text.split(",")] if text else COLLECTIVES
@@ -183,7 +183,7 @@ def _refuse_device(wanted: str) -> None:
 
 
 def _processes(command: str, device: torch.device) -> int:
-    """How many to start where nobody says."""
+    """Returns the processes to start by default."""
     import torch
 
     if device.type == "cuda":
@@ -192,7 +192,7 @@ def _processes(command: str, device: torch.device) -> int:
 
 
 def _launch(argv: list[str], processes: int, threads: int) -> int:
-    """Each of the processes runs the same command and finds itself a rank. Their logs stay where one of them failed."""
+    """Starts processes that run the same command, each as a rank. Their logs are kept only if one of them failed."""
     from phalanx.launch.local import launch_local
 
     logs = Path(tempfile.mkdtemp(prefix="phalanx_bench_"))
@@ -207,7 +207,7 @@ def _launch(argv: list[str], processes: int, threads: int) -> int:
 def _measure(
     command: str, ranks: Ranks, device: torch.device, options: dict[str, Any], switches: set[str], path: Path | None
 ) -> CalibrationReport:
-    """On every rank; all get the same report."""
+    """Measures on every rank; all get the same report."""
     from phalanx.calibrate import cluster_file, run
     from phalanx.train.device import threads_for
 
@@ -220,37 +220,41 @@ def _measure(
 
 
 def _say_how_busy() -> None:
-    """Whoever reads the figures has to know that others were at work; only rank 0 looks, before it starts."""
+    """Warns on standard error where other programs keep the machine busy; rank 0 does so before it measures."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > BUSY * cores:
         print(
-            f"phalanx: this machine is busy (load {load:.1f} on {cores} cores): measure again when it is quiet",
+            f"phalanx: this machine is busy (load {load:.1f} on {cores} cores); measurements will be noisy",
             file=sys.stderr,
         )
 
 
 def _measuring(command: str, options: dict[str, Any], switches: set[str]) -> list[str]:
-    """The words of the command on which figures depend: no file names."""
+    """Returns the words of the command that the figures depend on, without file names."""
     given = {name: value for name, value in options.items() if value != COMMANDS[command][name].default}
     words = [f"{_flag(name)} {value}" for name, value in given.items() if name not in ("svg", "out")]
     return [*words, *(["--quick"] if "quick" in switches else [])]
 
 
 def _show(report: CalibrationReport, path: Path | None, command: Sequence[str], svg: str, switches: set[str]) -> None:
-    """Write the files and print what was found."""
-    from phalanx.calibrate import cluster_file, machine
+    """Writes the files and prints the report; warns on standard error where predictions with it will be unreliable."""
+    from phalanx.calibrate import cluster_file
     from phalanx.schedule.file import save
 
     if path is not None:
         known = cluster_file.of_device(
             cluster_file.fields_of(path), report.fields["device"], report.fields.get("accelerator.name", "")
         )
-        fact = (
-            f"{machine.facts()}, {report.setting}, median error {report.error:.1%}: phalanx bench {' '.join(command)}"
-        )
+        fact = f"{report.setting}, median error {report.error:.1%}: phalanx bench {' '.join(command)}"
         cluster_file.write(path, {**known, **report.fields}, report.what, fact)
     if svg:
         save(report.svg, Path(svg).expanduser())
+    if report.assessment.problem:
+        print(
+            f"phalanx: unreliable ({report.assessment.problem}): {report.assessment.remedy}; predictions on "
+            f"cluster=local {'are refused' if report.assessment.status == 'refused' else 'warn'} until then",
+            file=sys.stderr,
+        )
     if "json" in switches:
         print(json.dumps({**report.as_dict(), "file": str(path) if path else None, "svg": svg or None}, indent=1))
         return

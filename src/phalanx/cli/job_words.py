@@ -13,7 +13,10 @@ from typing import Annotated, Any, Literal
 
 from phalanx.check.load import LoadedJob, load_words
 from phalanx.check.show import as_dict, as_yaml
+from phalanx.cli.calibration import check_calibration
 from phalanx.config import overrides, values
+from phalanx.config.calibration import Calibration
+from phalanx.config.cluster import Cluster
 from phalanx.config.job import Job
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
@@ -77,7 +80,8 @@ class JobVerb:
     options: dict[str, Option] = field(default_factory=dict)
     auto: Literal["open", "always", "plan", "measure", "train"] = "plan"
     """What becomes of `layout: auto`: it stays open, also where job files have a layout; the planner chooses; this
-    machine may be measured for that; and a run keeps the layout that it has (cli/auto_layout.py)."""
+    machine may be measured for that, since the verb predicts; and a run keeps the layout that it has
+    (cli/auto_layout.py)."""
 
     @property
     def opens(self) -> str:
@@ -93,11 +97,14 @@ class JobVerb:
             self._print_help(argv)
             return None
         words, options = self._words(argv)
-        loaded = self._planned(load_words(words, opens=self.opens), fresh="fresh" in words.switches)
+        given = load_words(words, opens=self.opens)
+        loaded = self._planned(given, fresh="fresh" in words.switches)
         if "print_config" in words.switches:
             text = json.dumps(_with_origins(loaded), indent=2) if "json" in words.switches else as_yaml(loaded).rstrip()
             print(text)
             return None
+        if self.auto == "measure" and not given.job.layout.auto:  # the planner has checked it otherwise
+            check_calibration(loaded.job.cluster, loaded.job.layout.world)
         return JobWords(loaded, frozenset(words.switches), options)
 
     def _planned(self, loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
@@ -156,12 +163,20 @@ class JobVerb:
             )
             for name, option in self.options.items()
         ]
-        page = dataclasses.make_dataclass(self.name, [*options, *switches], bases=(Job,), frozen=True)
+        # `phalanx bench` writes the calibration; on a command line it is two dozen options that nobody sets.
+        hidden = [("calibration", Annotated[Calibration, tyro.conf.Suppress], dataclasses.field())]
+        cluster = dataclasses.make_dataclass("Cluster", hidden, bases=(Cluster,), frozen=True, kw_only=True)
+        cluster.__doc__ = Cluster.__doc__
+        shown_cluster = ("cluster", cluster, dataclasses.field())
+        page = dataclasses.make_dataclass(
+            self.name, [shown_cluster, *options, *switches], bases=(Job,), frozen=True, kw_only=True
+        )
         page.__doc__ = (
             f"{self.about}\n\nFields may be written as `train.steps=10`, `--train.steps 10` or, where the last name is "
             f"enough, `--lr 1e-3`.\n\nModel presets: {', '.join(PRESETS)}."
         )
         values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
+        values["cluster"] = cluster(**vars(job.cluster))
         try:
             tyro.cli(
                 page,

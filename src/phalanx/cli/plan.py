@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from phalanx.check.load import LoadedJob
 from phalanx.cli.auto_layout import fixed_of, on_known_devices, worlds_of
+from phalanx.cli.calibration import calibration_document, check_calibration
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb, Option
@@ -48,6 +49,8 @@ def run(argv: Sequence[str]) -> int:
     pictures = {"html": _page, "svg": _map}
     check_folders(options, *pictures)
     loaded = on_known_devices(words.loaded, measures=True)
+    cluster = loaded.job.cluster
+    check_calibration(cluster, cluster.devices)
     request = asked(_question(loaded), options)
     if told := _told(loaded):
         print(told, file=sys.stderr)
@@ -58,7 +61,8 @@ def run(argv: Sequence[str]) -> int:
         if options[name]:
             write(options[name], drawn(plan))
     if "json" in words.switches:
-        print(json.dumps(report.as_json(plan), indent=1))
+        calibration = calibration_document(cluster, cluster.devices)
+        print(json.dumps({**report.as_json(plan), "calibration": calibration}, indent=1))
     else:
         print(report.text(plan))
         if files := " and ".join(options[name] for name in pictures if options[name]):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.cli.calibration import calibration_document
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb, Option
@@ -53,7 +54,8 @@ def run(argv: Sequence[str]) -> int:
     if words.options["svg"]:
         write(words.options["svg"], prediction_picture.svg(spec, prediction))
     if "json" in words.switches:
-        print(json.dumps(as_json(spec, prediction, traffic), indent=1))
+        calibration = calibration_document(words.job.cluster, words.job.layout.world)
+        print(json.dumps({**as_json(spec, prediction, traffic), "calibration": calibration}, indent=1))
     else:
         print(report(spec, prediction, traffic))
         if words.options["svg"]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from phalanx.cli.calibration import calibration_document
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb, Option
@@ -83,7 +84,8 @@ def run(argv: Sequence[str]) -> int:
     lost = _goodput(options, spec, result.figures.step_time_s)
     _write(result.timeline, options["svg"], options["trace"])
     if as_document:
-        print(json.dumps(as_json(result, lost), indent=1))
+        calibration = calibration_document(words.job.cluster, words.job.layout.world)
+        print(json.dumps({**as_json(result, lost), "calibration": calibration}, indent=1))
     else:
         print(report(result, lost))
         if files := " and ".join(options[name] for name in ("svg", "trace") if options[name]):

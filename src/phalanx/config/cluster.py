@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from phalanx.config.calibration import Calibration
 from phalanx.hashed import Hashed, hashed_once
 
 
@@ -99,8 +100,8 @@ class Cluster(Hashed):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the accelerator where there is one."""
     peak_tflops: float = 0.0
-    """Dense peak of one device in this job's precision, in TFLOP/s, for MFU; 0 looks the device up, and measures a
-    matrix product on a CPU."""
+    """Dense peak of one device in this job's precision, in TFLOP/s, for MFU; 0 looks the device up: on a CPU in the
+    file of `phalanx bench compute`, and without one it measures a matrix product."""
     domain: int = 0
     """Neighbouring devices that `intra` joins; 0 means those of a node (72 in a rack of GB200)."""
     pod: int = 0
@@ -111,6 +112,9 @@ class Cluster(Hashed):
     intra: Link = field(default_factory=Link)
     inter: Link = field(default_factory=Link)
     sharing: Sharing = field(default_factory=Sharing)
+    allow_unreliable: bool = False
+    """Predict also where the measurements of the machine are so noisy that predictions are otherwise refused."""
+    calibration: Calibration = field(default_factory=Calibration)
 
     @property
     def devices(self) -> int:

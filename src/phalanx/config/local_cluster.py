@@ -1,6 +1,6 @@
-"""`cluster=local`: the machine that `phalanx bench` measured here, from the YAML file in which it left its figures.
+"""`cluster=local`: this machine as `phalanx bench` measured it, read from the YAML file that it wrote.
 
-The file is a job file with nothing but a `cluster` section: plain values, read as any job file is.
+The file is a job file with a `cluster` section and nothing else: plain values, read as any job file is.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.fields import leaves, replace
 from phalanx.errors import JobError
 
-NOT_MEASURED = {"cluster.preset": "this file is a machine itself"}
-"""Fields of a cluster that the file may not have, and why."""
+NOT_MEASURED = {"cluster.preset": "this file describes a machine itself"}
+"""Fields of a cluster that the file must not have, and why."""
 
 
 def default_path(env: Mapping[str, str] = os.environ) -> Path:
@@ -28,7 +28,7 @@ def default_path(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """The fields of `cluster` that the file sets, by dotted path (`intra.gbs`).
+    """Returns the fields of `cluster` that the file sets, by dotted path (`intra.gbs`).
 
     Raises JobError with every problem: YAML, unknown fields, values of another type, each with its line."""
     settings, problems = yaml_file.read(path)
@@ -37,7 +37,7 @@ def read_fields(path: Path) -> dict[str, Any]:
         section, _, name = setting.path.partition(".")
         try:
             if section != "cluster" or setting.path in NOT_MEASURED:
-                raise ValueError(NOT_MEASURED.get(setting.path, "only `cluster` belongs into this file"))
+                raise ValueError(NOT_MEASURED.get(setting.path, "this file has only a `cluster` section"))
             found[name] = values.convert(setting.text, leaves()[setting.path])
         except ValueError as error:
             problems.append(f"{setting.origin}: {setting.path}: {error}")
@@ -47,27 +47,34 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def read(nodes: int = 0, path: Path | None = None) -> Cluster:
-    """The measured machine, with so many nodes (0: as many as the file says, one where it says nothing).
+    """Returns the measured machine with `nodes` nodes (0: those of the file, or one).
 
-    Raises JobError where there is no file, where something in it is wrong, or where what the machine needs was not
-    measured."""
+    Raises JobError where there is no file, where something in it is wrong, or where a measurement is missing that the
+    machine needs."""
     path = path or default_path()
-    if not path.exists():
-        raise JobError(
-            f"cluster local is the machine that was measured here, and none was ({path} is not there): run "
-            "`phalanx bench compute` and `phalanx bench comm` first"
-        )
-    machine = Cluster()
-    for name, value in read_fields(path).items():
-        machine = replace(machine, name, value)
+    machine = read_partly(path)
     machine = replace(machine, "nodes", nodes or machine.nodes)
     if problems := _unmeasured(machine):
         raise JobError([f"{path}: {problem}" for problem in problems])
     return machine
 
 
+def read_partly(path: Path) -> Cluster:
+    """Returns the cluster of the file, which may lack measurements. Raises JobError where there is no file, or where
+    something in it is wrong."""
+    if not path.exists():
+        raise JobError(
+            f"cluster=local is this machine as measured, and it was not measured ({path} does not exist): run "
+            "`phalanx bench compute` and `phalanx bench comm` first"
+        )
+    machine = Cluster()
+    for name, value in read_fields(path).items():
+        machine = replace(machine, name, value)
+    return machine
+
+
 def _unmeasured(machine: Cluster) -> list[str]:
-    """What is missing for a prediction."""
+    """Returns a message for each measurement that a prediction lacks."""
     found = []
     device, links = machine.accelerator, {"intra": machine.devices_per_node != 1, "inter": machine.nodes > 1}
     if not device.bandwidth_gbs or not any((device.fp32_tflops, device.bf16_tflops, device.fp16_tflops)):

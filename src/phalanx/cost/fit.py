@@ -1,8 +1,8 @@
-"""From measured times to the figures of the cost model: an Accelerator from matrix products and streams, a Link from
+"""Fits the cost model's figures to measured times: an Accelerator to matrix products, attention and streams, a Link to
 collectives.
 
-The model's own functions (kernel.py, link.py) are what is fitted, so that a prediction with the result is as near to
-the measurements as the model can come. Errors are relative: the logarithm of predicted over measured time.
+It fits the cost model's own functions (time/kernel.py, time/link.py), so that a prediction with the result is as close
+to the measurements as the model allows. Residuals are relative: the logarithm of predicted over measured time.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from phalanx.cost.time.layer import operator_seconds
 from phalanx.cost.traffic.collectives import Collective, sent_bytes
 from phalanx.units import gib
 
-UNCACHED = 100e6
-"""Bytes moved from which on a stream tells the memory's bandwidth and not that of a cache."""
-TINY = 8192
-"""Bytes moved up to which a kernel tells the time to start one."""
-GENERATION = Framework().flash
-"""Of the fused attention that is measured, torch's own: that of training here."""
+UNCACHED_BYTES = 100e6
+"""Bytes moved from which on a stream runs at the bandwidth of memory: more than the last-level caches of CPUs (32 MB
+per core complex of AMD EPYC Milan) and GPUs (50 MB on H100), from their data sheets."""
+TINY_BYTES = 8192
+"""Bytes moved up to which a kernel is launch-bound: they fit in any first-level cache."""
+FLASH_GENERATION = Framework().flash
+"""Generation of the measured fused attention, torch's own, which training uses."""
 TINY_PRODUCT = "tiny product"
-"""The kernel that tells what a product's call takes."""
-LEAST_SHARE, BISECTIONS = 0.1, 30
-"""Of its gain in single operations that a process with all cores has at least in training; and steps in which the
-share is found."""
-LEAST_US = 0.1
-"""That an operation takes to start: 0 would say that something else starts it."""
+"""Name of the launch-bound matrix product."""
+MIN_TRAINING_SHARE, BISECTIONS = 0.1, 30
+"""Least share of its gain in single operations that a process with all cores keeps in training; bisections that find
+the share, to 0.9 / 2^30."""
+MIN_HOST_US = 0.1
+"""Least time to dispatch an operation: 0 stands for a host that runs ahead of its device (Accelerator.host_us)."""
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-"""Those that a link is fitted to."""
+"""Collectives that a link is fitted to."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
 class ProductTiming:
-    """(m × k) by (k × n), and how long it took."""
+    """Seconds of one product of (m × k) and (k × n) matrices."""
 
     family: str
-    """Which of its dimensions goes through a range of sizes, such as "tokens × 2048 × 512"."""
+    """Shapes that differ in one dimension, such as "tokens × 2048 × 512"."""
     m: int
     n: int
     k: int
@@ -64,24 +65,27 @@ class ProductTiming:
 
 @dataclass(frozen=True)
 class AttentionTiming:
-    """Causal attention of a sequence with itself."""
+    """Seconds of one causal self-attention."""
 
     length: int
+    """Tokens per sequence."""
     heads: int
-    """Of all sequences together."""
+    """Heads of all sequences together."""
     head: int
+    """Head dimension."""
     backward: bool
     seconds: float
 
     @property
     def flops(self) -> float:
-        """Of the pairs that the mask leaves: two products forward, five backward."""
+        """FLOPs on the pairs that the causal mask leaves: two products forward, five backward (FlashAttention-2, Dao
+        2023, section 4.1)."""
         return 2.0 * self.length**2 * self.heads * self.head * (2.5 if self.backward else 1)
 
 
 @dataclass(frozen=True)
 class StreamTiming:
-    """A kernel that does hardly more than read and write `moved` bytes."""
+    """Seconds of one memory-bound or launch-bound kernel, which reads and writes `moved` bytes."""
 
     kernel: str
     moved: float
@@ -90,7 +94,7 @@ class StreamTiming:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective over a tensor of `payload` bytes (as in link.seconds)."""
+    """Seconds of one collective over a tensor of `payload` bytes (as in link.seconds)."""
 
     collective: Collective
     payload: int
@@ -99,7 +103,7 @@ class Transfer:
 
     @property
     def bus(self) -> float:
-        """Bytes a second that each rank sends: what a link carries, whatever the size of the group."""
+        """Bytes per second that each rank sends: the bus bandwidth, which does not depend on the group's size."""
         return sent_bytes(self.collective, self.payload, self.group.ranks) / self.seconds
 
 
@@ -114,10 +118,11 @@ class FitRow:
     fitted: float
     """Seconds."""
     used: bool = True
-    """Whether the fit minimised this error, or only shows it."""
+    """Whether the fit minimised this error; otherwise it is only shown."""
 
     @property
     def error(self) -> float:
+        """Fitted over measured time, less one."""
         return self.fitted / self.measured - 1
 
 
@@ -129,16 +134,17 @@ def fit_device(
     streams: Sequence[StreamTiming],
     known: float = 0.0,
 ) -> Accelerator:
-    """`base` with the bandwidth, launch time, peak in `precision` and rate of attention under which the model comes
-    nearest.
+    """Returns `base` with the bandwidth, launch overhead, peak in `precision` and rate of attention under which the
+    cost model comes closest to the measurements.
 
     Args:
-        base: what is known besides: name, cores, memory, and the ceiling of an unknown peak.
-        products: one at least that is neither too small nor bound by memory.
-        attentions: how attention's rate beside that of products (`older`) is found; without any it stays.
-        streams: one at least above UNCACHED, and one up to TINY.
-        known: peak of the data sheet in TFLOP/s; the best product is then a share of it, the ceiling. 0: the peak is
-            what was reached.
+        base: looked-up facts: name, cores, memory, and the ceiling that an unknown peak is divided by.
+        products: at least one that is neither launch-bound nor memory-bound.
+        attentions: measurements of the rate of attention relative to that of products (`older`), which stays without
+            any.
+        streams: at least one from UNCACHED_BYTES on, and one up to TINY_BYTES.
+        known: peak of the data sheet in TFLOP/s; the fit then gives the ceiling, the share of it that the best product
+            reaches. 0: the peak is the rate that was reached.
     """
     device = _with_memory(base, streams)
 
@@ -166,31 +172,32 @@ def fit_device(
 
 
 def _with_memory(base: Accelerator, streams: Sequence[StreamTiming]) -> Accelerator:
-    """With the bandwidth and launch time that large streams and tiny kernels tell."""
-    telling = [stream for stream in streams if _tells(stream) and not (base.product_us and _calls(stream))]
+    """Fits the bandwidth to large streams and the launch overhead to tiny kernels."""
+    fitted = [one for one in streams if _is_fitted(one) and not (base.product_us and _is_tiny_product(one))]
 
-    def machine(launch: float, bytes_a_second: float) -> Accelerator:
-        return replace(base, launch_us=launch * 1e6, bandwidth_gbs=bytes_a_second / 1e9)
+    def machine(launch: float, bytes_per_s: float) -> Accelerator:
+        return replace(base, launch_us=launch * 1e6, bandwidth_gbs=bytes_per_s / 1e9)
 
-    start = min(stream.seconds for stream in telling), max(stream.moved / stream.seconds for stream in telling)
-    found = least_squares(
-        lambda *values: [log(stream_seconds(machine(*values), one.moved) / one.seconds) for one in telling], start
+    start = min(stream.seconds for stream in fitted), max(stream.moved / stream.seconds for stream in fitted)
+    solution = least_squares(
+        lambda *values: [log(stream_seconds(machine(*values), one.moved) / one.seconds) for one in fitted], start
     )
-    return machine(*found)
+    return machine(*solution)
 
 
 def product_call_us(streams: Sequence[StreamTiming]) -> float:
-    """What the call of a product takes more than that of another kernel, in microseconds, where none is done ahead."""
-    tiny = [stream for stream in streams if stream.moved <= TINY]
-    others = statistics.median(stream.seconds for stream in tiny if not _calls(stream))
-    return max([0.0, *((stream.seconds - others) * 1e6 for stream in tiny if _calls(stream))])
+    """Returns the microseconds by which the call of a product exceeds that of another kernel, where nothing runs ahead
+    (a CPU)."""
+    tiny = [stream for stream in streams if stream.moved <= TINY_BYTES]
+    others = statistics.median(stream.seconds for stream in tiny if not _is_tiny_product(stream))
+    return max([0.0, *((stream.seconds - others) * 1e6 for stream in tiny if _is_tiny_product(stream))])
 
 
 def fit_host(device: Accelerator, precision: Precision, model: ModelConfig, seconds: float) -> Accelerator:
-    """The device with the time to start an operation under which a block of `model`, both passes of one sequence, takes
-    so many seconds."""
-    quick, slow = (_block_alone(replace(device, host_us=host), precision, model, 1) for host in (1.0, 2.0))
-    return replace(device, host_us=max(LEAST_US, 1.0 + (seconds - quick) / (slow - quick)))
+    """Returns the device with the dispatch time per operation under which a block of `model`, forward and backward of
+    one sequence, takes `seconds`. The block's time is linear in it, so two evaluations give it."""
+    at_one, at_two = (_block_seconds(replace(device, host_us=host), precision, model, 1) for host in (1.0, 2.0))
+    return replace(device, host_us=max(MIN_HOST_US, 1.0 + (seconds - at_one) / (at_two - at_one)))
 
 
 def fit_sharing(
@@ -202,35 +209,39 @@ def fit_sharing(
     together: float,
     single: float,
 ) -> Sharing:
-    """What one process with all cores gains when it trains, from what it gains in single operations, and from the
-    seconds of a block of `model`, both passes of so many sequences: in each of the processes that share the cores, and
-    in one alone. It is less: threads wait for each other after every operation, and what the next one needs lies in
-    another core's cache."""
-    shared = _block_alone(device, precision, model, sequences)
+    """Returns the gains of one process with all cores in training, a share of its `gains` in single operations:
+    threads synchronize after every operation, and the next one's input lies in another core's cache.
+
+    Args:
+        device: one of the processes that share the cores.
+        model, sequences: a block of this model, forward and backward, was measured with this micro-batch.
+        together, single: its seconds in each of the processes that share the cores, and in one alone.
+    """
+    shared = _block_seconds(device, precision, model, sequences)
 
     def scaled(share: float) -> Sharing:
         return replace(gains, alone_products=gains.alone_products * share, alone_streams=gains.alone_streams * share)
 
     def surplus(share: float) -> float:
         one = with_processes(Cluster(accelerator=device, sharing=scaled(share)), 1).accelerator
-        return _block_alone(one, precision, model, sequences) / shared - single / together
+        return _block_seconds(one, precision, model, sequences) / shared - single / together
 
-    low, high = LEAST_SHARE, 1.0
+    low, high = MIN_TRAINING_SHARE, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if surplus(middle) > 0 else (low, middle)
     return scaled(high)
 
 
-def _block_alone(device: Accelerator, precision: Precision, model: ModelConfig, sequences: int) -> float:
-    """Seconds of a block, both passes of so many sequences, again and again."""
+def _block_seconds(device: Accelerator, precision: Precision, model: ModelConfig, sequences: int) -> float:
+    """Returns the seconds of a block, forward and backward, in a loop of nothing else."""
     operators = block(Place(model, sequences=sequences, width=4), block_kinds(model)[0])
     parts = operator_seconds(alone(device), operators, PHALANX_CPU, precision)
     return parts.forward + parts.backward
 
 
 def alone(device: Accelerator) -> Accelerator:
-    """The device while it runs one kernel again and again, as a benchmark does, and not a long mixture of them."""
+    """Returns the device as it is in a loop of one kernel, at its best and not its sustained rate."""
     return replace(device, sustained=1.0)
 
 
@@ -241,48 +252,48 @@ def device_rows(
     attentions: Iterable[AttentionTiming],
     streams: Iterable[StreamTiming],
 ) -> list[FitRow]:
-    """Every measurement on a device beside the fit."""
+    """Returns every measurement on a device beside its prediction, in the order of the arguments."""
     rows = [FitRow("product", f"{p.m}×{p.n}×{p.k}", p.seconds, _product_alone(device, precision, p)) for p in products]
     for a in attentions:
         name = f"{a.length}, {a.heads} heads of {a.head}, {'backward' if a.backward else 'forward'}"
         rows.append(FitRow("attention", name, a.seconds, _attention_alone(device, precision, a)))
     for s in streams:
         shape = f"{s.kernel}, {gib(s.moved)}"
-        call = device.product_us * 1e-6 if _calls(s) else 0.0
-        rows.append(FitRow("stream", shape, s.seconds, stream_seconds(device, s.moved) + call, _tells(s)))
+        call = device.product_us * 1e-6 if _is_tiny_product(s) else 0.0
+        rows.append(FitRow("stream", shape, s.seconds, stream_seconds(device, s.moved) + call, _is_fitted(s)))
     return rows
 
 
 def fit_link(transfers: Sequence[Transfer], devices_per_node: int) -> Link:
-    """Latency and bandwidth of the links of one class, from collectives of groups that use no other: those inside a
-    node of so many devices, or those with one rank on each node.
+    """Fits latency and bandwidth of one class of links to collectives in groups that use no other class: groups inside
+    a node of `devices_per_node`, or groups with one rank per node.
 
-    `gbs` is what large messages reach, so that `reached` is 1."""
-    quickest = min(transfer.seconds for transfer in transfers)
+    `gbs` is the bandwidth that large messages reach, so that `reached` is 1."""
+    fastest = min(transfer.seconds for transfer in transfers)
     widest = max(transfer.bus for transfer in transfers)
 
-    def with_link(latency: float, bytes_a_second: float) -> Cluster:
-        found = Link(gbs=bytes_a_second / 1e9, latency_us=latency * 1e6, reached=1.0)
-        return Cluster(devices_per_node=devices_per_node, intra=found, inter=found)  # only one of them is used
+    def with_link(latency: float, bytes_per_s: float) -> Cluster:
+        both = Link(gbs=bytes_per_s / 1e9, latency_us=latency * 1e6, reached=1.0)
+        return Cluster(devices_per_node=devices_per_node, intra=both, inter=both)  # the groups use only one of them
 
     machine = with_link(
         *least_squares(
             lambda latency, speed: [
                 log(predicted(with_link(latency, speed), transfer).seconds / transfer.seconds) for transfer in transfers
             ],
-            (quickest, widest),
+            (fastest, widest),
         )
     )
     return machine.intra
 
 
 def predicted(machine: Cluster, transfer: Transfer) -> Transfer:
-    """The same collective as the model sees it."""
+    """Returns the collective with its predicted seconds."""
     return replace(transfer, seconds=link.seconds(machine, transfer.collective, transfer.payload, transfer.group))
 
 
 def link_rows(machine: Cluster, transfers: Iterable[Transfer]) -> list[FitRow]:
-    """Every collective beside the fit."""
+    """Returns every collective beside its prediction."""
     return [
         FitRow(t.collective, f"{t.group.ranks} ranks, {gib(t.payload)}", t.seconds, predicted(machine, t).seconds)
         for t in transfers
@@ -290,17 +301,17 @@ def link_rows(machine: Cluster, transfers: Iterable[Transfer]) -> list[FitRow]:
 
 
 def median_error(rows: Iterable[FitRow]) -> float:
-    """Of the rows that the fit used, the median of the sizes of their relative errors; 0 where there is none."""
+    """Returns the median absolute relative error of the rows that the fit used; 0 where there is none."""
     errors = [abs(row.error) for row in rows if row.used]
     return statistics.median(errors) if errors else 0.0
 
 
-def _calls(stream: StreamTiming) -> bool:
+def _is_tiny_product(stream: StreamTiming) -> bool:
     return stream.kernel == TINY_PRODUCT
 
 
-def _tells(stream: StreamTiming) -> bool:
-    return stream.moved >= UNCACHED or stream.moved <= TINY
+def _is_fitted(stream: StreamTiming) -> bool:
+    return stream.moved >= UNCACHED_BYTES or stream.moved <= TINY_BYTES
 
 
 def _product_alone(device: Accelerator, precision: Precision, product: ProductTiming) -> float:
@@ -309,4 +320,4 @@ def _product_alone(device: Accelerator, precision: Precision, product: ProductTi
 
 def _attention_alone(device: Accelerator, precision: Precision, one: AttentionTiming) -> float:
     shape = (one.length, one.length, one.heads, one.heads, one.head, one.head)
-    return attention_seconds(alone(device), precision, *shape, backward=one.backward, generation=GENERATION)
+    return attention_seconds(alone(device), precision, *shape, backward=one.backward, generation=FLASH_GENERATION)

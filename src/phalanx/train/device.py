@@ -1,18 +1,13 @@
-"""The device of a rank: which one, how many threads, and what it can do at most."""
+"""The device of a rank: which one, how many threads, and its memory."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import time
-from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.errors import RunError
-from phalanx.parallel.linear import linear, onednn_is_faster
 
 # Dense bf16/fp16 peaks in TFLOP/s, from the vendors' data sheets (SXM forms where there are several).
 KNOWN_PEAKS = {
@@ -67,45 +62,6 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def peak_flops(stated_tflops: float, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s that one rank can do at most, and where that figure comes from.
-
-    The job's own figure, or the data sheet's for a known accelerator, or the best of a few square matrix products
-    measured now, by all ranks at once, because ranks of one machine share it.
-    """
-    if stated_tflops:
-        return stated_tflops * 1e12, "the job's cluster.peak_tflops"
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        name = torch.cuda.get_device_name(device)
-        known = next((peak for key, peak in KNOWN_PEAKS.items() if key in name), None)
-        if known:
-            return known * 1e12, f"data sheet of {name}"
-    if dist.is_initialized():
-        dist.barrier()
-    kind = str(dtype).removeprefix("torch.")
-    if onednn_is_faster(device, dtype):
-        return _measure(device, dtype, lambda a, _: linear(a, a)), f"measured {kind} matrix product, oneDNN"
-    return _measure(device, dtype, lambda a, out: torch.mm(a, a, out=out)), f"measured {kind} matrix product"
-
-
-def _measure(
-    device: torch.device, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor], seconds: float = 0.25
-) -> float:
-    """FLOP/s of `multiply(a, out)`, which may write a × a to `out`."""
-    half_on_cpu = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
-    n = 256 if half_on_cpu else 1024 if device.type == "cpu" else 8192
-    a = torch.ones(n, n, dtype=dtype, device=device)
-    out = multiply(a, torch.empty_like(a))
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end or best == float("inf"):
-        began = time.perf_counter()
-        multiply(a, out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return 2 * n**3 / best
 
 
 def peak_memory(device: torch.device) -> int:

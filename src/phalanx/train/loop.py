@@ -31,6 +31,7 @@ from phalanx.train.evaluate import validation_loss
 from phalanx.train.expert_load import ExpertLoads
 from phalanx.train.feed import Feed
 from phalanx.train.milestones import Milestones
+from phalanx.train.peak import peak_flops
 from phalanx.train.recorder import Recorder
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.state import TrainState
@@ -88,8 +89,9 @@ class Trainer:
         self.milestones = Milestones.of(job)
         self._resume()
         self.first_step = self.state.step
-        self.peak, source = devices.peak_flops(job.cluster.peak_tflops, device, DTYPES[job.train.precision])
-        log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", self.peak / 1e12, source)
+        per_node = max(1, job.layout.processes // job.cluster.nodes)
+        self.peak = peak_flops(job.cluster, device, DTYPES[job.train.precision], per_node)
+        log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", self.peak.flops / 1e12, self.peak.source)
 
     def run(self) -> dict[str, Any]:
         """Train until the job's last step or a request to stop. Returns the summary; raises as `train` does."""
@@ -97,7 +99,9 @@ class Trainer:
         self.mesh.ledger.clear()
         experts = ExpertLoads(self.job, self.mesh, self.stepper.routing, self.device, state.step)
         with self._recorder() as recorder, self._feed(recorder.meter) as feed:
-            recorder.rows.write("start", step=state.step, layout=self.job.layout.line(), devices=self.job.layout.world)
+            peak = {"peak_flops": self.peak.flops, "peak_source": self.peak.source, "peak_spread": self.peak.spread}
+            layout = self.job.layout
+            recorder.rows.write("start", step=state.step, layout=layout.line(), devices=layout.world, **peak)
             driver = driver_of(self.stepper)(
                 stepper=self.stepper,
                 feed=feed,
@@ -132,7 +136,7 @@ class Trainer:
         tokens = self.batch.global_batch * job.model.seq_len
         flops = train_flops_per_step(job.model, self.batch.global_batch, self.state.vocab_size)
         # A process is a device: the replicas of data_parallel=threads share one, and its peak.
-        meter = metrics.Meter(tokens, flops / job.layout.processes, self.peak, job.layout.processes)
+        meter = metrics.Meter(tokens, flops / job.layout.processes, self.peak.flops, job.layout.processes)
         path = self.directory.metrics if self.ranks.rank == 0 else None
         return Recorder(path, meter, self.milestones, self.terminal, self.device)
 
