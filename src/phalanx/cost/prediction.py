@@ -71,8 +71,13 @@ class Prediction:
         return self.parts.total
 
     @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second on all devices together."""
+        return self.tokens / self.step_time_s
+
+    @property
     def tokens_per_s_per_device(self) -> float:
-        return self.tokens / self.step_time_s / self.devices
+        return self.tokens_per_s / self.devices
 
     @property
     def tflops_per_device(self) -> float:
