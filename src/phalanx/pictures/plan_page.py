@@ -40,7 +40,7 @@ _EXPLAINED = {
     "tps_total": "tokens per second on all devices together",
     "MFU": "model FLOPs, attention counted in full, over the data sheet's peak",
     "memory": "of the fullest rank at its fullest moment, and its share of what the device has",
-    "bubble": "waiting for other pipeline ranks, over the rest of the step",
+    "bubble": "time in which the busiest pipeline rank waits for others, over the rest of the step",
 }
 
 

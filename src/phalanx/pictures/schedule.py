@@ -60,8 +60,12 @@ def svg(timing: Timing) -> str:
 
 def summary(timing: Timing) -> str:
     """One line of a schedule's figures."""
-    bubble = timing.bubble
-    return f"bubble {bubble:.1%} of the work, {bubble / (1 + bubble):.1%} of the whole; duration {timing.duration:g}"
+    bubble, streamed = timing.bubble, timing.bubble_without_flush
+    differs = f" ({streamed:.1%} of the work without a flush)" if bubble - streamed > 1e-9 else ""
+    return (
+        f"bubble {bubble:.1%} of the work, {bubble / (1 + bubble):.1%} of the whole{differs}; "
+        f"duration {timing.duration:g}"
+    )
 
 
 def _used(schedule: Schedule) -> list[str]:
