@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.check.job import problems_of, untrainable
+from phalanx.check.job import problems_of
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -28,7 +28,6 @@ def test_every_schedule_with_a_name_goes_with_four_ranks():
     for name in catalogue.SCHEDULES:
         layout = Layout(pp=4, schedule=name, accumulation=8)
         assert problems_of(replace(JOB, layout=layout)) == []
-        assert untrainable(replace(JOB, layout=layout)) == []
         assert schedule_of(layout, 8) == catalogue.build(name, 4, 8)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.check.job import untrainable
+from phalanx.check.job import problems_of
 from phalanx.check.load import from_dict, load_words, resolve
 from phalanx.check.show import as_dict, as_yaml
 from phalanx.config import overrides, yaml_file
@@ -181,7 +181,7 @@ def test_what_cannot_run_is_refused_with_the_nearest_legal_choice(tmp_path, text
     ],
 )
 def test_sharded_layouts_that_go_together_are_legal(tmp_path, text):
-    assert untrainable(load(tmp_path, text).job) == []
+    assert problems_of(load(tmp_path, text).job) == []
 
 
 def test_the_rest_of_the_devices(tmp_path):

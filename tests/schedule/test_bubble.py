@@ -26,7 +26,9 @@ def test_it_is_bubble_time_over_ideal_time() -> None:
     assert bubble_fraction(idle=0, step=33) == 0
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v"]
+)
 def test_schedule_prediction_and_simulation_agree(name: str) -> None:
     one = replace(spec(f"pp=4,schedule={name}", 16), model=SHAPE, stages=())
     fast = replace(one.cluster.intra, gbs=1e9, latency_us=0.0)

@@ -21,6 +21,6 @@ def test_the_log_line_is_as_the_documentation_shows_it() -> None:
     row = {"step": 10, "loss": 2.12341, "grad_norm": 0.512, "lr": 3e-4}
     row |= {"tps": 9999.0, "tps_total": 79992.0, "tflops": 1.234, "mfu": 0.401}
     assert line(row, int(12.3 * 2**30)) == (
-        "step: 10  loss: 2.1234  grad_norm: 0.51  lr: 3.0e-04  tps: 9,999  tps_total: 79,992  tflops: 1.23  mfu: 40.1%  "
-        "memory: 12.3GiB"
+        "step: 10  loss: 2.1234  grad_norm: 0.51  lr: 3.0e-04  tps: 9,999  tps_total: 79,992  tflops: 1.23  "
+        "mfu: 40.1%  memory: 12.3GiB"
     )

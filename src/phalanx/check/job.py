@@ -27,6 +27,7 @@ def problems_of(job: Job) -> list[Problem]:
         return found  # the equations below would only repeat a zero or negative number in other words
     return [
         *_model(job.model),
+        *_unimplemented(job),
         *(tensor_problems(job) if job.layout.auto else _whole_layout(job)),
         *_data(job),
         *_train(job),
@@ -41,11 +42,10 @@ def _whole_layout(job: Job) -> Iterator[Problem]:
     yield from sync_problems(job)
 
 
-def untrainable(job: Job) -> list[Problem]:
-    """The legal parts of a job that this version of `phalanx train` does not run yet."""
-    if job.layout.offload == "none":
-        return []
-    return [("layout.offload", "offloading is not done by this version; the layout that is: none")]
+def _unimplemented(job: Job) -> Iterator[Problem]:
+    """Fields that stand for something that does not exist yet: refused by every verb, whatever chooses the layout."""
+    if job.layout.offload != "none":
+        yield "layout.offload", "offloading is not done by this version; nearest legal: offload=none"
 
 
 AT_LEAST_ONE = [

@@ -80,7 +80,7 @@ class MetricsFile:
 
 
 def line(row: dict[str, float], memory: int) -> str:
-    """The log line of a step: `key: value` pairs in a stable order, throughput per device but for `tps_total`. One line:
+    """The log line of a step: `key: value` pairs in a stable order. `tps`, `tflops` and `mfu` are per device:
 
     step: 10  loss: 2.1234  grad_norm: 0.51  lr: 3.0e-04  tps: 9,999  tps_total: 79,992  tflops: 1.23  mfu: 40.1%
     memory: 12.3GiB

@@ -2,7 +2,8 @@
 
 full              model FLOPs, attention as if there were no mask: PaLM (Chowdhery et al. 2022, appendix B), MaxText
                   before its change 1988, Korthikanti et al. 2022, Megatron-LM until 2025, dgxc-benchmarking
-causal            model FLOPs, half of the attention: Megatron-LM and NeMo since 2025, Llama 3; dgxc-benchmarking from July 2025
+causal            model FLOPs, half of the attention: Megatron-LM and NeMo since 2025, Llama 3, dgxc-benchmarking since
+                  July 2025
 parameters        6 N + 12 layers × width × tokens of a sequence, with N all parameters, the embedding too:
                   llm-foundry (whose heads are tied), torchtitan in 2024
 hardware          with full recomputation, so that blocks run their forward pass twice: Narayanan et al. 2021, equation
