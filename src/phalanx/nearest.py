@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that a mistyped name most likely meant, or None."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice that a mistyped name most likely meant, or None where none is as alike as `cutoff` (0 to 1)."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 

@@ -32,7 +32,8 @@ def test_every_schedule_with_a_name_goes_with_four_ranks():
 
 
 def test_without_a_pipeline_its_settings_do_not_matter():
-    assert problems(schedule="mine", pp_chunks=7, pp_slices=3, pp_cut="1+1") == []
+    assert problems(schedule="zb_h1", pp_chunks=7, pp_slices=3, pp_cut="1+1") == []
+    assert problems(schedule="mine.csv") == []
     assert problems(pp_chunks=-1, pp_slices=-2) == [
         "layout.pp_chunks: must not be negative, is -1",
         "layout.pp_slices: must not be negative, is -2",
@@ -43,6 +44,7 @@ def test_an_unknown_schedule():
     (found,) = problems(pp=2, schedule="interleaved_1f1")
     assert found.startswith("layout.schedule: no schedule 'interleaved_1f1'; did you mean interleaved_1f1b? (known: ")
     assert found.endswith("a schedule of your own: the path of its file")
+    assert problems(schedule="interleaved_1f1") == [found]
     (found,) = problems(pp=2, schedule="none/mine.csv")
     assert found == "layout.schedule: none/mine.csv: cannot be read: No such file or directory"
 
