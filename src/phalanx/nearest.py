@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from math import isqrt
 
 
 def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -14,7 +15,13 @@ def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | Non
 
 def nearest_divisors(n: int, wanted: int, count: int = 3) -> str:
     """The divisors of n that lie nearest to `wanted`, as text: "2, 4, 8"."""
-    return nearest_of([d for d in range(1, n + 1) if n % d == 0] if n <= 1_000_000 else [1], wanted, count)
+    return nearest_of(divisors(n), wanted, count)
+
+
+def divisors(n: int) -> list[int]:
+    """Every divisor of n, 1 or more, in ascending order. Takes the square root of n steps."""
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
 
 
 def nearest_of(legal: Iterable[int], wanted: int, count: int = 3) -> str:

@@ -13,6 +13,7 @@ from phalanx.partition import batch
 from phalanx.partition.pipeline import is_file
 from phalanx.partition.stages import written_stages
 from phalanx.schedule import catalogue, file
+from phalanx.schedule.limits import size_problem
 from phalanx.schedule.pipedream import pipedream
 
 
@@ -54,6 +55,9 @@ def _named(job: Job) -> Iterator[Problem]:
         chunks = stages // layout.pp
         equals = f"pp {layout.pp} × chunks {chunks} = {stages}" if chunks > 1 else f"pp {layout.pp}"
         yield from _stages(job, stages, equals, _fewer(job) if stages > job.model.n_layers else "")
+        slices = layout.pp_slices or entry.slices if entry.sliced else 1
+        if equation and (large := size_problem(layout.pp, chunks, equation.accumulation, slices, entry.steps)):
+            yield "layout.accumulation", f"{name}: {large}"
     if entry.sliced:
         yield from _slices(job, layout.pp_slices or entry.slices)
     if entry.steps > 1:

@@ -16,6 +16,7 @@ from phalanx.pictures import schedule_text
 from phalanx.schedule import catalogue, file, timing, trace
 from phalanx.schedule.blocking import blocked
 from phalanx.schedule.check import in_flight
+from phalanx.schedule.limits import size_problem
 from phalanx.schedule.schedule import Schedule
 
 PAGE = """\
@@ -188,11 +189,24 @@ def _schedule(subject: str, sizes: dict[str, int]) -> Schedule:
     if not is_file(subject):
         chosen: dict[str, Any] = {"stages": SIZES["stages"].default, "microbatches": SIZES["microbatches"].default}
         chosen.update(sizes)
+        if subject in catalogue.SCHEDULES and (large := _too_large(subject, chosen)):
+            raise JobError(f"{subject}: {large}")
         return catalogue.build(subject, chosen.pop("stages"), chosen.pop("microbatches"), **chosen)
     if sizes:
         given = ", ".join(f"--{name}" for name in sizes)
         raise JobError(f"{given}: a file says itself how large its schedule is; leave it out, or name a schedule")
     return file.read(subject)
+
+
+def _too_large(name: str, sizes: dict[str, int]) -> str | None:
+    entry = catalogue.SCHEDULES[name]
+    return size_problem(
+        sizes["stages"],
+        catalogue.chunks_of(name, sizes.get("chunks", 0)),
+        sizes["microbatches"],
+        sizes.get("slices") or entry.slices,
+        sizes.get("steps") or entry.steps,
+    )
 
 
 def _figures(timed: timing.Timing) -> dict[str, object]:

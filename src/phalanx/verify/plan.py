@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from phalanx.check.job import problems_of
+from phalanx.check.job import problems_of, range_problems
 from phalanx.config import layout_line
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -83,6 +83,9 @@ def make(
             continue
         if layout.auto:
             problems.append(f"layout {line!r}: compared are layouts, not the planner's choice; name its fields")
+            continue
+        if wrong := list(range_problems(replace(job, layout=layout))):
+            problems += [f"layout {line!r}: {path}: {message}" for path, message in wrong]
             continue
         fit = job if as_is else with_experts(job, layout)
         problems += [f"layout {line!r}: {reason}" for reason in _reasons(fit, plan, layout, max_ranks)]
