@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from math import isqrt
 
 
-def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that a mistyped name most likely meant, or None."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice that a mistyped name most likely meant, or None where none is as alike as `cutoff` (0 to 1)."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 def nearest_divisors(n: int, wanted: int, count: int = 3) -> str:
     """The divisors of n that lie nearest to `wanted`, as text: "2, 4, 8"."""
-    return nearest_of([d for d in range(1, n + 1) if n % d == 0] if n <= 1_000_000 else [1], wanted, count)
+    return nearest_of(divisors(n), wanted, count)
+
+
+def divisors(n: int) -> list[int]:
+    """Every divisor of n, 1 or more, in ascending order. Takes the square root of n steps."""
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
 
 
 def nearest_of(legal: Iterable[int], wanted: int, count: int = 3) -> str:

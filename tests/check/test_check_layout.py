@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.check.job import problems_of, untrainable
+from phalanx.check.job import problems_of
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
@@ -81,16 +81,15 @@ def test_heads_are_exchanged_in_equal_parts(model, layout, message):
         {"cp": 4, "dp_shard": 2, "ep": 1, "recompute": "full"},
     ],
 )
-def test_context_parallel_layouts_that_go_together_are_legal_and_trained(layout):
+def test_context_parallel_layouts_that_go_together_are_legal(layout):
     assert problems(**layout) == []
-    assert untrainable(Job(model=MODEL, layout=Layout(**layout))) == []
 
 
 @pytest.mark.parametrize(
     ("seq_len", "layout", "message"),
     [
         (48, {"cp": 5}, "layout.cp: seq_len 48 / cp 5 is not whole; nearest cp: 3, 4, 6"),
-        (48, {"cp": 10**9}, "layout.cp: seq_len 48 / cp 1000000000 is not whole; nearest cp: 8, 12, 24"),
+        (48, {"cp": 10**6}, "layout.cp: seq_len 48 / cp 1000000 is not whole; nearest cp: 8, 12, 24"),
         (
             48,
             {"cp": 16},

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.check.job import untrainable
+from phalanx.check.job import problems_of
 from phalanx.check.load import from_dict, load_words, resolve
 from phalanx.check.show import as_dict, as_yaml
 from phalanx.config import overrides, yaml_file
@@ -66,6 +66,16 @@ def test_the_run_is_named_after_the_file(tmp_path):
         (["--betas", "0.9,0.99"], "optimizer.betas", (0.9, 0.99)),
         (["--sample-prompt", "-x"], "run.sample_prompt", "-x"),
         (["data=random"], "data.corpus", "random"),
+        (["schedule=pipedream"], "layout.schedule", "pipedream"),
+        (["--schedule", "zb_v"], "layout.schedule", "zb_v"),
+        (["schedule=mine.csv"], "layout.schedule", "mine.csv"),
+        (["schedule=cosine"], "optimizer.schedule", "cosine"),
+        (["--schedule=wsd"], "optimizer.schedule", "wsd"),
+        (["prefetch=3"], "layout.prefetch", 3),
+        (["tp=2,schedule=zb_v,pp=2"], "layout.schedule", "zb_v"),
+        (["auto,tp=2"], "layout.auto", True),
+        (["optimizer.betas=0.9,0.95"], "optimizer.betas", (0.9, 0.95)),
+        (["sample_prompt=a=1,b=2"], "run.sample_prompt", "a=1,b=2"),
         (["--d-ff", "512"], "model.d_ff", 512),
     ],
 )
@@ -89,7 +99,24 @@ def test_the_promised_short_names_exist(alias):
         (["batch_size=3"], "unknown key batch_size in 'batch_size=3'; did you mean layout.micro_batch?"),
         (["--max-iters", "3"], "unknown option --max-iters; did you mean train.steps?"),
         (["--steps"], "--steps needs a value"),
-        (["--schedule=x"], "unknown option --schedule; which one: layout.schedule or optimizer.schedule?"),
+        (["--schedule=cosin"], "unknown option --schedule; which one: layout.schedule or optimizer.schedule?"),
+        (
+            ["schedule=pipedrea"],
+            "command line: schedule=pipedrea: layout.schedule: no schedule 'pipedrea'; did you mean",
+        ),
+        (["--dir=x"], "unknown option --dir; which one: data.dir or run.dir?"),
+        (["tp=2,ppp=3"], "command line: tp=2,ppp=3: layout 'tp=2,ppp=3': unknown key ppp; did you mean pp?"),
+        (["tp=2,lr=3"], "command line: tp=2,lr=3: layout 'tp=2,lr=3': optimizer.lr is no part of a layout"),
+        (
+            ["train.backend=DDP"],
+            "unknown key train.backend in 'train.backend=DDP'; set the layout instead: dp_replicate",
+        ),
+        (
+            ["zero_optimization.stage=2"],
+            "unknown key zero_optimization.stage in 'zero_optimization.stage=2'; did you mean layout.zero?",
+        ),
+        (["--tensor-model-parallel-size", "2"], "unknown option --tensor-model-parallel-size; did you mean layout.tp?"),
+        (["optimizer.kind=x"], "unknown key optimizer.kind in 'optimizer.kind=x'"),
         (["nothing.txt"], "unexpected 'nothing.txt': expected a job file (.yaml), key=value or --key value"),
         (["steps=x"], "command line: steps=x: train.steps: expected a whole number, found 'x'"),
         (["model=gtp2"], "command line: model=gtp2: no model preset 'gtp2'; did you mean gpt2? (known: gpt2"),
@@ -181,7 +208,7 @@ def test_what_cannot_run_is_refused_with_the_nearest_legal_choice(tmp_path, text
     ],
 )
 def test_sharded_layouts_that_go_together_are_legal(tmp_path, text):
-    assert untrainable(load(tmp_path, text).job) == []
+    assert problems_of(load(tmp_path, text).job) == []
 
 
 def test_the_rest_of_the_devices(tmp_path):

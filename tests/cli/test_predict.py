@@ -43,7 +43,17 @@ def test_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     picture = tmp_path / "step.svg"
     assert main([*JOB, "--svg", str(picture)]) == 0
     page = capsys.readouterr().out
-    for word in ("step time:", "mfu:", "matrix products", "memory:", "fits", "all-gather", "8 × h100-80gb"):
+    for word in (
+        "step time:",
+        "tps: ",
+        "tps_total: ",
+        "mfu:",
+        "matrix products",
+        "memory:",
+        "fits",
+        "all-gather",
+        "8 × h100-80gb",
+    ):
         assert word in page
     assert picture.read_text(encoding="utf-8").startswith("<svg")
 

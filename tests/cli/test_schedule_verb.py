@@ -49,7 +49,7 @@ def test_a_schedule_is_shown_with_its_figures(capsys):
     assert shown[:5] == [
         "1f1b: 4 ranks, 8 micro-batches",
         "bubble 37.5% of the work, 27.3% of the whole; duration 33",
-        "idle time by rank: 9, 6, 3, 0",
+        "idle time by rank: 9, 9, 9, 9",
         "activations kept by rank, at most: 4, 3, 2, 1",
         "sends: may block",
     ]
@@ -67,8 +67,9 @@ def test_json_is_one_document_with_the_figures_and_the_programs(capsys):
         "slices": 1,
         "steps": 1,
         "bubble": 0.5,
+        "bubble_without_flush": 0.5,
         "duration": 9.0,
-        "idle": [3.0, 0.0],
+        "idle": [3.0, 3.0],
         "in_flight": [2, 1],
         "sends_may_block": True,
         "programs": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],

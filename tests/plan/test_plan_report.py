@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ def test_every_layout_has_a_row_with_its_figures() -> None:
     for row, each in zip(rows, plan().best, strict=True):
         assert duration(each.seconds) in row
         assert f"{each.mfu:.1%}" in row
+        assert f"  {each.tokens_per_s / 64:,.0f}  {each.tokens_per_s:,.0f}  " in re.sub(" {2,}", "  ", row)
         assert "micro_batch" not in row
 
 

@@ -24,6 +24,10 @@ def bubble_is(schedule: Schedule, wanted: float | Fraction, costs: Mapping[str, 
     assert time(schedule, costs).bubble == pytest.approx(float(wanted), abs=1e-9)
 
 
+def bubble_without_flush_is(schedule: Schedule, wanted: float | Fraction) -> None:
+    assert time(schedule).bubble_without_flush == pytest.approx(float(wanted), abs=1e-9)
+
+
 def is_1f1b_for(name: str, p: int, m: int, **settings: int) -> None:
     """Bubble (P - 1) / M, whatever the backward pass costs."""
     for costs in COSTS:
@@ -91,6 +95,7 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_and_its_activations(p: int, mor
     m = p + more
     schedule = build("zb_h1", p, m)
     bubble_is(schedule, Fraction(p - 1, 3 * m))
+    bubble_without_flush_is(schedule, Fraction(p - 1, 3 * m))
     for costs in COSTS[:2]:  # where W is no longer than F
         f, i, w = costs["F"], costs["I"], costs["W"]
         bubble_is(schedule, (p - 1) * (f + i - w) / (m * (f + i + w)), costs)
@@ -99,21 +104,23 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_and_its_activations(p: int, mor
 
 @given(RANKS, MICRO_BATCHES)
 @settings(max_examples=30, deadline=None)
-def test_zb_h2_has_no_bubble_and_less_than_twice_the_activations(p: int, m: int):
-    """Qi et al. 2023, section 2.2: 2 p - 1 activations."""
+def test_zb_h2_has_no_bubble_without_a_flush_and_less_than_twice_the_activations(p: int, m: int):
+    """Qi et al. 2023, section 2.2: 2 p - 1 activations. The first rank's first passes are what a flush adds."""
     schedule = build("zb_h2", p, m)
     if m >= 2 * p - 1:
-        bubble_is(schedule, 0)
+        bubble_without_flush_is(schedule, 0)
+        bubble_is(schedule, Fraction(p - 1, 3 * m))
     assert max(in_flight(schedule)) == in_flight(schedule)[0] == min(m, 2 * p - 1)
 
 
 @given(RANKS, MICRO_BATCHES)
 @settings(max_examples=30, deadline=None)
-def test_zb_v_has_no_bubble_and_the_activations_of_1f1b(p: int, m: int):
+def test_zb_v_has_no_bubble_without_a_flush_and_the_activations_of_1f1b(p: int, m: int):
     """Qi et al. 2023, section 6: 2 p activations of a stage are p of a rank."""
     schedule = build("zb_v", p, m)
     if m >= 2 * p - 1:
-        bubble_is(schedule, 0)
+        bubble_without_flush_is(schedule, 0)
+        bubble_is(schedule, Fraction(p - 1, 6 * m))
     assert max(in_flight(schedule)) == min(2 * m, 2 * p)
 
 

@@ -44,17 +44,19 @@ def test_eight_takes_the_parameters_as_printed():
 
 
 @pytest.mark.parametrize(
-    ("told", "tflops"),
+    ("told", "counts"),
     [
         ("bigscience chronicles, an under-reporting calculator", "hardware_matrices"),
         ("bigscience chronicles, narayanan formula", "hardware"),
         ("nvidia megatron-bridge docs", "causal"),
         ("mosaicml/llm-foundry", "parameters"),
+        ("nvidia/dgxc-benchmarking readme (2025-03)", "full"),
+        ("nvidia/dgxc-benchmarking readme (2025-08)", "causal"),
         ("nothing that is known", "full"),
     ],
 )
-def test_sources_have_their_own(told, tflops):
-    assert convention_of(told).tflops == tflops
+def test_sources_have_their_own(told, counts):
+    assert convention_of(told).counts == counts
 
 
 def test_mfu_of_eight_bits_is_against_what_the_source_takes():

@@ -259,7 +259,7 @@ def test_a_bad_row_says_all_that_is_wrong():
         ({"tp": "3", "n_gpus": "96"}, "tp: n_heads 32 / tp 3 is not whole; nearest: 2"),
         ({"n_gpus": ""}, "n_gpus: is blank"),
         ({"n_gpus": "0"}, "n_gpus: is 0"),
-        ({"n_layers": "1e9"}, "n_layers: 1e9, more than there is; at most 10,000"),
+        ({"n_layers": "1e9"}, "n_layers: must be at most 1,024, is 1,000,000,000: the deepest published transformer"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(changed, said):

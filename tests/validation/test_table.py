@@ -47,6 +47,27 @@ def test_figures_agree_with_each_other():
     assert float(one["pred_mfu_pct"]) == pytest.approx(float(one["pred_tflops_per_gpu"]) / 9.89, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("source", "gpu", "precision", "peak"),
+    [
+        ("narayanan 2021", "A100", "fp16", 312),
+        ("bigscience under-reporting calculator", "A100", "bf16", 312),
+        ("bigscience tr3m", "V100", "fp16", 125),
+        ("mosaicml/llm-foundry", "H100", "bf16", 989),
+        ("torchtitan", "H100", "bf16", 989),
+        ("NVIDIA/dgxc-benchmarking (2025-05 v25.02)", "H100", "fp8", 1979),
+        ("NVIDIA/dgxc-benchmarking (2025-08)", "H100", "fp8", 1979),
+        ("megatron-bridge", "H100", "fp8", 989),
+        ("a source that nobody knows", "H100", "bf16", 989),
+    ],
+)
+def test_tflops_and_mfu_of_a_row_count_the_same_flops(source, gpu, precision, peak):
+    head = "row_id,model_name,gpu,n_gpus,tp,dp,global_batch_seqs,micro_batch,precision,source\n"
+    (one,), summary = written(f"{head}a-1,llama3-8b,{gpu},8,8,1,16,1,{precision},{source}\n")
+    assert summary.predicted, one["pred_note"]
+    assert float(one["pred_mfu_pct"]) == pytest.approx(100 * float(one["pred_tflops_per_gpu"]) / peak, rel=1e-3)
+
+
 def test_a_bad_row_says_why_and_the_others_go_on():
     rows, summary = written(HEAD + "a-1,llama3-8b,RTX,8,1,8,16,1,x\n" + GOOD + "a-3,llama3-8b,H100,8,3,8,16,1,y\n")
     assert [bool(one["pred_step_time_s"]) for one in rows] == [False, True, False]

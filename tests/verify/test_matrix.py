@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
 from phalanx.schedule.catalogue import SCHEDULES
@@ -106,19 +105,8 @@ def test_schedules_are_every_one_on_pipelines_of_three_sizes():
         ("dp_shard=64,ep=16,tp=2", 8, "dp_shard=4,ep=4,tp=2"),
         ("dp_shard=9,cp=2,ep=6", 8, "dp_shard=3,cp=2,ep=6"),
         ("dp_shard=6,ep=3", 4, "dp_shard=3,ep=3"),
+        ("pp=4,schedule=zb_v,pp_chunks=2,pp_slices=2,pp_cut=1+1", 1, "dp_replicate=1"),
     ],
 )
 def test_a_large_layout_keeps_its_techniques(line, max_ranks, expected):
     assert matrix.reduced(parse(line), max_ranks) == parse(expected)
-
-
-def test_without_puts_fields_back():
-    assert matrix.without(Layout(tp=2, offload="all"), {"layout.offload", "model.moe.n_experts"}) == Layout(tp=2)
-    context = Layout(cp=4, cp_ulysses=2, cp_inner="ring", ep=4, tp=2)
-    assert matrix.without(context, {"layout.cp"}) == Layout(tp=2)
-    pipeline = Layout(pp=4, tp=2, schedule="zb_v", pp_chunks=2, pp_slices=2, pp_cut="1+1")
-    assert matrix.without(pipeline, {"layout.pp"}) == Layout(tp=2)
-    assert matrix.without(pipeline, {"layout.tp"}) == Layout(
-        pp=4, schedule="zb_v", pp_chunks=2, pp_slices=2, pp_cut="1+1"
-    )
-    assert matrix.without(Job().layout, set()) == Layout()

@@ -60,11 +60,9 @@ def test_what_is_too_large_is_reduced_and_said():
     assert "dp_shard=64,tp=4,zero=2 (256 ranks), is compared as dp_shard=2,tp=4,zero=2" in plan.notes[0]
 
 
-def test_the_parts_that_are_not_trained_are_skipped_with_the_reason():
-    plan = make(replace(JOB, layout=Layout(tp=2, offload="all")))
-    assert lines(plan)[0] == "tp=2"
-    assert plan.skipped[0].layout == "tp=2,offload=all"
-    assert "offloading is not done by this version" in plan.skipped[0].reason
+def test_what_is_not_implemented_is_refused_by_name():
+    with pytest.raises(JobError, match="tp=2,offload=all.*offloading is not done by this version"):
+        make(JOB, lines=["tp=2,offload=all"])
 
 
 def test_illegal_layouts_of_the_matrix_are_skipped_with_the_reason():

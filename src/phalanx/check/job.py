@@ -11,6 +11,7 @@ from phalanx.check.sync import sync_problems
 from phalanx.config.data import Data
 from phalanx.config.fields import get
 from phalanx.config.job import Job
+from phalanx.config.layout import AXES
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import nearest, nearest_divisors
 
@@ -22,11 +23,12 @@ MIN_BPE_VOCAB = 257
 def problems_of(job: Job) -> list[Problem]:
     """Everything that no run of this job could get past. Empty where the job is legal. Of a layout that is left to the
     planner (layout.auto), what no choice of the rest could mend."""
-    found = [*_ranges(job), *data_problems(job.data)]
+    found = [*range_problems(job), *data_problems(job.data)]
     if found:
-        return found  # the equations below would only repeat a zero or negative number in other words
+        return found  # the equations below would only repeat such a number in other words, or take for ever over it
     return [
         *_model(job.model),
+        *_unimplemented(job),
         *(tensor_problems(job) if job.layout.auto else _whole_layout(job)),
         *_data(job),
         *_train(job),
@@ -41,11 +43,10 @@ def _whole_layout(job: Job) -> Iterator[Problem]:
     yield from sync_problems(job)
 
 
-def untrainable(job: Job) -> list[Problem]:
-    """The legal parts of a job that this version of `phalanx train` does not run yet."""
-    if job.layout.offload == "none":
-        return []
-    return [("layout.offload", "offloading is not done by this version; the layout that is: none")]
+def _unimplemented(job: Job) -> Iterator[Problem]:
+    """Fields that stand for something that does not exist yet: refused by every verb, whatever chooses the layout."""
+    if job.layout.offload != "none":
+        yield "layout.offload", "offloading is not done by this version; nearest legal: offload=none"
 
 
 AT_LEAST_ONE = [
@@ -69,6 +70,7 @@ AT_LEAST_ONE = [
     "layout.sync_every",
     "train.steps",
     "train.log_every",
+    "model.rope_scaling.original_seq_len",
 ]
 AT_LEAST_ZERO = [
     "model.n_kv_heads",
@@ -107,6 +109,10 @@ AT_LEAST_ZERO = [
     "run.threads",
     "run.sample_tokens",
     "train.seed",
+    "layout.prefetch",
+    "model.init_std",
+    "cluster.intra.pair_gbs",
+    "cluster.inter.pair_gbs",
 ]
 POSITIVE = [
     "optimizer.lr",
@@ -114,6 +120,10 @@ POSITIVE = [
     "optimizer.outer_lr",
     "model.norm_eps",
     "model.rope_theta",
+    "model.rope_scaling.low_freq_factor",
+    "model.rope_scaling.high_freq_factor",
+    "cluster.accelerator.sustained",
+    "cluster.accelerator.older",
     "run.timeout_s",
     "layout.bucket_mb",
     "cluster.oversubscription",
@@ -128,7 +138,101 @@ SHARES = [
 ]
 
 
-def _ranges(job: Job) -> Iterator[Problem]:
+MOST_STAGES = 1024
+"""As many as the deepest model has layers that a job may name."""
+MOST_DEVICES = 1 << 20
+AT_MOST: list[tuple[int, str, list[str]]] = [
+    (
+        MOST_STAGES,
+        "the deepest published transformer has 1,000 layers (DeepNet, Wang et al. 2022)",
+        ["model.n_layers", "model.moe.n_dense_layers", "layout.pp", "layout.pp_chunks"],
+    ),
+    (
+        1 << 20,
+        "forty times the widest published transformer, 25,600 (Megatron-LM's 1T)",
+        [
+            *(f"model.{name}" for name in ("d_model", "d_ff", "head_dim", "moe.d_ff")),
+            *(f"model.mla.{name}" for name in ("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")),
+        ],
+    ),
+    (
+        1 << 14,
+        "a hundred times the heads of the widest published transformer, 160",
+        ["model.n_heads", "model.n_kv_heads"],
+    ),
+    (
+        1 << 14,
+        "eight times the most experts of a published transformer, 2,048 (Switch-C, Fedus et al. 2021)",
+        [f"model.moe.{name}" for name in ("n_experts", "top_k", "n_shared", "n_groups", "top_groups", "capacity")],
+    ),
+    (1 << 24, "sixty times the largest published vocabulary, 256,000 tokens", ["model.vocab_size"]),
+    (
+        1 << 27,
+        "the longest published context has 100 million tokens",
+        ["model.seq_len", "model.rope_scaling.original_seq_len", "layout.loss_chunk", "run.sample_tokens"],
+    ),
+    (
+        MOST_DEVICES,
+        "ten times the largest cluster that trained one model",
+        [
+            *("cluster.nodes", "cluster.domain", "cluster.pod"),
+            *(f"layout.{name}" for name in ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "ep")),
+        ],
+    ),
+    (
+        4096,
+        "no node has so many devices or processors",
+        [
+            *("cluster.devices_per_node", "cluster.accelerator.cores", "run.threads", "data.workers"),
+            *(f"cluster.sharing.{name}" for name in ("node_cores", "processes", "linked")),
+        ],
+    ),
+    (
+        1 << 20,
+        "sixteen times the largest published batch, 65,536 sequences (LAMB, You et al. 2020)",
+        ["train.global_batch", "optimizer.base_batch", "layout.micro_batch", "layout.accumulation"],
+    ),
+    (
+        1 << 20,
+        "more would be kept in memory at once than any host has",
+        ["layout.pp_slices", "layout.tiles", "layout.prefetch", "layout.bucket_mb", "data.prefetch", "data.bpe_vocab"],
+    ),
+    (
+        10**9,
+        "a year of steps of 30 ms",
+        [
+            *("train.steps", "train.log_every", "train.eval_every", "train.eval_samples", "checkpoint.every"),
+            *("checkpoint.keep", "optimizer.warmup_steps", "optimizer.decay_steps", "layout.sync_every"),
+        ],
+    ),
+    (10**12, "a prepared corpus of random tokens lies on disk whole", ["data.random_tokens"]),
+    (1 << 63, "it has to be a number of 63 bits", ["train.seed"]),
+    (
+        10**12,
+        "nothing that is measured or set is so large",
+        [
+            *(f"cluster.{name}" for name in ("peak_tflops", "oversubscription")),
+            *(f"cluster.accelerator.{name}_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "fp32")),
+            *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "older")),
+            *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
+            *(f"cluster.sharing.{name}" for name in ("alone_products", "alone_streams")),
+            *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us", "pair_gbs")),
+            *(f"model.rope_scaling.{name}" for name in ("factor", "low_freq_factor", "high_freq_factor")),
+            *(f"model.moe.{name}" for name in ("route_scale", "aux_loss", "z_loss", "bias_rate")),
+            *(f"model.{name}" for name in ("norm_eps", "rope_theta", "init_std")),
+            *(f"optimizer.{name}" for name in ("lr", "eps", "weight_decay", "clip", "outer_lr")),
+            "run.timeout_s",
+        ],
+    ),
+]
+"""Upper bounds, each with its reason: beyond them a typing error is more likely than a job, and answers would take
+minutes or all memory."""
+BOUNDS = {path: (most, reason) for most, reason, paths in AT_MOST for path in paths}
+"""The same by path."""
+
+
+def range_problems(job: Job) -> Iterator[Problem]:
+    """Each number that is too small or too large by itself, and a product of axes that is too large."""
     for path in AT_LEAST_ONE:
         if get(job, path) < 1:
             yield path, f"must be at least 1, is {get(job, path)}"
@@ -141,6 +245,12 @@ def _ranges(job: Job) -> Iterator[Problem]:
     for path in SHARES:
         if not 0 <= get(job, path) <= 1:
             yield path, f"must lie between 0 and 1, is {get(job, path)}"
+    for path, (most, reason) in BOUNDS.items():
+        if (value := get(job, path)) > most:
+            yield path, f"must be at most {most:,}, is {value:,}: {reason}"
+    if (world := job.layout.world) > MOST_DEVICES >= max(getattr(job.layout, axis) for axis in AXES):
+        product = " × ".join(f"{axis} {getattr(job.layout, axis)}" for axis in AXES)
+        yield "layout", f"{product} = {world:,} devices, at most {MOST_DEVICES:,}"
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:

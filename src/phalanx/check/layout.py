@@ -10,7 +10,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.nearest import nearest_divisors, nearest_of
+from phalanx.nearest import divisors, nearest_divisors, nearest_of
 from phalanx.partition import batch, recompute
 
 Problem = tuple[str, str]
@@ -73,7 +73,7 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
         return
     alone = layout.cp_ulysses == layout.cp
     legal = []
-    for cp in (cp for cp in range(1, min(2 * layout.cp, tokens) + 1) if tokens % cp == 0):
+    for cp in (cp for cp in divisors(tokens) if cp <= 2 * layout.cp):
         changed = dataclasses.replace(layout, cp=cp, cp_ulysses=cp if alone else layout.cp_ulysses)
         if not cp % changed.cp_ulysses and _evenly(tokens, changed, tp) and _exchanges(changed, job.model):
             legal.append(cp)
@@ -115,11 +115,7 @@ def tensor_problems(job: Job) -> Iterator[Problem]:
             )
     kv_heads = model.n_heads if model.mla.kv_rank else model.kv_heads
     if model.n_heads % layout.tp == 0 and kv_heads % layout.tp and layout.tp % kv_heads:
-        legal = [
-            tp
-            for tp in range(1, model.n_heads + 1)
-            if model.n_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-        ]
+        legal = [tp for tp in divisors(model.n_heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
         yield (
             "layout.tp",
             f"tp {layout.tp} neither divides the n_kv_heads {kv_heads} nor is a multiple of them; nearest tp: "
@@ -176,8 +172,8 @@ def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
         )
     legal = [
         n
-        for n in range(1, min(layout.cp, model.n_heads) + 1)
-        if layout.cp % n == 0 and _exchanges(dataclasses.replace(layout, cp_ulysses=n), model)
+        for n in divisors(layout.cp)
+        if n <= model.n_heads and _exchanges(dataclasses.replace(layout, cp_ulysses=n), model)
     ]
     yield "layout.cp_ulysses", f"{equation}; nearest cp_ulysses: {nearest_of(legal, ranks)}"
 

@@ -76,7 +76,7 @@ def _latent_attention(mla: MLA, positions: str) -> Iterator[tuple[str, str]]:
         if getattr(mla, name) < 1:
             yield f"model.mla.{name}", f"must be at least 1, is {getattr(mla, name)}"
     if mla.rope_head_dim > 0 and mla.rope_head_dim % 2:
-        even = nearest_of(range(2, mla.rope_head_dim + 2, 2), mla.rope_head_dim, 2)
+        even = nearest_of(range(max(2, mla.rope_head_dim - 1), mla.rope_head_dim + 2, 2), mla.rope_head_dim, 2)
         yield (
             "model.mla.rope_head_dim",
             f"rotary positions turn pairs: must be even, is {mla.rope_head_dim}; nearest: {even}",

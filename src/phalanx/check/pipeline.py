@@ -19,8 +19,14 @@ from phalanx.schedule.size import MOST_ACTIONS
 
 def pipeline_problems(job: Job) -> Iterator[Problem]:
     """The dotted path of each field at fault, and the message with the nearest legal choice. Without a pipeline (pp 1)
-    nothing that is said about one matters."""
+    only a schedule that does not exist is one."""
     layout = job.layout
+    if not is_file(layout.schedule) and layout.schedule not in catalogue.SCHEDULES:
+        for problem in catalogue.problems(layout.schedule, layout.pp, 1):
+            yield (
+                "layout.schedule",
+                f"{problem}; the learning rate's: optimizer.schedule; a schedule of your own: the path of its file",
+            )
     if layout.pp == 1:
         yield from _accumulated(job)
         return
@@ -31,7 +37,7 @@ def pipeline_problems(job: Job) -> Iterator[Problem]:
         )
     if is_file(layout.schedule):
         yield from _file(job)
-    else:
+    elif layout.schedule in catalogue.SCHEDULES:
         yield from _named(job)
 
 
@@ -49,10 +55,6 @@ def _accumulated(job: Job) -> Iterator[Problem]:
 def _named(job: Job) -> Iterator[Problem]:
     """Of a schedule with a name."""
     layout, name = job.layout, job.layout.schedule
-    if name not in catalogue.SCHEDULES:
-        for problem in catalogue.problems(name, layout.pp, 1):
-            yield "layout.schedule", f"{problem}; a schedule of your own: the path of its file"
-        return
     equation, entry = _equation(job), catalogue.SCHEDULES[name]
     if equation is not None:  # else the batch equation has its own message
         told = f" (accumulation in {equation.equation()})"

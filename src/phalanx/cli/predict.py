@@ -93,8 +93,9 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
         spec.batch.equation(),
         "",
         f"step time: {step:.4g} s ({low * step:.4g} to {high * step:.4g})  "
-        f"tps: {prediction.tokens_per_s_per_device:,.0f} a device  tflops: {prediction.tflops_per_device:.1f}  "
-        f"mfu: {prediction.mfu:.1%}  hfu: {prediction.hfu:.1%}  bubble: {prediction.bubble:.1%}",
+        f"tps: {prediction.tokens_per_s_per_device:,.0f}  tps_total: {prediction.tokens_per_s:,.0f}  "
+        f"tflops: {prediction.tflops_per_device:.1f}  mfu: {prediction.mfu:.1%}  hfu: {prediction.hfu:.1%}  "
+        f"bubble: {prediction.bubble:.1%}",
         *time_lines(prediction),
         "",
         *memory_lines(prediction),

@@ -206,6 +206,7 @@ def _figures(timed: timing.Timing) -> dict[str, object]:
         "slices": schedule.slices,
         "steps": schedule.steps,
         "bubble": timed.bubble,
+        "bubble_without_flush": timed.bubble_without_flush,
         "duration": timed.duration,
         "idle": [timed.idle(rank) for rank in range(schedule.ranks)],
         "in_flight": list(in_flight(schedule)),

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.check.job import untrainable
 from phalanx.check.load import LoadedJob
 from phalanx.cli.job_words import JobVerb
 from phalanx.config.job import Job
@@ -32,8 +31,6 @@ def run(argv: Sequence[str]) -> int:
     if words is None:
         return 0
     loaded, job = words.loaded, words.job
-    if missing := untrainable(job):
-        raise JobError([f"{path}: {message}" for path, message in missing])
     as_json = "json" in words.switches
     if LOG_DIR in os.environ:  # the launcher below started this process, with everything in place
         return _be_a_rank(job, detect(os.environ) or SINGLE, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)

@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import typing
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from phalanx.config import foreign_names, values
 from phalanx.config.job import Job
 from phalanx.nearest import nearest
 
@@ -17,43 +19,9 @@ SECTION_SHORTHAND = {"model": "model.preset", "cluster": "cluster.preset", "data
 LAUNCHER_NAMES = {"nproc_per_node": "cluster.devices_per_node", "nnodes": "cluster.nodes"}
 """torchrun's names for things that have another name here."""
 
-FOREIGN_NAMES = {
-    # nanoGPT
-    "batch_size": "layout.micro_batch",
-    "gradient_accumulation_steps": "layout.accumulation",
-    "block_size": "model.seq_len",
-    "n_embd": "model.d_model",
-    "n_layer": "model.n_layers",
-    "n_head": "model.n_heads",
-    "max_iters": "train.steps",
-    "learning_rate": "optimizer.lr",
-    "dtype": "train.precision",
-    "dataset": "data.corpus",
-    # torchtitan
-    "tensor_parallel_degree": "layout.tp",
-    "pipeline_parallel_degree": "layout.pp",
-    "context_parallel_degree": "layout.cp",
-    "expert_parallel_degree": "layout.ep",
-    "data_parallel_replicate_degree": "layout.dp_replicate",
-    "data_parallel_shard_degree": "layout.dp_shard",
-    "pipeline_parallel_schedule": "layout.schedule",
-    # Megatron-LM
-    "tensor_model_parallel_size": "layout.tp",
-    "pipeline_model_parallel_size": "layout.pp",
-    "context_parallel_size": "layout.cp",
-    "micro_batch_size": "layout.micro_batch",
-    "global_batch_size": "train.global_batch",
-    "num_layers": "model.n_layers",
-    "hidden_size": "model.d_model",
-    "num_attention_heads": "model.n_heads",
-    "expert_model_parallel_size": "layout.ep",
-    "num_experts": "model.moe.n_experts",
-    "moe_router_topk": "model.moe.top_k",
-    "train_iters": "train.steps",
-    # USP (Fang and Zhao 2024)
-    "ulysses_degree": "layout.cp_ulysses",
-}
-"""What users of other frameworks type, and what it is called here: offered as a suggestion, never accepted silently."""
+ALIKE, NEARLY_THE_SAME = 0.7, 0.85
+"""Share of letters (difflib) that a mistyped name has in common with what was meant, at least: with a field that users
+set, and with one that few set or another framework's."""
 
 
 @functools.cache
@@ -93,31 +61,79 @@ def short_names() -> dict[str, str]:
     return chosen
 
 
-def resolve(name: str) -> str | None:
-    """The dotted path that a user's name means (`tp`, `layout.tp`, `dp-shard`, `model`), or None."""
+def resolve(name: str, text: str | None = None) -> str | None:
+    """The dotted path that a user's name means (`tp`, `layout.tp`, `dp-shard`, `model`), or None.
+
+    Where several fields have the name, the `text` of the value decides: `schedule=zb_v` is the pipeline's,
+    `schedule=cosine` the optimizer's. Where it fits several of them the layout's field wins, so that what a layout's
+    line says may also be written word by word."""
     name = name.replace("-", "_")
     if name in leaves():
         return name
-    return SECTION_SHORTHAND.get(name) or short_names().get(name)
+    path = SECTION_SHORTHAND.get(name) or short_names().get(name)
+    return path or (_by_value(_namesakes(name), text) if text is not None else None)
+
+
+def _namesakes(name: str) -> list[str]:
+    """Every field whose last name it is."""
+    return [path for path in leaves() if path.rsplit(".", 1)[-1] == name]
+
+
+def _by_value(paths: Sequence[str], text: str) -> str | None:
+    """The one of several fields that takes a value: one with a type of its own before one that takes any text, unless
+    the text looks like a mistyped choice of the former."""
+    closed = [path for path in paths if leaves()[path] is not str]
+    fitting = [path for path in closed if _fits(text, leaves()[path])]
+    choices = [str(choice) for path in closed for choice in typing.get_args(leaves()[path])]
+    if not fitting and not nearest(text, choices):
+        fitting = [path for path in paths if path not in closed]
+    ours = [path for path in fitting if path.startswith("layout.")]
+    return fitting[0] if len(fitting) == 1 else ours[0] if len(ours) == 1 else None
+
+
+def _fits(text: str, kind: Any) -> bool:
+    try:
+        values.convert(text, kind)
+    except ValueError:
+        return False
+    return True
 
 
 def suggestion(name: str) -> str:
-    """What to say about an unknown name: "; did you mean train.steps?", or nothing."""
+    """What to say about an unknown name: "; did you mean train.steps?", or nothing where that would be far-fetched."""
     plain = name.replace("-", "_")
-    last = plain.rsplit(".", 1)[-1]
-    known = leaves()
-    same = [path for path in known if path.rsplit(".", 1)[-1] == plain]
+    same = _namesakes(plain)
     if len(same) > 1:
         return f"; which one: {' or '.join(same)}?"
-    target = FOREIGN_NAMES.get(last)
-    if target is None and (alike := nearest(plain, known)):
-        target = alike
-    if target is None:
-        # Right name in the wrong section, or a mistyped short name.
-        names = {path.rsplit(".", 1)[-1]: path for path in reversed(list(known))}
-        found = nearest(last, names)
-        target = names[found] if found else None
+    parts = plain.split(".")[::-1]  # DeepSpeed's zero_optimization.stage is known by its section
+    if advice := next((foreign_names.ADVICE[part] for part in parts if part in foreign_names.ADVICE), ""):
+        return f"; {advice}"
+    foreign = next((foreign_names.FIELDS[part] for part in parts if part in foreign_names.FIELDS), None)
+    target = foreign or _mistyped(*plain.rpartition(".")[::2])
     return f"; did you mean {target}?" if target else ""
+
+
+def _mistyped(section: str, name: str) -> str | None:
+    """The field that a wrong section, a mistyped name or both most likely meant: of the section that is named, by its
+    exact name of any, or, where no section is known, by a name like it."""
+    home = section if section in sections() else nearest(section, sections(), ALIKE)
+    if home and (found := _alike(name, [path for path in leaves() if path.startswith(f"{home}.")], ALIKE)):
+        return found
+    exact = _namesakes(name)
+    if section in sections() or exact:
+        return exact[0] if len(exact) == 1 else None
+    shallow = [path for path in leaves() if path.count(".") == 1]
+    if found := _alike(name, shallow, ALIKE) or _alike(name, list(leaves()), NEARLY_THE_SAME):
+        return found
+    foreign = nearest(name, foreign_names.FIELDS, NEARLY_THE_SAME)
+    return foreign_names.FIELDS[foreign] if foreign else None
+
+
+def _alike(name: str, paths: Sequence[str], cutoff: float) -> str | None:
+    """The path whose last name is most like a name."""
+    by_name = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
+    found = nearest(name, by_name, cutoff)
+    return by_name[found] if found else None
 
 
 def get(obj: Any, path: str) -> Any:

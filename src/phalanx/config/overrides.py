@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.config.fields import leaves, resolve, suggestion
-from phalanx.config.layout_line import SECTION
+from phalanx.config.layout import Layout
+from phalanx.config.layout_line import AUTO, SECTION
 from phalanx.config.yaml_file import Setting, layout_settings
 from phalanx.nearest import nearest
 
@@ -28,7 +29,7 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
 
     `train.steps=10`, `--train.steps 10`, `--train.steps=10`, `--steps 10` and `--train.compile` (a true/false field
     without a value) all set a field; `-` and `_` are the same in names. `layout=auto` and `layout=tp=2,sp=true` set the
-    whole section.
+    whole section, and so does a line alone, as verbs print it: `tp=2,sp=true`.
     """
     words = CommandLine()
     rest = list(argv)
@@ -36,6 +37,8 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
         word = rest.pop(0)
         if word.startswith("--") and len(word) > 2:
             _flag(word, rest, switches, words)
+        elif _is_layout_line(word):
+            _set(SECTION, word, word, words)
         elif "=" in word and not word.startswith(("-", ".", "/")):
             name, _, text = word.partition("=")
             _set(name, text, word, words)
@@ -46,13 +49,22 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
     return words
 
 
+def _is_layout_line(word: str) -> bool:
+    """Whether a word is a layout's line: an item of the layout first, and others after a comma."""
+    first, *others = word.split(",")
+    name, equals, _ = first.partition("=")
+    name = name.strip().replace("-", "_").removeprefix(f"{SECTION}.")
+    return any("=" in item for item in others) and (name in leaves(Layout) if equals else name == AUTO)
+
+
 def _flag(word: str, rest: list[str], switches: Collection[str], words: CommandLine) -> None:
     name, equals, text = word[2:].partition("=")
     plain = name.replace("-", "_")
     if plain in switches and not equals:
         words.switches.add(plain)
         return
-    path = SECTION if plain == SECTION else resolve(plain)
+    following = rest[0] if rest else None
+    path = SECTION if plain == SECTION else resolve(plain, text if equals else following)
     negated = resolve(re.sub(r"(^|\.)no_([^.]+)$", r"\1\2", plain))
     if path is None and negated and leaves()[negated] is bool and not equals:
         words.settings.append(Setting(negated, "false", f"command line: {word}"))
@@ -74,7 +86,7 @@ def _flag(word: str, rest: list[str], switches: Collection[str], words: CommandL
 
 
 def _set(name: str, text: str, word: str, words: CommandLine) -> None:
-    path = resolve(name)
+    path = resolve(name, text)
     if name == SECTION:
         found, wrong = layout_settings(text, f"command line: {word}")
         words.settings += found

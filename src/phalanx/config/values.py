@@ -11,6 +11,8 @@ from phalanx.nearest import nearest
 
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
+LONGEST_NUMBER = 100
+"""Characters of a number. Python converts no whole number of more than 4,300 digits, nor prints products of several."""
 
 
 def convert(text: str | list[str], kind: Any) -> Any:
@@ -66,6 +68,8 @@ def _bool(text: str) -> bool:
 
 
 def _number(text: str, kind: type | types.UnionType) -> int | float:
+    if len(text) > LONGEST_NUMBER:
+        raise ValueError(f"expected {name_of(kind)}, found {len(text):,} characters")
     try:
         return int(text) if kind is int else _finite(float(text))
     except ValueError:

@@ -87,7 +87,7 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
             target = path if path in leaves() or path == layout_line.SECTION else SECTION_SHORTHAND.get(path)
             if target is None:
                 # A short name (`lr: 1e-3`) is for the command line: a file is read by others and says where.
-                meant = resolve(key)
+                meant = resolve(key, value.value if isinstance(value, yaml.ScalarNode) else None)
                 hint = f"; did you mean {meant}?" if meant else suggestion(path)
                 problems.append(f"{origin}: unknown key {path}{hint}")
             elif value.tag.endswith(":null"):

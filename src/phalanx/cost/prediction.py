@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.cost.memory.rank_memory import RankMemory
+from phalanx.schedule.bubble import bubble_fraction
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Parts:
     exposed: dict[str, float] = field(default_factory=dict)
     """Communication that nothing hides, by axis of the mesh."""
     bubble: float = 0.0
-    """Waiting for other pipeline ranks."""
+    """Waiting for other pipeline ranks: the bubble time."""
     optimizer: float = 0.0
     """The optimizer's step, clipping, and what every step costs besides."""
 
@@ -71,8 +72,13 @@ class Prediction:
         return self.parts.total
 
     @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second on all devices together."""
+        return self.tokens / self.step_time_s
+
+    @property
     def tokens_per_s_per_device(self) -> float:
-        return self.tokens / self.step_time_s / self.devices
+        return self.tokens_per_s / self.devices
 
     @property
     def tflops_per_device(self) -> float:
@@ -89,8 +95,8 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        """Waiting for other pipeline ranks, over the rest of the step."""
-        return self.parts.bubble / (self.step_time_s - self.parts.bubble)
+        """The pipeline bubble (schedule/bubble.py)."""
+        return bubble_fraction(self.parts.bubble, self.step_time_s)
 
     @property
     def fullest(self) -> RankMemory:

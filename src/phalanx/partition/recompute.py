@@ -29,7 +29,7 @@ def parse(text: str) -> tuple[RecomputeRun, ...]:
     """The runs of `layout.recompute_cut`, "8*full+4*selective+20*none". Raises JobError where it is something else."""
     runs = []
     for part in text.replace(" ", "").split("+"):
-        written = re.fullmatch(r"([0-9]+)\*([a-z]+)", part)
+        written = re.fullmatch(r"([0-9]{1,9})\*([a-z]+)", part)
         if not written:
             raise JobError(
                 f"{text!r} is no list of runs of layers; write how many do what with a plus between them, such as "

@@ -18,7 +18,7 @@ from phalanx.errors import JobError
 def parse_cut(text: str) -> tuple[int, ...]:
     """Layers of each stage from `layout.pp_cut`: "3+5+4+4". Raises JobError where it is something else."""
     plain = text.replace(" ", "")
-    if not re.fullmatch(r"[0-9]+(\+[0-9]+)*", plain):
+    if not re.fullmatch(r"[0-9]{1,9}(\+[0-9]{1,9})*", plain):
         raise JobError(f"{text!r} is no list of layers a stage; write them with a plus between them, such as 3+5+4+4")
     return tuple(int(layers) for layers in plain.split("+"))
 

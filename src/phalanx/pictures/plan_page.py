@@ -36,10 +36,11 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 _EXPLAINED = {
     "micro-batches": "micro-batches of a data rank and step, and sequences in each",
     "step": "simulated time of an optimizer step",
-    "tps": "tokens a second and device",
+    "tps": "tokens per second and device",
+    "tps_total": "tokens per second on all devices together",
     "MFU": "model FLOPs, attention counted in full, over the data sheet's peak",
     "memory": "of the fullest rank at its fullest moment, and its share of what the device has",
-    "bubble": "waiting for other pipeline ranks, over the rest of the step",
+    "bubble": "time in which the busiest pipeline rank waits for others, over the rest of the step",
 }
 
 
@@ -120,7 +121,7 @@ def _chosen(first: Candidate) -> Iterator[str]:
     share = prediction.fullest.peak / prediction.memory_limit
     figures = {
         duration(first.seconds): f"a step; {low} to {high}",
-        f"{first.tokens_per_s_per_device:,.0f}": "tokens/s a device",
+        f"{first.tokens_per_s_per_device:,.0f}": "tokens/s per device",
         f"{first.mfu:.1%}": "MFU",
         gib(prediction.fullest.peak): f"of a device's {gib(prediction.memory_limit)}, {share:.0%}",
         f"{prediction.bubble:.1%}": "bubble",
@@ -165,6 +166,7 @@ def _table(best: Sequence[Candidate]) -> Iterator[str]:
             each.spec.batch.accumulation,
             each.seconds,
             each.tokens_per_s_per_device,
+            each.tokens_per_s,
             each.mfu,
             each.prediction.fullest.peak,
             each.prediction.bubble,

@@ -5,6 +5,7 @@ Without a background and in colours of middle lightness, so that a page may be l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from html import escape
@@ -60,8 +61,12 @@ def svg(timing: Timing) -> str:
 
 def summary(timing: Timing) -> str:
     """One line of a schedule's figures."""
-    bubble = timing.bubble
-    return f"bubble {bubble:.1%} of the work, {bubble / (1 + bubble):.1%} of the whole; duration {timing.duration:g}"
+    bubble, streamed = timing.bubble, timing.bubble_without_flush
+    differs = f" ({streamed:.1%} of the work without a flush)" if bubble - streamed > 1e-9 else ""
+    return (
+        f"bubble {bubble:.1%} of the work, {bubble / (1 + bubble):.1%} of the whole{differs}; "
+        f"duration {timing.duration:g}"
+    )
 
 
 def _used(schedule: Schedule) -> list[str]:
@@ -76,7 +81,11 @@ def variants(schedule: Schedule) -> list[list[int]]:
     found: list[list[int]] = []
     first = 0
     for placement in schedule.placements:
-        found.append([first + placement[:stage].count(rank) for stage, rank in enumerate(placement)])
+        before = Counter[int]()
+        found.append([])
+        for rank in placement:
+            found[-1].append(first + before[rank])
+            before[rank] += 1
         first = 1 + max(found[-1])
     return found
 

@@ -25,9 +25,14 @@ class Candidate:
         return self.spec.layout
 
     @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second on all devices together, of the simulated step."""
+        return self.prediction.tokens / self.seconds
+
+    @property
     def tokens_per_s_per_device(self) -> float:
-        """Tokens a second and device, of the simulated step."""
-        return self.prediction.tokens / self.seconds / self.prediction.devices
+        """Tokens per second and device, of the simulated step."""
+        return self.tokens_per_s / self.prediction.devices
 
     @property
     def mfu(self) -> float:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
+from phalanx.schedule.bubble import bubble_fraction
 from phalanx.schedule.events import run
 from phalanx.schedule.schedule import Action, Schedule
 
@@ -30,23 +32,37 @@ class Timing:
         """Whether every rank came to the end of its program."""
         return all(len(s) == len(p) for s, p in zip(self.starts, self.schedule.programs, strict=True))
 
-    @property
+    @cached_property
     def duration(self) -> float:
         """From the first action of any rank to the end of the last."""
         return max(self.end(rank) for rank in range(self.schedule.ranks))
 
     @property
     def bubble(self) -> float:
-        """Idle time over work (Narayanan et al. 2021, section 2.2) on the rank that has most of it. A rank's time runs
-        from its first action to its last: what comes before and after, the steps before and after fill (Qi et al.
-        2023, section 5.3)."""
-        return max(self.idle(rank) / self.work(rank) for rank in range(self.schedule.ranks))
+        """The bubble of the schedule with its flush (bubble.py)."""
+        return bubble_fraction(self.bubble_time, self.duration)
+
+    @property
+    def bubble_time(self) -> float:
+        """Time in which the busiest rank waits: what the pipeline takes beyond that rank's work."""
+        return self.duration - max(map(self.work, range(self.schedule.ranks)))
+
+    @property
+    def bubble_without_flush(self) -> float:
+        """Idle time between a rank's first action and its last over the rank's work, on the rank that has most of it:
+        what is left where the steps before and after fill the rest, because optimizers need not wait for each other
+        (Qi et al. 2023, sections 4 and 5.3). The measure of the zero-bubble papers."""
+        return max(self.idle_inside(rank) / self.work(rank) for rank in range(self.schedule.ranks))
 
     def work(self, rank: int) -> float:
         return sum(self.costs[action.kind] for action in self.schedule.programs[rank])
 
     def idle(self, rank: int) -> float:
-        """Time without work between a rank's first action and its last."""
+        """Time without work from the first action of any rank to the end of the last."""
+        return self.duration - self.work(rank)
+
+    def idle_inside(self, rank: int) -> float:
+        """Time without work between a rank's own first action and its last."""
         return self.end(rank) - self.starts[rank][0] - self.work(rank)
 
     def end(self, rank: int) -> float:

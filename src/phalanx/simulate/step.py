@@ -19,6 +19,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition.pipeline import is_file, schedule_of
 from phalanx.schedule import catalogue
+from phalanx.schedule.bubble import bubble_fraction
 from phalanx.schedule.events import Events, run
 from phalanx.schedule.schedule import Schedule
 from phalanx.simulate.disturbance import Disturbance
@@ -235,8 +236,7 @@ class Figures:
 
     step_time_s: float
     bubble: float
-    """Idle time over the rest, on the rank that is idle least: what waiting for the others costs the one for which
-    they wait, as in a prediction."""
+    """The pipeline bubble (schedule/bubble.py); the busiest rank is the one that is idle least."""
     ranks: list[Mapping[str, float]]
 
 
@@ -244,4 +244,4 @@ def figures(timeline: Timeline) -> Figures:
     ranks = rank_figures(timeline)
     idle = min(rank["idle_s"] for rank in ranks)
     step = timeline.seconds / timeline.schedule.steps
-    return Figures(step, idle / (timeline.seconds - idle), ranks)
+    return Figures(step, bubble_fraction(idle, timeline.seconds), ranks)

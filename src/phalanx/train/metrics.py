@@ -13,7 +13,7 @@ from phalanx.units import gib
 
 @dataclass
 class Meter:
-    """Times steps and turns them into throughput. FLOP/s and MFU are those of one device."""
+    """Times steps and turns them into throughput per device, as torchtitan does, and of the whole job."""
 
     tokens_per_step: int
     """Over all devices."""
@@ -47,9 +47,10 @@ class Meter:
         self.began += seconds
 
     def _throughput(self, seconds: float) -> dict[str, float]:
+        total = self.tokens_per_step / seconds
         return {
-            "tps": self.tokens_per_step / seconds,
-            "tps_per_device": self.tokens_per_step / seconds / self.devices,
+            "tps": total / self.devices,
+            "tps_total": total,
             "tflops": self.flops_per_step / seconds / 1e12,
             "mfu": self.flops_per_step / seconds / self.peak_flops,
         }
@@ -79,13 +80,15 @@ class MetricsFile:
 
 
 def line(row: dict[str, float], memory: int) -> str:
-    """The log line of a step, `key: value` pairs in a stable order:
+    """The log line of a step: `key: value` pairs in a stable order. `tps`, `tflops` and `mfu` are per device:
 
-    step: 10  loss: 2.1234  grad_norm: 0.51  lr: 3.0e-04  tps: 9,999  tflops: 1.23  mfu: 40.1%  memory: 12.3GiB
+    step: 10  loss: 2.1234  grad_norm: 0.51  lr: 3.0e-04  tps: 9,999  tps_total: 79,992  tflops: 1.23  mfu: 40.1%
+    memory: 12.3GiB
     """
     return (
         f"step: {row['step']:.0f}  loss: {row['loss']:.4f}  grad_norm: {row['grad_norm']:.2f}  lr: {row['lr']:.1e}  "
-        f"tps: {row['tps']:,.0f}  tflops: {_significant(row['tflops'])}  mfu: {row['mfu']:.1%}  memory: {gib(memory)}"
+        f"tps: {row['tps']:,.0f}  tps_total: {row['tps_total']:,.0f}  tflops: {_significant(row['tflops'])}  "
+        f"mfu: {row['mfu']:.1%}  memory: {gib(memory)}"
     )
 
 

@@ -37,8 +37,8 @@ class Terminal:
         self.bar.stop()
 
     def step(self, step: int, loss: float, tps: float) -> None:
-        """Move the bar."""
-        self.bar.update(self.task, completed=step, shown=f"loss {loss:.4f}  {tps:,.0f} tokens/s")
+        """Moves the bar and shows the loss and the tokens per second and device beside it."""
+        self.bar.update(self.task, completed=step, shown=f"loss: {loss:.4f}  tps: {tps:,.0f}")
 
     def print(self, line: str) -> None:
         """Print a line above the bar."""

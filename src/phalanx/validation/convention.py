@@ -1,8 +1,9 @@
-"""What published TFLOP/s and MFU count: every source in its own way.
+"""What published TFLOP/s and MFU count: every source in its own way, and both figures of one source alike.
 
 full              model FLOPs, attention as if there were no mask: PaLM (Chowdhery et al. 2022, appendix B), MaxText
                   before its change 1988, Korthikanti et al. 2022, Megatron-LM until 2025, dgxc-benchmarking
-causal            model FLOPs, half of the attention: Megatron-LM and NeMo since 2025, Llama 3
+causal            model FLOPs, half of the attention: Megatron-LM and NeMo since 2025, Llama 3, dgxc-benchmarking since
+                  July 2025
 parameters        6 N + 12 layers × width × tokens of a sequence, with N all parameters, the embedding too:
                   llm-foundry (whose heads are tied), torchtitan in 2024
 hardware          with full recomputation, so that blocks run their forward pass twice: Narayanan et al. 2021, equation
@@ -34,12 +35,10 @@ Counts = Literal["full", "causal", "parameters", "hardware", "hardware_matrices"
 
 @dataclass(frozen=True)
 class Convention:
-    """How a source counts FLOPs, and what it divides them by."""
+    """How a source counts FLOPs, and what its MFU divides them by."""
 
-    tflops: Counts = "full"
-    """What its TFLOP/s count."""
-    mfu: Counts = "full"
-    """What its MFU counts."""
+    counts: Counts = "full"
+    """What its TFLOP/s and its MFU count. No source is known that prints both from different counts."""
     narrow_peak: bool = False
     """MFU of 8-bit and 4-bit runs is against the peak of these formats, not against that of bfloat16."""
     peaks: tuple[tuple[str, float], ...] = ()
@@ -54,14 +53,14 @@ SOURCES: tuple[tuple[str, Convention], ...] = (
     ("bigscience", Convention("hardware")),
     ("narayanan", Convention("hardware")),
     ("2104.04473", Convention("hardware")),
-    ("llm-foundry", Convention("parameters", "parameters", narrow_peak=True)),
-    ("torchtitan", Convention("parameters", "parameters")),
-    (r"dgxc.*\(2025-(0[7-9]|1)|dgxc.*\(202[6-9]", Convention("causal", "causal", narrow_peak=True)),
-    ("dgxc", Convention("causal", "full", narrow_peak=True, peaks=(("gb200", 2450),))),
-    ("megatron-bridge", Convention("causal", "causal")),
-    ("modelzoo", Convention("causal", "causal")),
-    ("2407.21783", Convention("causal", "causal")),
-    ("nemo", Convention("causal", "causal")),
+    ("llm-foundry", Convention("parameters", narrow_peak=True)),
+    ("torchtitan", Convention("parameters")),
+    (r"dgxc.*\(2025-(0[7-9]|1)|dgxc.*\(202[6-9]", Convention("causal", narrow_peak=True)),
+    ("dgxc", Convention("full", narrow_peak=True, peaks=(("gb200", 2450),))),
+    ("megatron-bridge", Convention("causal")),
+    ("modelzoo", Convention("causal")),
+    ("2407.21783", Convention("causal")),
+    ("nemo", Convention("causal")),
 )
 """By a pattern of the source or of its notes; the first that is there."""
 

@@ -15,7 +15,7 @@ from phalanx.cost.frameworks.calibration import calibrated
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.validation import row_layout, row_machine, row_shape
-from phalanx.validation.convention import Convention, Counts, convention_of, flops_per_step, peak_tflops
+from phalanx.validation.convention import Convention, convention_of, flops_per_step, peak_tflops
 from phalanx.validation.row_cells import Cells
 
 Means = Literal["allocated", "reserved", "device"]
@@ -58,21 +58,24 @@ class Reading:
     def devices(self) -> int:
         return self.spec.layout.world
 
+    @property
+    def peak_tflops(self) -> float:
+        """Peak of a device in TFLOP/s that the source's MFU is against."""
+        return peak_tflops(self.convention, self.spec.cluster.accelerator, self.spec.products)
+
     def tflops(self, seconds: float) -> float:
-        """TFLOP/s a device of a step that takes `seconds`, as the source counts."""
-        return self._flops(self.convention.tflops) / seconds / self.devices / 1e12
+        """TFLOP/s per device of a step that takes `seconds`, as the source counts."""
+        sequences = self.spec.batch.global_batch
+        flops = flops_per_step(self.convention.counts, self.spec.model, sequences, self.parameters)
+        return self.share * flops / seconds / self.devices / 1e12
 
     def mfu_pct(self, seconds: float) -> float:
-        """MFU in percent, as the source counts."""
-        peak = peak_tflops(self.convention, self.spec.cluster.accelerator, self.spec.products)
-        return 100 * self._flops(self.convention.mfu) / seconds / self.devices / 1e12 / peak
+        """MFU in percent: `tflops` over the peak that the source divides by."""
+        return 100 * self.tflops(seconds) / self.peak_tflops
 
     def tokens_per_s(self, seconds: float) -> float:
         """Tokens a second and device."""
         return self.spec.batch.global_batch * self.spec.model.seq_len / seconds / self.devices
-
-    def _flops(self, counts: Counts) -> float:
-        return self.share * flops_per_step(counts, self.spec.model, self.spec.batch.global_batch, self.parameters)
 
 
 def read(row: Mapping[str, str]) -> Reading:

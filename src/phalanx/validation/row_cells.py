@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from phalanx.check.job import BOUNDS
+
 COLUMNS = (
     *("source", "row_id", "model_name", "n_params_b", "n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads"),
     *("vocab", "seq_len", "moe_experts", "moe_topk", "gpu", "n_gpus", "gpus_per_node", "dp", "tp", "pp", "vpp", "cp"),
@@ -13,12 +15,27 @@ COLUMNS = (
 )
 """Columns that mean something; any subset may be there, and others beside."""
 
-COUNTS = (
-    *("n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab", "seq_len", "moe_experts", "moe_topk"),
-    *("n_gpus", "gpus_per_node", "dp", "tp", "pp", "cp", "ep", "micro_batch", "global_batch_seqs"),
-)
-MOST = {"n_layers": 10_000, "n_gpus": 10_000_000, "pp": 10_000}
-"""More would be a slip of the keyboard, and take long."""
+COUNTS = {
+    "n_layers": "model.n_layers",
+    "hidden": "model.d_model",
+    "ffn_hidden": "model.d_ff",
+    "n_heads": "model.n_heads",
+    "n_kv_heads": "model.n_kv_heads",
+    "vocab": "model.vocab_size",
+    "seq_len": "model.seq_len",
+    "moe_experts": "model.moe.n_experts",
+    "moe_topk": "model.moe.top_k",
+    "n_gpus": "cluster.nodes",
+    "gpus_per_node": "cluster.devices_per_node",
+    "dp": "layout.dp_shard",
+    "tp": "layout.tp",
+    "pp": "layout.pp",
+    "cp": "layout.cp",
+    "ep": "layout.ep",
+    "micro_batch": "layout.micro_batch",
+    "global_batch_seqs": "train.global_batch",
+}
+"""Whole numbers, and the field of a job whose upper bound each has."""
 AMOUNTS = ("n_params_b", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb")
 
 _NOTHING = {"", "-", "--", "n/a", "na", "nan", "none", "null", "?", "x", "unknown", "tbd"}
@@ -75,9 +92,10 @@ class Cells:
 
     def check(self) -> None:
         """Read every number, so that all problems with them are told and not the first."""
-        for name in COUNTS:
-            if self.whole(name) > (most := MOST.get(name, 10**9)):
-                self.problem(f"{name}: {self.text(name)}, more than there is; at most {most:,}")
+        for name, path in COUNTS.items():
+            most, reason = BOUNDS[path]
+            if self.whole(name) > most:
+                self.problem(f"{name}: must be at most {most:,}, is {self.whole(name):,}: {reason}")
         for name in AMOUNTS:
             self.number(name)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from phalanx.config.fields import leaves
 from phalanx.config.layout import AXES, Layout
 from phalanx.partition.pipeline import is_file
 from phalanx.schedule.catalogue import SCHEDULES
@@ -116,14 +115,6 @@ def reduced(layout: Layout, max_ranks: int) -> Layout:
         if axis == "pp":
             layout = replace(layout, pp_cut="")
     return _tidy(layout)
-
-
-def without(layout: Layout, paths: set[str]) -> Layout:
-    """The layout with some of its fields, such as "layout.cp", as they are by default."""
-    default = Layout()
-    return _tidy(
-        replace(layout, **{name: getattr(default, name) for name in leaves(Layout) if f"layout.{name}" in paths})
-    )
 
 
 def _tidy(layout: Layout) -> Layout:

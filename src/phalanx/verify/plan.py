@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from phalanx.check.job import problems_of, untrainable
+from phalanx.check.job import problems_of, range_problems
 from phalanx.config import layout_line
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -84,6 +84,9 @@ def make(
         if layout.auto:
             problems.append(f"layout {line!r}: compared are layouts, not the planner's choice; name its fields")
             continue
+        if wrong := list(range_problems(replace(job, layout=layout))):
+            problems += [f"layout {line!r}: {path}: {message}" for path, message in wrong]
+            continue
         fit = job if as_is else with_experts(job, layout)
         problems += [f"layout {line!r}: {reason}" for reason in _reasons(fit, plan, layout, max_ranks)]
         _add(plan, layout)
@@ -146,15 +149,12 @@ def _notes(plan: Selection, job: Job) -> Iterator[str]:
 
 
 def _own(plan: Selection, job: Job, max_ranks: int) -> None:
-    """The job's own layout comes first: without what this version does not train, and on fewer ranks if need be."""
+    """The job's own layout comes first, on fewer ranks if need be."""
     own = job.layout
     if own.world == 1 and own == replace(Layout(), bucket_mb=own.bucket_mb):
         return
-    missing = untrainable(job)
-    if missing:
-        plan.skipped.append(Skipped(own.line(), "the job's own layout: " + "; ".join(text for _, text in missing)))
     accumulation = batch.solve(job.train.global_batch, own).accumulation
-    layout = matrix.reduced(matrix.without(own, {path for path, _ in missing}), max_ranks)
+    layout = matrix.reduced(own, max_ranks)
     layout = replace(
         layout,
         micro_batch=0,
@@ -192,11 +192,9 @@ def _add(plan: Selection, layout: Layout) -> None:
 
 
 def _reasons(job: Job, plan: Selection, layout: Layout, max_ranks: int) -> list[str]:
-    """Why a layout cannot be compared: it is illegal for the job's model, not trained, or too large."""
+    """Why a layout cannot be compared: it is illegal for the job's model, or too large."""
     checked = replace(job, cluster=replace(job.cluster, nodes=1, devices_per_node=0))
     problems = problems_of(_with(checked, layout))
-    if not problems:
-        problems = [problem for problem in untrainable(_with(checked, layout)) if problem[0].startswith("layout.")]
     if not problems:  # where the small model divides by less than the job's own
         problems = problems_of(plan.case(layout))
     reasons = [f"{path}: {message}" for path, message in problems]

@@ -85,5 +85,4 @@ def _run(name: str, pp: int, micro_batches: int, chunks: int, slices: int, forwa
     each = max(actions) / schedule.micro_batches
     inputs = 1 - forward - weights
     costs = {"F": forward / each, "B": (1 - forward) / each, "I": inputs / each, "W": weights / each}
-    timing = time(schedule, costs)
-    return max(0.0, timing.duration - max(timing.work(rank) for rank in range(schedule.ranks))) / schedule.steps
+    return max(0.0, time(schedule, costs).bubble_time) / schedule.steps

@@ -15,7 +15,7 @@ from phalanx.units import gib, seconds
 
 WIDTH = 120
 """Columns of a terminal's page."""
-COLUMNS = ("layout", "micro-batches", "step", "tps", "MFU", "memory", "bubble")
+COLUMNS = ("layout", "micro-batches", "step", "tps", "tps_total", "MFU", "memory", "bubble")
 """Of the table of the best layouts."""
 
 
@@ -97,6 +97,7 @@ def cells(candidate: Candidate) -> tuple[str, ...]:
         f"{equation.accumulation} of {equation.micro_batch}",
         duration(candidate.seconds),
         f"{candidate.tokens_per_s_per_device:,.0f}",
+        f"{candidate.tokens_per_s:,.0f}",
         f"{candidate.mfu:.1%}",
         f"{gib(prediction.fullest.peak)} {prediction.fullest.peak / prediction.memory_limit:4.0%}",
         f"{prediction.bubble:.1%}",
