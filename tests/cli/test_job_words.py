@@ -77,3 +77,10 @@ def test_the_page_of_help_shows_them(capsys):
     assert "--steps INT" in page
     assert "--names [STR" in page
     assert "--quick" in page
+
+
+def test_help_lists_presets_and_machines(capsys):
+    assert VERB.parse(["--help"]) is None
+    page = " ".join(capsys.readouterr().out.split())
+    assert "llama3-8b" in page
+    assert "Machines (docs/devices.md): dgx-v100, " in page

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from phalanx.check.load import LoadedJob, load_words
 from phalanx.check.show import as_dict, as_yaml
 from phalanx.config import overrides, values
+from phalanx.config.clusters import CLUSTERS, LOCAL
 from phalanx.config.job import Job
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
@@ -159,7 +160,8 @@ class JobVerb:
         page = dataclasses.make_dataclass(self.name, [*options, *switches], bases=(Job,), frozen=True)
         page.__doc__ = (
             f"{self.about}\n\nFields may be written as `train.steps=10`, `--train.steps 10` or, where the last name is "
-            f"enough, `--lr 1e-3`.\n\nModel presets: {', '.join(PRESETS)}."
+            f"enough, `--lr 1e-3`.\n\nModel presets: {', '.join(PRESETS)}.\n\nMachines "
+            f"(docs/devices.md): {', '.join([*CLUSTERS, LOCAL])}."
         )
         values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
         try:

@@ -11,23 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.config.devices import device_reported_as
+from phalanx.cost.time.kernel import peak_flops as data_sheet_peak
 from phalanx.errors import RunError
 from phalanx.parallel.linear import linear, onednn_is_faster
 
-# Dense bf16/fp16 peaks in TFLOP/s, from the vendors' data sheets (SXM forms where there are several).
-KNOWN_PEAKS = {
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "H800": 989.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "V100": 125.0,
-    "MI300X": 1307.0,
-    "MI250X": 191.5,  # of one of its two dies, which is what a process sees
-}
+DTYPES: dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Precisions of matrix products that the table of devices has peaks of."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
@@ -70,24 +60,40 @@ def keep_freed_memory() -> None:
 
 
 def peak_flops(stated_tflops: float, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s that one rank can do at most, and where that figure comes from.
+    """Returns the FLOP/s that one rank can do at most, and where that figure comes from.
 
-    The job's own figure, or the data sheet's for a known accelerator, or the best of a few square matrix products
-    measured now, by all ranks at once, because ranks of one machine share it.
+    That is the job's own figure, or the data sheet's for an accelerator, 0 for one that the table of devices does not
+    have, or, on a CPU, the best of a few square matrix products measured now, by all ranks at once, because ranks of
+    one machine share it.
     """
     if stated_tflops:
         return stated_tflops * 1e12, "the job's cluster.peak_tflops"
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        name = torch.cuda.get_device_name(device)
-        known = next((peak for key, peak in KNOWN_PEAKS.items() if key in name), None)
-        if known:
-            return known * 1e12, f"data sheet of {name}"
+    if device.type == "cuda":
+        name, gib = reported(device)
+        if known := data_sheet_flops(device, dtype):
+            return known, f"data sheet of {name}"
+        kind = str(dtype).removeprefix("torch.")
+        return 0.0, (
+            f"{name} with {gib:.0f} GiB has no peak in {kind} in the table of devices (docs/devices.md): lines are "
+            "without mfu; cluster.peak_tflops states one"
+        )
     if dist.is_initialized():
         dist.barrier()
     kind = str(dtype).removeprefix("torch.")
     if onednn_is_faster(device, dtype):
         return _measure(device, dtype, lambda a, _: linear(a, a)), f"measured {kind} matrix product, oneDNN"
     return _measure(device, dtype, lambda a, out: torch.mm(a, a, out=out)), f"measured {kind} matrix product"
+
+
+def data_sheet_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the data sheet's FLOP/s of a CUDA or ROCm device, 0 where it or the precision is not in the table."""
+    known = device_reported_as(*reported(device))
+    return data_sheet_peak(known, DTYPES[dtype]) if known and dtype in DTYPES else 0.0
+
+
+def reported(device: torch.device) -> tuple[str, float]:
+    """Returns what the driver calls a device, and its memory in GiB."""
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / 2**30
 
 
 def _measure(

@@ -92,7 +92,10 @@ class Trainer:
         self.asynchronous = Asynchronous(self.stepper) if job.layout.sync == "asp" else None
         self._resume()
         self.peak, source = devices.peak_flops(job.cluster.peak_tflops, device, DTYPES[job.train.precision])
-        log.info("peak: %.3g TFLOP/s a rank (%s), for mfu", self.peak / 1e12, source)
+        if self.peak:
+            log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", self.peak / 1e12, source)
+        else:
+            log.warning("peak: %s", source)
 
     def run(self) -> dict[str, Any]:
         """Steps until the job's last, with validation, checkpoints and metrics on the way."""
