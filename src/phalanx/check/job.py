@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from phalanx.check.layout import Problem, layout_problems, tensor_problems
 from phalanx.check.model import model_problems
 from phalanx.check.pipeline import pipeline_problems
 from phalanx.check.sync import sync_problems
 from phalanx.config.data import Data
-from phalanx.config.fields import get
+from phalanx.config.fields import constraints, get
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import nearest, nearest_divisors
@@ -22,7 +23,7 @@ MIN_BPE_VOCAB = 257
 def problems_of(job: Job) -> list[Problem]:
     """Everything that no run of this job could get past. Empty where the job is legal. Of a layout that is left to the
     planner (layout.auto), what no choice of the rest could mend."""
-    found = [*_ranges(job), *data_problems(job.data)]
+    found = [*out_of_range(job), *_sources(job.data)]
     if found:
         return found  # the equations below would only repeat a zero or negative number in other words
     return [
@@ -48,99 +49,12 @@ def untrainable(job: Job) -> list[Problem]:
     return [("layout.offload", "offloading is not done by this version; the layout that is: none")]
 
 
-AT_LEAST_ONE = [
-    "model.n_layers",
-    "model.d_model",
-    "model.n_heads",
-    "model.seq_len",
-    "model.moe.top_k",
-    "model.moe.n_groups",
-    "model.moe.top_groups",
-    "cluster.nodes",
-    "cluster.accelerator.cores",
-    "layout.dp_replicate",
-    "layout.dp_shard",
-    "layout.cp",
-    "layout.cp_ulysses",
-    "layout.tp",
-    "layout.pp",
-    "layout.ep",
-    "layout.tiles",
-    "layout.sync_every",
-    "train.steps",
-    "train.log_every",
-]
-AT_LEAST_ZERO = [
-    "model.n_kv_heads",
-    "model.head_dim",
-    "model.d_ff",
-    "model.vocab_size",
-    "model.dropout",
-    "model.moe.n_experts",
-    "model.moe.d_ff",
-    "model.moe.n_shared",
-    "model.moe.n_dense_layers",
-    "cluster.devices_per_node",
-    "cluster.peak_tflops",
-    "cluster.domain",
-    "cluster.pod",
-    *(f"cluster.accelerator.{name}" for name in ("bf16_tflops", "fp16_tflops", "fp8_tflops", "fp4_tflops")),
-    *(f"cluster.accelerator.{name}" for name in ("fp32_tflops", "memory_gib", "bandwidth_gbs", "launch_us")),
-    *(f"cluster.accelerator.{name}" for name in ("product_us", "host_us")),
-    *(f"cluster.sharing.{name}" for name in ("node_cores", "processes", "linked", "alone_products", "alone_streams")),
-    *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us")),
-    "layout.pp_chunks",
-    "layout.pp_slices",
-    "layout.micro_batch",
-    "layout.accumulation",
-    "layout.loss_chunk",
-    "optimizer.weight_decay",
-    "optimizer.clip",
-    "optimizer.warmup_steps",
-    "optimizer.decay_steps",
-    "optimizer.base_batch",
-    "train.global_batch",
-    "train.eval_every",
-    "train.eval_samples",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "run.threads",
-    "run.sample_tokens",
-    "train.seed",
-]
-POSITIVE = [
-    "optimizer.lr",
-    "optimizer.eps",
-    "optimizer.outer_lr",
-    "model.norm_eps",
-    "model.rope_theta",
-    "run.timeout_s",
-    "layout.bucket_mb",
-    "cluster.oversubscription",
-]
-SHARES = [
-    *(
-        f"cluster.{name}"
-        for name in ("accelerator.ceiling", "accelerator.fp8_ceiling", "intra.reached", "inter.reached")
-    ),
-    "optimizer.min_lr_ratio",
-    "optimizer.decay_fraction",
-]
-
-
-def _ranges(job: Job) -> Iterator[Problem]:
-    for path in AT_LEAST_ONE:
-        if get(job, path) < 1:
-            yield path, f"must be at least 1, is {get(job, path)}"
-    for path in AT_LEAST_ZERO:
-        if get(job, path) < 0:
-            yield path, f"must not be negative, is {get(job, path)}"
-    for path in POSITIVE:
-        if get(job, path) <= 0:
-            yield path, f"must be above 0, is {get(job, path)}"
-    for path in SHARES:
-        if not 0 <= get(job, path) <= 1:
-            yield path, f"must lie between 0 and 1, is {get(job, path)}"
+def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
+    """Yields every field of a (nested) dataclass that is outside of the range stated with it, and what is wrong;
+    `prefix` goes before the paths."""
+    for path, ranges in constraints(type(config)).items():
+        value = get(config, path)
+        yield from ((f"{prefix}{path}", problem) for each in ranges if (problem := each.problem(value)))
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:
@@ -158,15 +72,16 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
         )
     if model.positions == "rope" and not model.mla.kv_rank and model.head_size % 2:
         yield "model.head_dim", f"rotary positions turn pairs: head_dim must be even, is {model.head_size}"
-    if not model.dropout < 1:
-        yield "model.dropout", f"must be below 1, is {model.dropout}"
     yield from model_problems(model)
-    if model.rope_scaling.factor < 1:
-        yield "model.rope_scaling.factor", f"must be at least 1, is {model.rope_scaling.factor}"
 
 
 def data_problems(data: Data) -> Iterator[Problem]:
     """What makes no sense in data settings by themselves: `phalanx.data` refuses them for the same reasons."""
+    yield from out_of_range(data, "data.")
+    yield from _sources(data)
+
+
+def _sources(data: Data) -> Iterator[Problem]:
     if data.corpus not in CORPORA:
         meant = nearest(data.corpus, CORPORA)
         hint = f"; did you mean {meant}?" if meant else ""
@@ -176,10 +91,6 @@ def data_problems(data: Data) -> Iterator[Problem]:
         )
     if data.corpus == "text" and not data.path:
         yield "data.path", "corpus text needs the path of a text or JSONL file, or a folder of them"
-    if not 0 <= data.val_fraction < 1:
-        yield "data.val_fraction", f"must be at least 0 and below 1, is {data.val_fraction}"
-    if not 0 <= data.limit_mb < 1e12:
-        yield "data.limit_mb", f"must be a number of megabytes, or 0 for all, is {data.limit_mb}"
     if data.tokenizer == "bpe" and data.bpe_vocab < MIN_BPE_VOCAB:
         yield (
             "data.bpe_vocab",
@@ -190,14 +101,6 @@ def data_problems(data: Data) -> Iterator[Problem]:
             "data.document_mask",
             "corpus random is tokens without documents; nearest legal: document_mask=false, or corpus=stdlib",
         )
-    if data.random_tokens < 1:
-        yield "data.random_tokens", f"must be at least 1, is {data.random_tokens}"
-    if not 1 <= data.random_vocab <= 1 << 32:
-        yield "data.random_vocab", f"must lie between 1 and {1 << 32}, is {data.random_vocab}"
-    if data.workers < 0:
-        yield "data.workers", f"must be a number of processes, or 0 for one a core, is {data.workers}"
-    if data.prefetch < 0:
-        yield "data.prefetch", f"must be a number of steps, is {data.prefetch}"
 
 
 def _data(job: Job) -> Iterator[Problem]:
@@ -234,8 +137,6 @@ def _train(job: Job) -> Iterator[Problem]:
 
 def _optimizer(job: Job) -> Iterator[Problem]:
     optimizer = job.optimizer
-    if not all(0 <= beta < 1 for beta in optimizer.betas):
-        yield "optimizer.betas", f"must lie in [0, 1), are {optimizer.betas}"
     if optimizer.warmup_steps > job.train.steps:
         yield (
             "optimizer.warmup_steps",
