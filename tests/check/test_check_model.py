@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.check.job import Problem, out_of_range
+from phalanx.check.job import out_of_range
+from phalanx.check.layout import Problem
 from phalanx.check.model import model_problems
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS

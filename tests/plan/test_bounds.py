@@ -10,7 +10,8 @@ import pytest
 from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.cost.predict import predict
 from phalanx.errors import JobError
-from phalanx.plan.search.bounds import IN_FLIGHT, Bounds
+from phalanx.plan.search.bound_bytes import IN_FLIGHT
+from phalanx.plan.search.bounds import Bounds
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import space_of
 from phalanx.schedule import catalogue
