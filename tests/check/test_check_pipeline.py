@@ -43,15 +43,10 @@ def test_without_a_pipeline_its_settings_do_not_matter():
 
 def test_what_is_too_large_is_refused_before_it_is_built():
     began = time.perf_counter()
-    (found,) = problems(shallow(100_000), pp=100_000)
-    assert found.startswith("layout.schedule: 1f1b: 100,000 stages × 200,000 micro-batches to fill and drain")
-    assert "nearest legal: 1581 ranks" in found
-    many = replace(JOB, train=Train(global_batch=10**9))
-    (found,) = problems(many, pp=4, micro_batch=1)
-    assert "nearest legal: 1250000 micro-batches" in found
-    (found,) = problems(many, micro_batch=1)
-    assert found.endswith("a step has at most 5,000,000 micro-batches; nearest legal: global batch 5000000")
-    assert problems(replace(JOB, train=Train(global_batch=5_000_000)), micro_batch=1) == []
+    many = replace(shallow(1024), train=Train(global_batch=1 << 20))
+    (found,) = problems(many, pp=1024, micro_batch=1)
+    assert found.startswith("layout.schedule: 1f1b: 1,024 stages × 1,048,576 micro-batches × 2 passes")
+    assert "nearest legal: " in found
     assert time.perf_counter() - began < 0.5
 
 
@@ -150,7 +145,7 @@ def test_a_parameter_server_trains_whole_models():
 
 def test_a_schedule_in_a_file_says_its_own_numbers(tmp_path):
     path = str(tmp_path / "mine.csv")
-    file.write(catalogue.build("interleaved_1f1b", 2, 4, chunks=2), path)
+    file.save(file.text(catalogue.build("interleaved_1f1b", 2, 4, chunks=2)), path)
     layout = {"pp": 2, "schedule": path, "accumulation": 4}
     assert problems(**layout) == []
     assert schedule_of(Layout(**layout), 4) == file.read(path)
@@ -177,10 +172,10 @@ def test_what_is_wrong_in_a_file_is_told(tmp_path):
 def test_a_file_without_a_flush_has_to_be_pipedreams(tmp_path):
     own = pipedream(2, 2, 2)
     path = tmp_path / "mine.csv"
-    file.write(own, path)
+    file.save(file.text(own), path)
     assert problems(pp=2, schedule=str(path), accumulation=2) == []
     first = (*own.programs[0][:2], own.programs[0][3], own.programs[0][2], *own.programs[0][4:])
-    file.write(replace(own, programs=(first, own.programs[1])), path)
+    file.save(file.text(replace(own, programs=(first, own.programs[1]))), path)
     (found,) = problems(pp=2, schedule=str(path), accumulation=2)
     assert "spans 2 optimizer steps without a flush in an order of its own" in found
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.check.job import AT_LEAST_ONE, AT_LEAST_ZERO, AT_MOST, POSITIVE, SHARES, range_problems
 from phalanx.check.load import load_words
+from phalanx.check.sizes import AT_MOST, size_problems
 from phalanx.cli.main import main
 from phalanx.config import overrides
-from phalanx.config.fields import leaves, replace
+from phalanx.config.constraints import Between
+from phalanx.config.fields import constraints, leaves, replace
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
@@ -38,29 +39,27 @@ def problems(words: Iterable[str]) -> list[str]:
 
 def test_every_size_has_a_lower_and_an_upper_bound() -> None:
     shape = {path for path in NUMBERS if path.startswith(("model.", "cluster.", "layout."))}
-    above = {path for path, _ in BOUNDS} | set(SHARES) | {"model.dropout"}
-    assert shape <= above
+    shares = {path for path, ranges in constraints(Job).items() if any(isinstance(one, Between) for one in ranges)}
+    assert shape <= {path for path, _ in BOUNDS} | shares
     assert len(BOUNDS) == len({path for path, _ in BOUNDS})
-    kinds = ("model.moe.", "model.mla.", "model.rope_scaling.factor")  # bounded where they are at work (check/model.py)
-    below = {*AT_LEAST_ONE, *AT_LEAST_ZERO, *POSITIVE, *SHARES}
-    assert {path for path in shape if not path.startswith(kinds)} <= below
+    assert shape <= set(constraints(Job))
 
 
 @pytest.mark.parametrize(("path", "most"), BOUNDS)
 def test_a_number_above_its_bound_is_refused_with_the_reason(path: str, most: int) -> None:
-    (found,) = [problem for problem in range_problems(replace(Job(), path, most + 1)) if problem[0] == path]
+    (found,) = [problem for problem in size_problems(replace(Job(), path, most + 1)) if problem[0] == path]
     assert found[1].startswith(f"must be at most {most:,}, is {most + 1:,}: ")
-    assert not any(found[0] == path for found in range_problems(replace(Job(), path, most)))
+    assert not any(found[0] == path for found in size_problems(replace(Job(), path, most)))
     problems([f"{path}={most}"])
 
 
 def test_a_product_of_axes_is_bounded() -> None:
-    (found,) = range_problems(Job(layout=Layout(dp_replicate=2048, dp_shard=1024, tp=2, pp=2)))
+    (found,) = size_problems(Job(layout=Layout(dp_replicate=2048, dp_shard=1024, tp=2, pp=2)))
     assert found == (
         "layout",
         "pp 2 × dp_replicate 2048 × dp_shard 1024 × cp 1 × tp 2 = 8,388,608 devices, at most 1,048,576",
     )
-    assert not list(range_problems(Job(layout=Layout(dp_replicate=512, dp_shard=512, tp=4))))
+    assert not list(size_problems(Job(layout=Layout(dp_replicate=512, dp_shard=512, tp=4))))
 
 
 LARGE = st.one_of(

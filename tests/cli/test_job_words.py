@@ -85,3 +85,10 @@ def test_the_page_of_help_leaves_out_what_bench_writes(capsys):
     assert "--cluster.calibration" not in page
     assert "--cluster.allow-unreliable" in page
     assert "(default: 43.5)" in page
+
+
+def test_help_lists_presets_and_machines(capsys):
+    assert VERB.parse(["--help"]) is None
+    page = " ".join(capsys.readouterr().out.split())
+    assert "llama3-8b" in page
+    assert "Machines (docs/devices.md): dgx-v100, " in page

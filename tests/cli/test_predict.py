@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from phalanx.cli.main import main
 
+ROOT = Path(__file__).parents[2]
 JOB = ["predict", "model=llama3-8b", "cluster=dgx-h100:1", "dp_shard=8", "train.precision=bf16", "micro_batch=1"]
 JOB += ["train.global_batch=16", "recompute=full"]
 KEYS = "step_time_s tokens_per_s_per_device tflops_per_device mfu hfu bubble exposed_comm_s memory fits traffic_bytes"
@@ -116,3 +118,34 @@ def test_a_table_is_predicted_row_by_row(tmp_path: Path, capsys: pytest.CaptureF
     assert float(good["pred_peak_mem_gb"]) > 0
     assert bad["pred_step_time_s"] == ""
     assert "Z9" in bad["pred_note"]
+
+
+@pytest.mark.parametrize("page", ["context-parallel", "experts", "tensor-parallel", "zero"])
+def test_the_commands_of_the_pages_draw_their_pictures(page: str, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace("\\\n     ", "")
+    commands = re.findall(
+        r"^    phalanx (predict .* --picture \w+) --svg (docs/pictures/.*)$", text, flags=re.MULTILINE
+    )
+    assert commands
+    for command, picture in commands:
+        drawn = tmp_path / "drawn.svg"
+        assert main([*command.split(), "--svg", str(drawn)]) == 0
+        assert drawn.read_text(encoding="utf-8") == (ROOT / picture).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--picture", "layout"], "--picture layout says what --svg draws: name a file"),
+        (["--picture", "layuot", "--svg", "a.svg"], "expected one of prediction, layout, context, found 'layuot'"),
+        (["--picture", "context", "--svg", "a.svg"], "layout.cp is 1"),
+        (["--picture", "context", "--svg", "a.svg", "cp=3"], "is not whole; nearest cp:"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*JOB, *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""

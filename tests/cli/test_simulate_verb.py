@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from phalanx.cli.main import main
 
+ROOT = Path(__file__).parents[2]
 JOB = ["simulate", "model=gpt2", "cluster=dgx-h100:1", "pp=4", "dp_shard=2", "zero=1", "micro_batch=2"]
 JOB += ["train.global_batch=32", "train.precision=bf16"]
 
@@ -82,6 +85,26 @@ def test_failures_are_counted_where_they_are_asked_about(capsys):
     assert never["interval_s"] is None
     main([*JOB, "--restart-s", "60"])
     assert "of the time trains" in capsys.readouterr().out
+
+
+def test_failures_are_drawn_for_the_job_s_devices(capsys, tmp_path):
+    picture = tmp_path / "failures.svg"
+    assert main([*JOB, "--failures-svg", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "of the time trains" in out
+    assert f"written: {picture}" in out
+    drawn = picture.read_text()
+    assert ">8 devices<" in drawn
+    assert ">100,000 devices<" in drawn
+    assert main([*JOB, "--failures-svg", str(picture), "--failures-per-device-day", "0", "--checkpoint-s", "0"]) == 0
+
+
+def test_the_command_of_the_page_draws_its_picture(capsys, tmp_path):
+    page = (ROOT / "docs" / "goodput.md").read_text().replace("\\\n     ", "")
+    (command,) = re.findall(r"^    phalanx (simulate .* --failures-svg) docs/pictures/goodput.svg$", page, re.MULTILINE)
+    drawn = tmp_path / "drawn.svg"
+    assert main([*command.split(), str(drawn)]) == 0
+    assert drawn.read_text() == (ROOT / "docs" / "pictures" / "goodput.svg").read_text()
 
 
 def test_what_does_not_fit_is_simulated_all_the_same(capsys):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config.clusters import ACCELERATORS
+from phalanx.config.devices import ACCELERATORS
 from phalanx.cost.time.kernel import attention_seconds, peak_flops, product_seconds, rate, stream_seconds
 
 sizes = st.integers(1, 20_000)

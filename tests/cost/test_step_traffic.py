@@ -15,7 +15,7 @@ from phalanx.blocks.parameters import count, parameter_shapes
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.presets import PRESETS
-from phalanx.cost.traffic.step import heaviest_traffic, step_traffic
+from phalanx.cost.traffic.step import step_traffic
 from phalanx.errors import JobError
 from phalanx.partition.batch import Batch
 from phalanx.partition.cut import stages_of
@@ -161,10 +161,6 @@ def test_only_axes_with_several_ranks_send(replicate, shard, cp, tp, pp, zero, s
     sizes = {"dp_replicate": replicate, shards: shard * cp, "cp": cp, "tp": tp, "pp": pp, "world": layout.world}
     assert found.keys() == {axis for axis, ranks in sizes.items() if ranks > 1}
     assert all(sent > 0 for by in found.values() for sent in by.values())
-    heaviest = heaviest_traffic(SHAPE, layout, BATCH, stages=parts)
-    for rank in range(0, layout.world, layout.world // pp):
-        other = step_traffic(SHAPE, layout, BATCH, stages=parts, rank=rank)
-        assert sum(sum(by.values()) for by in other.values()) <= sum(sum(by.values()) for by in heaviest.values())
 
 
 @pytest.mark.parametrize("sync", ["local_sgd", "diloco"])

@@ -17,8 +17,8 @@ from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipedream import _legs, version
 from phalanx.partition.cut import stages_of
 from phalanx.schedule.pipedream import pipedream
-from phalanx.train.memory import state_memory
 from phalanx.train.step import Stepper
+from train.measured_memory import state_memory
 
 VOCAB = 13
 GPT = ModelConfig(n_layers=4, d_model=24, n_heads=4, seq_len=8, bias=True, qkv_bias=True)

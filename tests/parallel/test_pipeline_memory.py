@@ -24,8 +24,8 @@ from phalanx.parallel.pipeline import Execution
 from phalanx.parallel.transfers import AHEAD
 from phalanx.schedule.catalogue import SCHEDULES, build
 from phalanx.schedule.check import in_flight
-from phalanx.train.memory import _Made, _storages
 from phalanx.train.step import Stepper
+from train.measured_memory import Made, storages_of
 
 VOCAB = 16
 SHAPE = ModelConfig(n_layers=8, d_model=16, n_heads=2, seq_len=32, vocab_size=VOCAB, tied=False)
@@ -45,7 +45,7 @@ def live(ranks, layout: Layout) -> tuple[int, dict[int, int], int]:
     mesh = meshes.build(layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     seen, stages, transit, real = [0], dict[int, int](), [0], Execution.act
-    made = _Made()
+    made = Made()
 
     def act(self, action, *, last):
         real(self, action, last=last)
@@ -54,9 +54,9 @@ def live(ranks, layout: Layout) -> tuple[int, dict[int, int], int]:
         moving = [buffer for buffer, _ in self.mailbox.arriving.values()]
         moving += [message for to in self.mailbox.leaving.values() for _, message, _ in to]
         moving += self.handed.values()
-        others = _storages([*gradients, *moving])
+        others = storages_of([*gradients, *moving])
         kept = sum(size for key, (ref, size) in made.storages.items() if key not in others and not ref.expired())
-        transit.append(sum(_storages(moving).values()))
+        transit.append(sum(storages_of(moving).values()))
         if action.kind == "F":
             stages.setdefault(action.stage, kept - seen[-1])
         seen.append(kept)

@@ -13,7 +13,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.partition.sequence import group_places
 from phalanx.pictures.canvas import COLOURS
-from phalanx.pictures.context import contiguous, main, pairs, svg
+from phalanx.pictures.context import contiguous, pairs, svg
 
 
 def drawn(layout: Layout, seq_len: int = 64) -> list[ET.Element]:
@@ -60,13 +60,6 @@ def test_zigzag_gives_all_places_the_same_number_of_pairs(ring, ulysses, chunk):
     assert pairs([range(5)]) == sum(range(1, 6))
 
 
-def test_the_command_prints_it(capsys):
-    assert main(["cp=4", "seq_len=64"]) == 0
-    assert capsys.readouterr().out.startswith("<svg")
-
-
-def test_nothing_to_draw_without_cp_or_with_parts_that_are_not_equal(capsys):
+def test_nothing_to_draw_without_cp():
     with pytest.raises(JobError, match=r"layout\.cp is 1"):
         svg(Job())
-    assert main(["cp=3", "seq_len=64"]) == 2
-    assert "seq_len 64 / cp 3 is not whole; nearest cp: 1, 2, 4" in capsys.readouterr().err

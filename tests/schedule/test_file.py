@@ -30,7 +30,7 @@ def given(tmp_path):
 def test_every_schedule_is_read_as_it_was_written(name, ranks, micro_batches, tmp_path):
     schedule = catalogue.build(name, ranks, micro_batches)
     path = tmp_path / f"{name}.csv"
-    file.write(schedule, path)
+    file.save(file.text(schedule), path)
     assert file.read(path) == schedule
 
 
@@ -100,4 +100,4 @@ def test_files_that_are_not_there_or_too_large_or_cannot_be_written(tmp_path):
     with pytest.raises(JobError, match="the file is larger than 64.0MiB, which no schedule needs"):
         file.read(large)
     with pytest.raises(JobError, match="cannot write .*: No such file or directory"):
-        file.write(catalogue.build("1f1b", 2, 2), tmp_path / "no" / "where.csv")
+        file.save(file.text(catalogue.build("1f1b", 2, 2)), tmp_path / "no" / "where.csv")

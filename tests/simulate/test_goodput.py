@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import JobError
 from phalanx.simulate import goodput
-from phalanx.simulate.goodput import DAY, LLAMA_3, at, best, daly_interval, exact_interval, young_interval
+from phalanx.simulate.goodput import DAY, LLAMA_3, at, best, exact_interval
 
 costs = st.floats(1, 600)
 devices = st.integers(1, 200_000)
@@ -99,12 +99,14 @@ def test_whole_steps_are_the_best_of_whole_steps(count, failures, delta, restart
 @given(st.floats(1e-6, 100), st.floats(100, 1e8))
 def test_the_interval_solves_its_equation_and_young_and_daly_come_near(delta, mtbf):
     tau = exact_interval(delta, mtbf)
-    assert 0 < tau <= min(mtbf, young_interval(delta, mtbf)) * (1 + 1e-9)
+    young = math.sqrt(2 * delta * mtbf)  # Young 1974
+    assert 0 < tau <= min(mtbf, young) * (1 + 1e-9)
     assert math.log1p(-tau / mtbf) == pytest.approx(-(tau + delta) / mtbf, rel=1e-6) or tau > 0.999 * mtbf
     # What the series leave out is of the next order of sqrt(delta / 2M).
     small = math.sqrt(delta / (2 * mtbf))
-    assert abs(young_interval(delta, mtbf) / tau - 1) <= 2 * small + 1e-6
-    assert abs(daly_interval(delta, mtbf) / tau - 1) <= small**3 + 1e-6
+    assert abs(young / tau - 1) <= 2 * small + 1e-6
+    daly = young * (1 + small / 3 + small**2 / 9) - delta if delta < 2 * mtbf else mtbf  # Daly 2006
+    assert abs(daly / tau - 1) <= small**3 + 1e-6
 
 
 def test_daly_s_own_examples():

@@ -1,29 +1,23 @@
-"""Loads of experts: the same numbers on any layout, none for a dense model, and a picture that shows them."""
+"""Loads of experts: the same numbers on any layout, none for a dense model."""
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from phalanx.config.layout import Layout
 from phalanx.config.model import MoE
-from phalanx.errors import CheckpointError, DataError, StoppedError
+from phalanx.errors import StoppedError
 from phalanx.launch.ranks import SINGLE
 from phalanx.model.moe import Routing
 from phalanx.parallel import mesh as meshes
+from phalanx.pictures.experts import svg
 from phalanx.train.expert_load import ExpertLoads, line
-from phalanx.train.expert_load_picture import _colour, _spread, _tone, main, svg
-from phalanx.train.run_directory import RunDirectory
 from train.runs import change, rows, train
 
-SVG = "{http://www.w3.org/2000/svg}"
 EXPERTS = MoE(n_experts=4, top_k=2, d_ff=8, n_dense_layers=1, aux_loss=0.01, z_loss=0.001)
 LAYOUTS = [
     Layout(accumulation=3, recompute="full"),
@@ -149,69 +143,7 @@ def test_a_row_is_what_the_routers_noted_and_is_then_forgotten(moe_job):
     assert line(row) == "experts: max_violation 2.00 (layer 1)  idle: 1  aux_loss: 0.2500  z_loss: 0.1250"
 
 
-def write(folder: Path, *loads: dict[int, list[int]], torn: str = "") -> RunDirectory:
-    """A run of that name with rows at steps 10, 20 and so on."""
-    folder.mkdir()
-    (folder / "config.yaml").touch()
-    lines = [json.dumps({"event": "step", "step": 1, "loss": 1.0})]
-    for number, of_layers in enumerate(loads, start=1):
-        worst = max(max(row) * len(row) / sum(row) - 1 for row in of_layers.values())
-        row = {"step": 10 * number, "steps": 10, "loads": of_layers, "max_violation": worst, "worst_layer": 0}
-        lines.append(json.dumps({"event": "experts", **row, "idle": 0}))
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, torn]))
-    return RunDirectory(folder)
-
-
-def test_the_picture_shows_every_expert_and_every_row(tmp_path):
-    run = write(tmp_path / "a<b & c", {0: [5, 5, 5, 5]}, {0: [1, 2, 3, 2], 1: [8, 0, 0, 0]})
-    root = ElementTree.fromstring(svg(run))
-    drawn = root.find(f"{SVG}g[@class='map']")
-    assert drawn is not None
-    boxes = [box for path in drawn.iter(f"{SVG}path") for box in (path.get("d") or "").split("z") if box]
-    assert len(boxes) == len(set(boxes)) == 8
-    texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert texts[0] == "Experts of a<b & c: max_violation 3.00 in layer 0, 0 idle, at step 20"
-    assert {"Steps 11 to 20", "0.50", "1.00", "1.50", "4.00", "0.00", "Over the run"} <= set(texts)
-    (curve,) = root.iter(f"{SVG}polyline")
-    assert len((curve.get("points") or "").split()) == 2
-    assert "polyline" not in svg(write(tmp_path / "short", {0: [1, 1]}))
-    assert "href" not in svg(run)
-    assert "url(" not in svg(run)
-
-
-def test_steps_taken_again_and_a_line_cut_short_do_not_spoil_the_picture(tmp_path):
-    again = {"event": "experts", "step": 20, "steps": 10, "loads": {0: [3, 1]}, "max_violation": 0.5, "worst_layer": 0}
-    torn = '{"event": "experts", "step": 3' + "\n" + json.dumps({**again, "idle": 0})
-    run = write(tmp_path / "run", {0: [1, 1]}, {0: [2, 0]}, {0: [0, 2]}, torn=torn)
-    (curve,) = ElementTree.fromstring(svg(run)).iter(f"{SVG}polyline")
-    assert len((curve.get("points") or "").split()) == 2
-    assert "at step 20" in svg(run)
-
-
-@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=300).filter(any))
-def test_a_share_has_a_colour_of_the_scale_and_an_even_one_the_middle(loads):
-    shares = [load * len(loads) / sum(loads) for load in loads]
-    spread = _spread(shares)
-    tones = [_tone(share, spread) for share in shares]
-    assert all(-20 <= tone <= 20 for tone in tones)
-    assert [tone for _, tone in sorted(zip(shares, tones, strict=True))] == sorted(tones)
-    assert _tone(1.0, spread) == 0
-    assert len({_colour(tone) for tone in range(-20, 21)}) == 41
-
-
-def test_a_run_without_experts_is_refused_with_the_reason(tmp_path, capsys):
-    run = write(tmp_path / "dense")
-    with pytest.raises(DataError, match="has no row about experts"):
-        svg(run)
-    with pytest.raises(CheckpointError, match="no run in"):
-        svg(RunDirectory(tmp_path / "nowhere"))
-    assert main([str(run.path)]) == DataError.exit_code
-    assert "phalanx: " in capsys.readouterr().err
-    assert main([]) == 2
-
-
-def test_the_command_prints_what_the_run_left_in_its_directory(moe_job, capsys):
+def test_a_run_leaves_its_picture_in_its_directory(moe_job):
     train(SINGLE, change(moe_job, "train", steps=2))
     folder = Path(moe_job.run.dir) / "run"
-    assert main([str(folder)]) == 0
-    assert capsys.readouterr().out == (folder / "experts.svg").read_text()
+    assert (folder / "experts.svg").read_text() == svg("run", folder / "metrics.jsonl")

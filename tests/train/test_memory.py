@@ -13,11 +13,13 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.train import Train
-from phalanx.cost.memory.state import StateBytes, activation_bytes, state_bytes
+from phalanx.cost.memory.activations import activation_bytes
+from phalanx.cost.memory.state import StateBytes, state_bytes
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
-from phalanx.train.memory import Memory, activation_memory, state_memory
+from phalanx.train.memory import Memory
 from phalanx.train.step import Stepper
+from train.measured_memory import activation_memory, state_memory
 
 VOCAB = 64
 GPT = ModelConfig(n_layers=2, d_model=64, n_heads=4, seq_len=16)

@@ -19,15 +19,15 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.train import Train
 from phalanx.cost.memory.activations import activation_bytes
-from phalanx.cost.memory.rank_memory import rank_memory
+from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.spec import StepSpec
 from phalanx.parallel import mesh as meshes
 from phalanx.partition import batch
 from phalanx.partition.cut import stages_of
-from phalanx.train import memory
-from phalanx.train.memory import _Made, _tensors, activation_memory, state_memory
 from phalanx.train.step import Stepper
+from train import measured_memory
+from train.measured_memory import Made, activation_memory, state_memory, tensors_in
 
 VOCAB = 64
 LLAMA = ModelConfig(
@@ -58,7 +58,7 @@ BLOCKS = {
 }
 
 
-class Pinned(_Made):
+class Pinned(Made):
     """Every storage that an operation makes, told from those that operations meet also when these are gone."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Pinned(_Made):
         self.pins: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.storages and storage._cdata not in self.pins:
                 self.pins[storage._cdata] = StorageWeakRef(storage)  # keeps the key from being used again
@@ -82,7 +82,7 @@ def kept(ranks, layout: Layout, model: ModelConfig, precision) -> int:
     (block,) = transformer.blocks.values()
     micro = stepper.tensors(micro_batches(job, 0, mesh.data_rank, VOCAB)[0][0], 0)
     x = transformer.embed_tokens(micro.tokens, micro.positions, None).detach().clone().requires_grad_()
-    with mock.patch.object(memory, "_Made", Pinned):
+    with mock.patch.object(measured_memory, "Made", Pinned):
         found, y = activation_memory(block, x, transformer.rotary(micro.positions, x.dtype), None, None)
     y.sum().backward()
     return found
@@ -173,7 +173,7 @@ def compare(ranks, job: Job) -> set[str]:
     spec = StepSpec(model, Cluster(), layout, equation, "bf16", WIDTHS[job.train.precision], stages=stages)
     moments = set()
     for rank, size in enumerate(ranks(stepped, layout.world, job)):
-        expected = rank_memory(spec, rank // (layout.world // layout.pp))
+        expected = step_memory(spec)[rank // (layout.world // layout.pp)]
         print(layout.line(), rank, f"{size:,} {expected.allocated:,} {expected.allocated / size - 1:.1%}", expected)
         assert expected.allocated == pytest.approx(size, rel=0.04)
         moments.add(expected.moment)

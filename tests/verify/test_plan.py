@@ -148,7 +148,7 @@ def test_a_pipeline_of_the_job_s_own_keeps_what_it_is_about():
 
 
 def test_a_schedule_from_a_file(tmp_path):
-    file.write(catalogue.build("zb_v", 2, 6), path := tmp_path / "mine.csv")
+    file.save(file.text(catalogue.build("zb_v", 2, 6)), path := tmp_path / "mine.csv")
     layout = Layout(pp=2, dp_replicate=64, schedule=str(path), accumulation=6)
     plan = make(replace(JOB, model=replace(JOB.model, n_layers=4), layout=layout, train=Train(global_batch=384)))
     assert lines(plan)[0] == f"dp_replicate=4,pp=2,schedule={path},accumulation=6"

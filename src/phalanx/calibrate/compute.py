@@ -43,7 +43,7 @@ from phalanx.cost.fit import (
 )
 from phalanx.data.progress import Progress
 from phalanx.parallel.linear import linear, onednn_is_faster
-from phalanx.train.device import KNOWN_PEAKS, keep_freed_memory
+from phalanx.train.device import data_sheet_flops, keep_freed_memory
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION_HEADS = {shapes.CPU_UNIT: (8, 64), shapes.ACCELERATOR_UNIT: (32, 128)}
@@ -199,8 +199,7 @@ def _usable_memory() -> int:
 def _data_sheet_tflops(device: torch.device, precision: Precision) -> float:
     if device.type != "cuda" or precision == "fp32":
         return 0.0
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in KNOWN_PEAKS.items() if key in name), 0.0)
+    return data_sheet_flops(device, DTYPES[precision]) / 1e12
 
 
 def _product(shape: Shape, device: torch.device, precision: Precision) -> Call:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from phalanx.check.layout import Problem, layout_problems, tensor_problems
 from phalanx.check.model import model_problems
 from phalanx.check.pipeline import pipeline_problems
+from phalanx.check.sizes import size_problems
 from phalanx.check.sync import sync_problems
 from phalanx.config.data import Data
-from phalanx.config.fields import get
+from phalanx.config.fields import constraints, get
 from phalanx.config.job import Job
-from phalanx.config.layout import AXES
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import nearest, nearest_divisors
 
@@ -23,7 +24,7 @@ MIN_BPE_VOCAB = 257
 def problems_of(job: Job) -> list[Problem]:
     """Everything that no run of this job could get past. Empty where the job is legal. Of a layout that is left to the
     planner (layout.auto), what no choice of the rest could mend."""
-    found = [*range_problems(job), *data_problems(job.data)]
+    found = [*out_of_range(job), *size_problems(job), *_sources(job.data)]
     if found:
         return found  # the equations below would only repeat such a number in other words, or take for ever over it
     return [
@@ -49,208 +50,12 @@ def _unimplemented(job: Job) -> Iterator[Problem]:
         yield "layout.offload", "offloading is not done by this version; nearest legal: offload=none"
 
 
-AT_LEAST_ONE = [
-    "model.n_layers",
-    "model.d_model",
-    "model.n_heads",
-    "model.seq_len",
-    "model.moe.top_k",
-    "model.moe.n_groups",
-    "model.moe.top_groups",
-    "cluster.nodes",
-    "cluster.accelerator.cores",
-    "layout.dp_replicate",
-    "layout.dp_shard",
-    "layout.cp",
-    "layout.cp_ulysses",
-    "layout.tp",
-    "layout.pp",
-    "layout.ep",
-    "layout.tiles",
-    "layout.sync_every",
-    "train.steps",
-    "train.log_every",
-    "model.rope_scaling.original_seq_len",
-]
-AT_LEAST_ZERO = [
-    "model.n_kv_heads",
-    "model.head_dim",
-    "model.d_ff",
-    "model.vocab_size",
-    "model.dropout",
-    "model.moe.n_experts",
-    "model.moe.d_ff",
-    "model.moe.n_shared",
-    "model.moe.n_dense_layers",
-    "cluster.devices_per_node",
-    "cluster.peak_tflops",
-    "cluster.domain",
-    "cluster.pod",
-    *(f"cluster.accelerator.{name}" for name in ("bf16_tflops", "fp16_tflops", "fp8_tflops", "fp4_tflops")),
-    *(f"cluster.accelerator.{name}" for name in ("fp32_tflops", "memory_gib", "bandwidth_gbs", "launch_us")),
-    *(f"cluster.accelerator.{name}" for name in ("product_us", "host_us")),
-    *(f"cluster.sharing.{name}" for name in ("node_cores", "processes", "linked", "alone_products", "alone_streams")),
-    *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us")),
-    "layout.pp_chunks",
-    "layout.pp_slices",
-    "layout.micro_batch",
-    "layout.accumulation",
-    "layout.loss_chunk",
-    "optimizer.weight_decay",
-    "optimizer.clip",
-    "optimizer.warmup_steps",
-    "optimizer.decay_steps",
-    "optimizer.base_batch",
-    "train.global_batch",
-    "train.eval_every",
-    "train.eval_samples",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "run.threads",
-    "run.sample_tokens",
-    "train.seed",
-    "layout.prefetch",
-    "model.init_std",
-    "cluster.intra.pair_gbs",
-    "cluster.inter.pair_gbs",
-]
-POSITIVE = [
-    "optimizer.lr",
-    "optimizer.eps",
-    "optimizer.outer_lr",
-    "model.norm_eps",
-    "model.rope_theta",
-    "model.rope_scaling.low_freq_factor",
-    "model.rope_scaling.high_freq_factor",
-    "cluster.accelerator.sustained",
-    "cluster.accelerator.older",
-    "run.timeout_s",
-    "layout.bucket_mb",
-    "cluster.oversubscription",
-]
-SHARES = [
-    *(
-        f"cluster.{name}"
-        for name in ("accelerator.ceiling", "accelerator.fp8_ceiling", "intra.reached", "inter.reached")
-    ),
-    "optimizer.min_lr_ratio",
-    "optimizer.decay_fraction",
-]
-
-
-MOST_STAGES = 1024
-"""As many as the deepest model has layers that a job may name."""
-MOST_DEVICES = 1 << 20
-AT_MOST: list[tuple[int, str, list[str]]] = [
-    (
-        MOST_STAGES,
-        "the deepest published transformer has 1,000 layers (DeepNet, Wang et al. 2022)",
-        ["model.n_layers", "model.moe.n_dense_layers", "layout.pp", "layout.pp_chunks"],
-    ),
-    (
-        1 << 20,
-        "forty times the widest published transformer, 25,600 (Megatron-LM's 1T)",
-        [
-            *(f"model.{name}" for name in ("d_model", "d_ff", "head_dim", "moe.d_ff")),
-            *(f"model.mla.{name}" for name in ("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")),
-        ],
-    ),
-    (
-        1 << 14,
-        "a hundred times the heads of the widest published transformer, 160",
-        ["model.n_heads", "model.n_kv_heads"],
-    ),
-    (
-        1 << 14,
-        "eight times the most experts of a published transformer, 2,048 (Switch-C, Fedus et al. 2021)",
-        [f"model.moe.{name}" for name in ("n_experts", "top_k", "n_shared", "n_groups", "top_groups", "capacity")],
-    ),
-    (1 << 24, "sixty times the largest published vocabulary, 256,000 tokens", ["model.vocab_size"]),
-    (
-        1 << 27,
-        "the longest published context has 100 million tokens",
-        ["model.seq_len", "model.rope_scaling.original_seq_len", "layout.loss_chunk", "run.sample_tokens"],
-    ),
-    (
-        MOST_DEVICES,
-        "ten times the largest cluster that trained one model",
-        [
-            *("cluster.nodes", "cluster.domain", "cluster.pod"),
-            *(f"layout.{name}" for name in ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "ep")),
-        ],
-    ),
-    (
-        4096,
-        "no node has so many devices or processors",
-        [
-            *("cluster.devices_per_node", "cluster.accelerator.cores", "run.threads", "data.workers"),
-            *(f"cluster.sharing.{name}" for name in ("node_cores", "processes", "linked")),
-        ],
-    ),
-    (
-        1 << 20,
-        "sixteen times the largest published batch, 65,536 sequences (LAMB, You et al. 2020)",
-        ["train.global_batch", "optimizer.base_batch", "layout.micro_batch", "layout.accumulation"],
-    ),
-    (
-        1 << 20,
-        "more would be kept in memory at once than any host has",
-        ["layout.pp_slices", "layout.tiles", "layout.prefetch", "layout.bucket_mb", "data.prefetch", "data.bpe_vocab"],
-    ),
-    (
-        10**9,
-        "a year of steps of 30 ms",
-        [
-            *("train.steps", "train.log_every", "train.eval_every", "train.eval_samples", "checkpoint.every"),
-            *("checkpoint.keep", "optimizer.warmup_steps", "optimizer.decay_steps", "layout.sync_every"),
-        ],
-    ),
-    (10**12, "a prepared corpus of random tokens lies on disk whole", ["data.random_tokens"]),
-    (1 << 63, "it has to be a number of 63 bits", ["train.seed"]),
-    (
-        10**12,
-        "nothing that is measured or set is so large",
-        [
-            *(f"cluster.{name}" for name in ("peak_tflops", "oversubscription")),
-            *(f"cluster.accelerator.{name}_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "fp32")),
-            *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "older")),
-            *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
-            *(f"cluster.sharing.{name}" for name in ("alone_products", "alone_streams")),
-            *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us", "pair_gbs")),
-            *(f"model.rope_scaling.{name}" for name in ("factor", "low_freq_factor", "high_freq_factor")),
-            *(f"model.moe.{name}" for name in ("route_scale", "aux_loss", "z_loss", "bias_rate")),
-            *(f"model.{name}" for name in ("norm_eps", "rope_theta", "init_std")),
-            *(f"optimizer.{name}" for name in ("lr", "eps", "weight_decay", "clip", "outer_lr")),
-            "run.timeout_s",
-        ],
-    ),
-]
-"""Upper bounds, each with its reason: beyond them a typing error is more likely than a job, and answers would take
-minutes or all memory."""
-BOUNDS = {path: (most, reason) for most, reason, paths in AT_MOST for path in paths}
-"""The same by path."""
-
-
-def range_problems(job: Job) -> Iterator[Problem]:
-    """Each number that is too small or too large by itself, and a product of axes that is too large."""
-    for path in AT_LEAST_ONE:
-        if get(job, path) < 1:
-            yield path, f"must be at least 1, is {get(job, path)}"
-    for path in AT_LEAST_ZERO:
-        if get(job, path) < 0:
-            yield path, f"must not be negative, is {get(job, path)}"
-    for path in POSITIVE:
-        if get(job, path) <= 0:
-            yield path, f"must be above 0, is {get(job, path)}"
-    for path in SHARES:
-        if not 0 <= get(job, path) <= 1:
-            yield path, f"must lie between 0 and 1, is {get(job, path)}"
-    for path, (most, reason) in BOUNDS.items():
-        if (value := get(job, path)) > most:
-            yield path, f"must be at most {most:,}, is {value:,}: {reason}"
-    if (world := job.layout.world) > MOST_DEVICES >= max(getattr(job.layout, axis) for axis in AXES):
-        product = " × ".join(f"{axis} {getattr(job.layout, axis)}" for axis in AXES)
-        yield "layout", f"{product} = {world:,} devices, at most {MOST_DEVICES:,}"
+def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
+    """Yields every field of a (nested) dataclass that is outside of the range stated with it, and what is wrong;
+    `prefix` goes before the paths."""
+    for path, ranges in constraints(type(config)).items():
+        value = get(config, path)
+        yield from ((f"{prefix}{path}", problem) for each in ranges if (problem := each.problem(value)))
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:
@@ -268,15 +73,16 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
         )
     if model.positions == "rope" and not model.mla.kv_rank and model.head_size % 2:
         yield "model.head_dim", f"rotary positions turn pairs: head_dim must be even, is {model.head_size}"
-    if not model.dropout < 1:
-        yield "model.dropout", f"must be below 1, is {model.dropout}"
     yield from model_problems(model)
-    if model.rope_scaling.factor < 1:
-        yield "model.rope_scaling.factor", f"must be at least 1, is {model.rope_scaling.factor}"
 
 
 def data_problems(data: Data) -> Iterator[Problem]:
     """What makes no sense in data settings by themselves: `phalanx.data` refuses them for the same reasons."""
+    yield from out_of_range(data, "data.")
+    yield from _sources(data)
+
+
+def _sources(data: Data) -> Iterator[Problem]:
     if data.corpus not in CORPORA:
         meant = nearest(data.corpus, CORPORA)
         hint = f"; did you mean {meant}?" if meant else ""
@@ -286,10 +92,6 @@ def data_problems(data: Data) -> Iterator[Problem]:
         )
     if data.corpus == "text" and not data.path:
         yield "data.path", "corpus text needs the path of a text or JSONL file, or a folder of them"
-    if not 0 <= data.val_fraction < 1:
-        yield "data.val_fraction", f"must be at least 0 and below 1, is {data.val_fraction}"
-    if not 0 <= data.limit_mb < 1e12:
-        yield "data.limit_mb", f"must be a number of megabytes, or 0 for all, is {data.limit_mb}"
     if data.tokenizer == "bpe" and data.bpe_vocab < MIN_BPE_VOCAB:
         yield (
             "data.bpe_vocab",
@@ -300,14 +102,6 @@ def data_problems(data: Data) -> Iterator[Problem]:
             "data.document_mask",
             "corpus random is tokens without documents; nearest legal: document_mask=false, or corpus=stdlib",
         )
-    if data.random_tokens < 1:
-        yield "data.random_tokens", f"must be at least 1, is {data.random_tokens}"
-    if not 1 <= data.random_vocab <= 1 << 32:
-        yield "data.random_vocab", f"must lie between 1 and {1 << 32}, is {data.random_vocab}"
-    if data.workers < 0:
-        yield "data.workers", f"must be a number of processes, or 0 for one a core, is {data.workers}"
-    if data.prefetch < 0:
-        yield "data.prefetch", f"must be a number of steps, is {data.prefetch}"
 
 
 def _data(job: Job) -> Iterator[Problem]:
@@ -344,8 +138,6 @@ def _train(job: Job) -> Iterator[Problem]:
 
 def _optimizer(job: Job) -> Iterator[Problem]:
     optimizer = job.optimizer
-    if not all(0 <= beta < 1 for beta in optimizer.betas):
-        yield "optimizer.betas", f"must lie in [0, 1), are {optimizer.betas}"
     if optimizer.warmup_steps > job.train.steps:
         yield (
             "optimizer.warmup_steps",

@@ -1,5 +1,5 @@
-"""What is wrong with a model's experts or its latent attention: each problem with its equation and the nearest legal
-values."""
+"""What is wrong between the fields of a model's experts or of its latent attention, each of which is in its range: each
+problem with its equation and the nearest legal values."""
 
 from __future__ import annotations
 
@@ -19,24 +19,14 @@ def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 def _experts(moe: MoE, n_layers: int) -> Iterator[tuple[str, str]]:
     n = moe.n_experts
-    for name in ("n_experts", "d_ff", "n_shared", "n_dense_layers", "aux_loss", "z_loss", "capacity"):
-        if getattr(moe, name) < 0:
-            yield f"model.moe.{name}", f"must not be negative, is {getattr(moe, name)}"
-    if n < 0:
-        return  # what follows would only say the same in other words
-    if not 1 <= moe.top_k <= n:
-        yield (
-            "model.moe.top_k",
-            f"must lie between 1 and n_experts {n}, is {moe.top_k}; nearest: {min(max(moe.top_k, 1), n)}",
-        )
+    if moe.top_k > n:
+        yield "model.moe.top_k", f"must lie between 1 and n_experts {n}, is {moe.top_k}; nearest: {n}"
     elif moe.top_k == 1 and moe.renormalise:
         yield (
             "model.moe.renormalise",
             "with top_k 1 the one gate would always be 1 and the router learn nothing from the loss: renormalise=false",
         )
-    if moe.route_scale <= 0:
-        yield "model.moe.route_scale", f"must be above 0, is {moe.route_scale}"
-    if moe.bias_balanced and moe.bias_rate <= 0:
+    if moe.bias_balanced and not moe.bias_rate:
         yield "model.moe.bias_rate", f"must be above 0 with bias_balanced, is {moe.bias_rate}"
     if moe.n_dense_layers > n_layers:
         yield "model.moe.n_dense_layers", f"is {moe.n_dense_layers}, more than the model's n_layers {n_layers}"
@@ -45,17 +35,16 @@ def _experts(moe: MoE, n_layers: int) -> Iterator[tuple[str, str]]:
 
 def _groups(moe: MoE) -> Iterator[tuple[str, str]]:
     n, groups = moe.n_experts, moe.n_groups
-    if groups < 1 or n % groups:
+    if n % groups:
         yield (
             "model.moe.n_groups",
             f"must divide n_experts {n}, is {groups}; nearest: {nearest_divisors(n, groups)}",
         )
         return
-    if not 1 <= moe.top_groups <= groups:
+    if moe.top_groups > groups:
         yield (
             "model.moe.top_groups",
-            f"must lie between 1 and n_groups {groups}, is {moe.top_groups}; nearest: "
-            f"{min(max(moe.top_groups, 1), groups)}",
+            f"must lie between 1 and n_groups {groups}, is {moe.top_groups}; nearest: {groups}",
         )
         return
     within = n // groups * moe.top_groups
@@ -69,13 +58,7 @@ def _groups(moe: MoE) -> Iterator[tuple[str, str]]:
 
 
 def _latent_attention(mla: MLA, positions: str) -> Iterator[tuple[str, str]]:
-    for name in ("q_rank", "kv_rank"):
-        if getattr(mla, name) < 0:
-            yield f"model.mla.{name}", f"must not be negative, is {getattr(mla, name)}"
-    for name in ("rope_head_dim", "nope_head_dim", "v_head_dim"):
-        if getattr(mla, name) < 1:
-            yield f"model.mla.{name}", f"must be at least 1, is {getattr(mla, name)}"
-    if mla.rope_head_dim > 0 and mla.rope_head_dim % 2:
+    if mla.rope_head_dim % 2:
         even = nearest_of(range(max(2, mla.rope_head_dim - 1), mla.rope_head_dim + 2, 2), mla.rope_head_dim, 2)
         yield (
             "model.mla.rope_head_dim",

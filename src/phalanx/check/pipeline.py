@@ -14,7 +14,6 @@ from phalanx.partition.pipeline import is_file
 from phalanx.partition.stages import written_stages
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.pipedream import pipedream
-from phalanx.schedule.size import MOST_ACTIONS
 
 
 def pipeline_problems(job: Job) -> Iterator[Problem]:
@@ -28,7 +27,6 @@ def pipeline_problems(job: Job) -> Iterator[Problem]:
                 f"{problem}; the learning rate's: optimizer.schedule; a schedule of your own: the path of its file",
             )
     if layout.pp == 1:
-        yield from _accumulated(job)
         return
     if layout.sync == "asp":
         yield (
@@ -39,17 +37,6 @@ def pipeline_problems(job: Job) -> Iterator[Problem]:
         yield from _file(job)
     elif layout.schedule in catalogue.SCHEDULES:
         yield from _named(job)
-
-
-def _accumulated(job: Job) -> Iterator[Problem]:
-    """Without a pipeline a step is a program of forward and backward passes all the same."""
-    equation, most = _equation(job), MOST_ACTIONS // 2
-    if equation is not None and equation.accumulation > most:
-        yield (
-            "train.global_batch",
-            f"{equation.equation()}: a step has at most {most:,} micro-batches; nearest legal: global batch "
-            f"{most * equation.micro_batch * equation.data_ranks}",
-        )
 
 
 def _named(job: Job) -> Iterator[Problem]:

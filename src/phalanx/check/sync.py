@@ -11,8 +11,6 @@ from phalanx.config.job import Job
 def sync_problems(job: Job) -> Iterator[tuple[str, str]]:
     """The dotted path of each field at fault, and the message with the nearest legal choice."""
     layout, sync = job.layout, job.layout.sync
-    if not 0 <= job.optimizer.outer_momentum < 1:
-        yield "optimizer.outer_momentum", f"must lie in [0, 1), is {job.optimizer.outer_momentum}"
     if sync == "bsp":
         return
     if layout.dp_replicate < 2:

@@ -17,6 +17,7 @@ from phalanx.cli.calibration import check_calibration
 from phalanx.config import overrides, values
 from phalanx.config.calibration import Calibration
 from phalanx.config.cluster import Cluster
+from phalanx.config.clusters import CLUSTERS, LOCAL
 from phalanx.config.job import Job
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
@@ -173,7 +174,8 @@ class JobVerb:
         )
         page.__doc__ = (
             f"{self.about}\n\nFields may be written as `train.steps=10`, `--train.steps 10` or, where the last name is "
-            f"enough, `--lr 1e-3`.\n\nModel presets: {', '.join(PRESETS)}."
+            f"enough, `--lr 1e-3`.\n\nModel presets: {', '.join(PRESETS)}.\n\nMachines "
+            f"(docs/devices.md): {', '.join([*CLUSTERS, LOCAL])}."
         )
         values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
         values["cluster"] = cluster(**vars(job.cluster))

@@ -23,6 +23,7 @@ VERBS = {
     "simulate": "a step as a timeline: every pass and message, slow devices, failures",
     "bench": "measure this machine, for predictions on cluster=local",
     "schedule": "pipeline schedules: list, draw, measure and check them",
+    "collectives": "algorithms of collectives: list and draw them, count their messages and bytes",
 }
 
 USAGE = """\
@@ -43,6 +44,7 @@ examples:
   phalanx plan model=llama3-70b cluster=dgx-h100:8 train.global_batch=256 train.precision=bf16 --html plan.html
   phalanx simulate examples/pipeline.yaml cluster=local --straggler 1=1.5 --svg step.svg
   phalanx schedule show 1f1b --stages 4 --microbatches 8
+  phalanx collectives show ring-all-reduce --ranks 8
 
 `phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.
 Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data or checkpoint invalid, 5 stopped on NaN,

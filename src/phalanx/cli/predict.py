@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from phalanx.cli.calibration import calibration_document
 from phalanx.cli.files import check_folders, write
@@ -20,7 +20,9 @@ from phalanx.cost.spec import StepSpec
 from phalanx.cost.traffic.step import step_traffic
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
-from phalanx.errors import DoesNotFitError
+from phalanx.errors import DoesNotFitError, JobError
+from phalanx.pictures import context as context_picture
+from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
 from phalanx.plan.report.advice import advice, shortfall
 from phalanx.units import gib
@@ -31,7 +33,13 @@ VERB = JobVerb(
     "Time, memory and traffic of one step of a job, on any machine, without it. Exit code 3 where it does not fit.",
     switches={},
     options={
-        "svg": Option(str, "", "write the pictures to a file: time and memory by part, roofline of a block"),
+        "svg": Option(str, "", "write a picture to a file"),
+        "picture": Option(
+            Literal["prediction", "layout", "context"],
+            "prediction",
+            "svg: time and memory by part with the roofline of a block; or which rank holds which part of the "
+            "parameters (layout); or which tokens each context-parallel rank holds and computes (context)",
+        ),
         **OPTIONS,
         "table": Option(str, "", "predict every row of a CSV file of configurations instead of a job"),
         "out": Option(str, "", "table: the CSV file to write; standard output where none is named"),
@@ -47,12 +55,12 @@ def run(argv: Sequence[str]) -> int:
     if words.options["table"]:
         as_document = "json" in words.switches
         return table.run(words.options["table"], words.options["out"], as_json=as_document, progress=stderr_progress)
-    check_folders(words.options, "svg")
+    _check_picture(words.options)
     spec = asked(step_spec(words.job, vocabulary_size(words.job)), words.options)
     prediction = predict(spec)
     traffic = _traffic(words.job, spec)
     if words.options["svg"]:
-        write(words.options["svg"], prediction_picture.svg(spec, prediction))
+        write(words.options["svg"], _picture(words.options["picture"], words.job, spec, prediction))
     if "json" in words.switches:
         calibration = calibration_document(words.job.cluster, words.job.layout.world)
         print(json.dumps({**as_json(spec, prediction, traffic), "calibration": calibration}, indent=1))
@@ -65,6 +73,22 @@ def run(argv: Sequence[str]) -> int:
     if "json" not in words.switches:
         print(f"\n{shortfall(spec)}", file=sys.stderr)
     return DoesNotFitError.exit_code
+
+
+def _check_picture(options: Mapping[str, Any]) -> None:
+    """Raises JobError where a picture is asked for that would be written nowhere."""
+    if options["picture"] != "prediction" and not options["svg"]:
+        raise JobError(f"--picture {options['picture']} says what --svg draws: name a file, such as --svg step.svg")
+    check_folders(options, "svg")
+
+
+def _picture(name: str, job: Job, spec: StepSpec, prediction: Prediction) -> str:
+    """Returns the SVG document that --picture names."""
+    if name == "layout":
+        return layout_picture.svg(job, spec.model.vocab_size)
+    if name == "context":
+        return context_picture.svg(job)
+    return prediction_picture.svg(spec, prediction)
 
 
 def _traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:

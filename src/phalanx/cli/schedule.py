@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from phalanx.cli.commands import Command, CommandWords, option_lines, parse
 from phalanx.cli.job_words import Option
 from phalanx.errors import JobError
-from phalanx.nearest import nearest
 from phalanx.partition.pipeline import is_file
 from phalanx.pictures import schedule as schedule_picture
 from phalanx.pictures import schedule_text
@@ -27,7 +26,6 @@ usage: phalanx schedule list [--json]                     the schedules there ar
 
 options of show:
 {options}
-  --json              print one JSON document on standard output and nothing else
 
 A FILE is CSV, a row a rank, cells such as 0F3 (stage 0, forward pass, micro-batch 3), with B for a backward pass, I and
 W for its halves. It says itself how many ranks, micro-batches and slices it has.
@@ -50,27 +48,25 @@ FILES = {
     "trace": Option(str, "", "write trace events to a file, for ui.perfetto.dev"),
     "csv": Option(str, "", "write the schedule to a file, for you and torch.distributed.pipelining to read"),
 }
-COMMANDS: dict[str, dict[str, Option]] = {"list": {}, "show": SIZES | FILES, "check": {}}
-ALIASES = {"ranks": "stages", "pp": "stages", "micro_batches": "microbatches"}
-
-
-@dataclass(frozen=True)
-class ScheduleArguments:
-    """The command line, understood."""
-
-    command: str
-    subject: str
-    """The NAME or FILE; empty for list."""
-    options: dict[str, Any]
-    """Those that were given."""
-    as_json: bool
+COMMANDS = {
+    "list": Command(),
+    "show": Command(
+        "a schedule's name or a file",
+        SIZES | FILES,
+        aliases={"ranks": "stages", "pp": "stages", "micro_batches": "microbatches"},
+    ),
+    "check": Command("a file"),
+}
 
 
 def run(argv: Sequence[str]) -> int:
     if not argv or {"-h", "--help", "help"} & set(argv):
-        print(PAGE.format(options="\n".join(map(_help, COMMANDS["show"]))))
+        print(PAGE.format(options=option_lines(SIZES | FILES)))
         return 0
-    words = _parse(argv)
+    first = argv[0]
+    a_subject = catalogue.likely(first) or first.endswith(".csv")
+    hint = f"a command comes first: `phalanx schedule show {first}`" if a_subject else ""
+    words = parse("schedule", COMMANDS, argv, hint)
     if words.command == "list":
         _list(words.as_json)
     elif words.command == "check":
@@ -78,60 +74,6 @@ def run(argv: Sequence[str]) -> int:
     else:
         _show(words)
     return 0
-
-
-def _help(name: str) -> str:
-    option = COMMANDS["show"][name]
-    value = "FILE" if option.kind is str else "N"
-    default = f" (default {option.default})" if option.default else ""
-    return f"  {f'--{name} {value}':<18}  {option.about}{default}"
-
-
-def _parse(argv: Sequence[str]) -> ScheduleArguments:
-    """Raises JobError with every problem of the words."""
-    command, *left = argv
-    if command not in COMMANDS:
-        meant = nearest(command, COMMANDS)
-        hint = f"did you mean `phalanx schedule {meant}`?" if meant else f"there are: {', '.join(COMMANDS)}"
-        if catalogue.likely(command) or command.endswith(".csv"):
-            hint = f"a command comes first: `phalanx schedule show {command}`"
-        raise JobError(f"phalanx schedule has no command {command!r}; {hint}")
-    known = COMMANDS[command]
-    subjects: list[str] = []
-    options: dict[str, Any] = {}
-    problems: list[str] = []
-    as_json = False
-    while left:
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        name = flag[2:].replace("-", "_")
-        name = ALIASES.get(name, name)
-        if word == "--json":
-            as_json = True
-        elif not word.startswith("-") or word == "-":
-            subjects.append(word)
-        elif name not in known:
-            meant = nearest(name, [*known, *(ALIASES if command == "show" else ()), "json"])
-            problems.append(
-                f"unknown option {flag}" + (f"; did you mean --{meant.replace('_', '-')}?" if meant else "")
-            )
-            if not equals and left and not left[0].startswith("-"):
-                left.pop(0)  # its value: one mistake is one message
-        else:
-            if not equals and left and not left[0].startswith("--"):
-                equals, value = "=", left.pop(0)
-            try:
-                options[name] = known[name].convert([value] if equals and value else [])[0]
-            except ValueError as error:
-                problems.append(f"{flag}: {error}")
-    needed = {"list": "", "show": "a schedule's name or a file", "check": "a file"}[command]
-    if len(subjects) != bool(needed):
-        takes = needed or "no name"
-        found = " ".join(subjects) or "nothing"
-        problems.append(f"phalanx schedule {command} takes {takes}, found {found}")
-    if problems:
-        raise JobError(problems)
-    return ScheduleArguments(command, subjects[0] if subjects else "", options, as_json)
 
 
 def _list(as_json: bool) -> None:
@@ -157,7 +99,7 @@ def _entry(name: str) -> dict[str, object]:
     }
 
 
-def _check(words: ScheduleArguments) -> None:
+def _check(words: CommandWords) -> None:
     schedule = file.read(words.subject)
     if words.as_json:
         print(json.dumps({"ok": True, **_figures(timing.time(schedule))}))
@@ -165,10 +107,10 @@ def _check(words: ScheduleArguments) -> None:
         print(f"{words.subject}: a schedule that runs\n{_report(timing.time(schedule))}")
 
 
-def _show(words: ScheduleArguments) -> None:
-    schedule = _schedule(words.subject, {name: words.options[name] for name in SIZES if name in words.options})
+def _show(words: CommandWords) -> None:
+    schedule = _schedule(words.subject, words.given(SIZES))
     timed = timing.time(schedule)
-    written = {name: words.options[name] for name in FILES if name in words.options}
+    written = words.given(FILES)
     contents = {"svg": schedule_picture.svg, "trace": trace.text, "csv": lambda timed: file.text(timed.schedule)}
     for name, path in written.items():
         file.save(contents[name](timed), path)

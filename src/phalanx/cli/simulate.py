@@ -64,6 +64,12 @@ VERB = JobVerb(
         ),
         "checkpoint_s": Option(float, None, f"seconds for which a save holds training up; {CHECKPOINT_S:g}"),
         "restart_s": Option(float, None, f"seconds from a failure to the next step; {RESTART_S:g}"),
+        "failures_svg": Option(
+            str,
+            "",
+            "write the picture of productive time against the time between saves to a file, for this job's devices "
+            "beside other numbers of them",
+        ),
         **OPTIONS,
     },
     auto="measure",
@@ -75,20 +81,23 @@ def run(argv: Sequence[str]) -> int:
     if words is None:
         return 0
     options, as_document = words.options, "json" in words.switches
-    check_folders(options, "svg", "trace")
+    check_folders(options, "svg", "trace", "failures_svg")
     spec = asked(step_spec(words.job, vocabulary_size(words.job)), options)
     disturbance = _disturbance(options["straggler"], options["slow_link"])
     check(disturbance, spec)
     with stderr_progress() as progress:
         result = _simulated(spec, disturbance, progress if _passes(spec) > LONG else silent)
-    lost = _goodput(options, spec, result.figures.step_time_s)
+    failures = _failures(options)
+    lost = best(spec.layout.world, *failures, result.figures.step_time_s) if failures else None
     _write(result.timeline, options["svg"], options["trace"])
+    if options["failures_svg"] and failures:
+        write(options["failures_svg"], _failures_picture(spec.layout.world, *failures))
     if as_document:
         calibration = calibration_document(words.job.cluster, words.job.layout.world)
         print(json.dumps({**as_json(result, lost), "calibration": calibration}, indent=1))
     else:
         print(report(result, lost))
-        if files := " and ".join(options[name] for name in ("svg", "trace") if options[name]):
+        if files := " and ".join(options[name] for name in ("svg", "trace", "failures_svg") if options[name]):
             print(f"\nwritten: {files}")
     if not result.prediction.fits:
         print(f"\nphalanx: simulated all the same, but it {shortfall(spec)}", file=sys.stderr)
@@ -153,18 +162,24 @@ def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance
     return Disturbance(tuple(slow), tuple(pairs), tuple(axes))
 
 
-def _goodput(options: Mapping[str, Any], spec: StepSpec, step_s: float) -> Goodput | None:
-    """What failures cost, where an option asks for it."""
+def _failures(options: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    """Returns failures per device and day, seconds of a save and seconds of a restart, where an option asks about
+    failures."""
     rate, save, restart = (options[name] for name in ("failures_per_device_day", "checkpoint_s", "restart_s"))
-    if rate is None and save is None and restart is None:
+    if rate is None and save is None and restart is None and not options["failures_svg"]:
         return None
-    return best(
-        spec.layout.world,
+    return (
         LLAMA_3 if rate is None else rate,
         CHECKPOINT_S if save is None else save,
         RESTART_S if restart is None else restart,
-        step_s,
     )
+
+
+def _failures_picture(devices: int, failures_per_device_day: float, save_s: float, restart_s: float) -> str:
+    from phalanx.pictures import goodput as goodput_picture
+
+    sizes = sorted({devices, *goodput_picture.SIZES})
+    return goodput_picture.svg(sizes, failures_per_device_day, (save_s, save_s / 10), restart_s)
 
 
 def _write(timeline: Timeline, svg: str, trace: str) -> None:

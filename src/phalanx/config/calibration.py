@@ -10,9 +10,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from phalanx.config import this_machine
+from phalanx.config.constraints import AtLeast
 
 Measurement = Literal["compute", "comm"]
 """The two measurements of `phalanx bench`."""
@@ -43,11 +44,11 @@ SPREAD = ErrorBounds(0.25, 1.0)
 class FitQuality:
     """Quality of one part of a measurement."""
 
-    error: float = 0.0
+    error: Annotated[float, AtLeast(0)] = 0.0
     """Median relative error of the fit."""
-    spread: float = 0.0
+    spread: Annotated[float, AtLeast(0)] = 0.0
     """Median over the part's measurements of (slowest - fastest) / median of the rounds that were kept."""
-    rounds: int = 0
+    rounds: Annotated[int, AtLeast(0)] = 0
     """Independent rounds that were measured; 0: this part was not measured, or without a spread."""
 
 
@@ -61,7 +62,7 @@ class Provenance:
     """Network name of the machine."""
     processor: str = ""
     """Model name of its CPU."""
-    cores: int = 0
+    cores: Annotated[int, AtLeast(0)] = 0
     """Logical cores of the machine."""
     versions: str = ""
     """Versions of phalanx, torch and Python."""

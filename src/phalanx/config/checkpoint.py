@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from phalanx.config.constraints import AtLeast
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Saving and resuming."""
 
-    every: int = 0
+    every: Annotated[int, AtLeast(0)] = 0
     """Steps between checkpoints; 0 means only at the end and when stopped."""
-    keep: int = 2
+    keep: Annotated[int, AtLeast(0)] = 2
     """Checkpoints kept; older ones are deleted. 0 keeps all."""
     verify: bool = True
     """Check every file's digest when loading."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from phalanx.config.calibration import Calibration
+from phalanx.config.constraints import Above, AtLeast, Between
 from phalanx.hashed import Hashed, hashed_once
 
 
@@ -16,37 +17,37 @@ class Accelerator(Hashed):
 
     name: str = ""
     """What it is called; empty where nothing is known about it."""
-    bf16_tflops: float = 0.0
+    bf16_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak in bfloat16, in TFLOP/s; 0 where it has none."""
-    fp16_tflops: float = 0.0
+    fp16_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak in float16, in TFLOP/s."""
-    fp8_tflops: float = 0.0
+    fp8_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak in 8-bit floats, in TFLOP/s."""
-    fp4_tflops: float = 0.0
+    fp4_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak in 4-bit floats, in TFLOP/s."""
-    fp32_tflops: float = 0.0
+    fp32_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak in float32 (no tensor cores), in TFLOP/s."""
-    ceiling: float = 0.8
+    ceiling: Annotated[float, Between(0, 1)] = 0.8
     """Share of the peak that the best matrix product reaches, over shapes (16 bits; the maximum achievable matmul
     FLOPs of ml-engineering)."""
-    fp8_ceiling: float = 0.7
+    fp8_ceiling: Annotated[float, Between(0, 1)] = 0.7
     """The same in 8-bit and 4-bit floats."""
-    memory_gib: float = 0.0
+    memory_gib: Annotated[float, AtLeast(0)] = 0.0
     """Device memory that a program can have, in GiB."""
-    bandwidth_gbs: float = 0.0
+    bandwidth_gbs: Annotated[float, AtLeast(0)] = 0.0
     """Device memory bandwidth, in GB/s."""
-    cores: int = 1
+    cores: Annotated[int, AtLeast(1)] = 1
     """Processors that each compute one tile of a matrix product at a time (streaming multiprocessors)."""
-    sustained: float = 0.9
+    sustained: Annotated[float, Above(0)] = 0.9
     """Rate of matrix products in a long run beside that of the best one alone: power and heat hold clocks down, and
     between products caches hold something else."""
-    older: float = 1.0
+    older: Annotated[float, Above(0)] = 1.0
     """Rate of kernels written for the instructions of the generation before, beside those for its own."""
-    launch_us: float = 4.0
+    launch_us: Annotated[float, AtLeast(0)] = 4.0
     """Time on the device between two kernels, in microseconds: the floor of a small kernel."""
-    product_us: float = 0.0
+    product_us: Annotated[float, AtLeast(0)] = 0.0
     """What the call of a matrix product takes more than that, in microseconds."""
-    host_us: float = 0.0
+    host_us: Annotated[float, AtLeast(0)] = 0.0
     """What a training program takes besides to start an operation, where the same processor then does it (a CPU), in
     microseconds; 0: the host starts operations ahead."""
 
@@ -55,13 +56,13 @@ class Accelerator(Hashed):
 class Link:
     """The links of one class, as one device sees them."""
 
-    gbs: float = 0.0
+    gbs: Annotated[float, AtLeast(0)] = 0.0
     """Bandwidth a device, one way, while all devices send, in GB/s: of shared cards the share."""
-    latency_us: float = 0.0
+    latency_us: Annotated[float, AtLeast(0)] = 0.0
     """Time of a message of no bytes (alpha), in microseconds."""
-    reached: float = 0.8
+    reached: Annotated[float, Between(0, 1)] = 0.8
     """Share of gbs that large messages of a collective reach."""
-    pair_gbs: float = 0.0
+    pair_gbs: Annotated[float, AtLeast(0)] = 0.0
     """Bandwidth between two devices, one way, in GB/s, where links join pairs and not a switch; 0: there is a switch,
     and a pair has all of `gbs`."""
     reduces: bool = False
@@ -73,15 +74,15 @@ class Link:
 class Sharing(Hashed):
     """How the processes of a CPU node share its cores, where they are its devices and were measured."""
 
-    node_cores: int = 0
+    node_cores: Annotated[int, AtLeast(0)] = 0
     """Cores of the node."""
-    processes: int = 0
+    processes: Annotated[int, AtLeast(0)] = 0
     """Processes of which `accelerator` is one; 0: devices do not share."""
-    linked: int = 0
+    linked: Annotated[int, AtLeast(0)] = 0
     """Processes that the links were measured among; 0: as many."""
-    alone_products: float = 0.0
+    alone_products: Annotated[float, AtLeast(0)] = 0.0
     """Rate of matrix products of one process with all cores, over that of one of `processes`."""
-    alone_streams: float = 0.0
+    alone_streams: Annotated[float, AtLeast(0)] = 0.0
     """The same of what memory bounds."""
 
 
@@ -93,20 +94,20 @@ class Cluster(Hashed):
     preset: str = ""
     """Start from a known machine and its number of nodes, such as dgx-h100:64, or `local`, the machine that
     `phalanx bench` measured here; other fields override it."""
-    nodes: int = 1
+    nodes: Annotated[int, AtLeast(1)] = 1
     """Nodes of the job."""
-    devices_per_node: int = 0
+    devices_per_node: Annotated[int, AtLeast(0)] = 0
     """Devices (GPUs, or CPU processes) on a node; 0 means as many as the layout asks for."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the accelerator where there is one."""
-    peak_tflops: float = 0.0
+    peak_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak of one device in this job's precision, in TFLOP/s, for MFU; 0 looks the device up: on a CPU in the
     file of `phalanx bench compute`, and without one it measures a matrix product."""
-    domain: int = 0
+    domain: Annotated[int, AtLeast(0)] = 0
     """Neighbouring devices that `intra` joins; 0 means those of a node (72 in a rack of GB200)."""
-    pod: int = 0
+    pod: Annotated[int, AtLeast(0)] = 0
     """Devices with full bandwidth among them; 0 means all. Beyond it links are shared."""
-    oversubscription: float = 1.0
+    oversubscription: Annotated[float, Above(0)] = 1.0
     """Beyond a pod: devices that want a link over links."""
     accelerator: Accelerator = field(default_factory=Accelerator)
     intra: Link = field(default_factory=Link)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from phalanx.config.constraints import AtLeast, Below, Between
 
 IGNORE = -100
 """A target that counts for nothing (torch's ignore_index)."""
@@ -21,22 +24,22 @@ class Data:
     """The field of each JSON line that holds the text."""
     tokenizer: str = "char"
     """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json."""
-    bpe_vocab: int = 4096
+    bpe_vocab: Annotated[int, AtLeast(1)] = 4096
     """Vocabulary size to train for tokenizer bpe."""
     document_mask: bool = False
     """A token attends to tokens of its own document alone: those since the last separator, which is the tokenizer's
     end-of-text token or, where it has none (char, byte), a newline, so that every line is a document."""
-    val_fraction: float = 0.1
+    val_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.1
     """The share of the corpus, from its end, that is kept for validation."""
-    limit_mb: float = 0.0
+    limit_mb: Annotated[float, AtLeast(0), Below(1e12)] = 0.0
     """Use only this many megabytes of the corpus's text; 0 means all."""
     dir: str = "data"
     """Where prepared token shards are kept."""
-    random_tokens: int = 1_000_000
+    random_tokens: Annotated[int, AtLeast(1)] = 1_000_000
     """Corpus random: how many tokens."""
-    random_vocab: int = 256
+    random_vocab: Annotated[int, Between(1, 2**32)] = 256
     """Corpus random: vocabulary size."""
-    workers: int = 0
+    workers: Annotated[int, AtLeast(0)] = 0
     """Processes that tokenize in `phalanx data prepare`; 0 means one a core."""
-    prefetch: int = 4
+    prefetch: Annotated[int, AtLeast(0)] = 4
     """Steps whose batches are read ahead in the background."""

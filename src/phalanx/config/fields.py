@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.config import foreign_names, values
+from phalanx.config.constraints import Constraint
 from phalanx.config.job import Job
 from phalanx.nearest import nearest
 
@@ -27,15 +28,32 @@ set, and with one that few set or another framework's."""
 @functools.cache
 def leaves(cls: type = Job) -> dict[str, Any]:
     """The type of every leaf field of a (nested) dataclass, by dotted path, in order of definition."""
+    return {path: _plain(kind) for path, kind in _annotated_leaves(cls).items()}
+
+
+@functools.cache
+def constraints(cls: type = Job) -> dict[str, tuple[Constraint, ...]]:
+    """Returns the range of every leaf field that has one stated in its type (config/constraints.py), by dotted path."""
+    found = {path: getattr(kind, "__metadata__", ()) for path, kind in _annotated_leaves(cls).items()}
+    return {path: ranges for path, ranges in found.items() if ranges}
+
+
+def _annotated_leaves(cls: type) -> dict[str, Any]:
+    """Returns the types of leaf fields as they are written, with Annotated."""
     found: dict[str, Any] = {}
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
-            found.update({f"{field.name}.{path}": leaf for path, leaf in leaves(typing.cast(type, kind)).items()})
+            inner = _annotated_leaves(typing.cast(type, kind))
+            found.update({f"{field.name}.{path}": leaf for path, leaf in inner.items()})
         else:
             found[field.name] = kind
     return found
+
+
+def _plain(kind: Any) -> Any:
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
 
 
 def sections() -> list[str]:

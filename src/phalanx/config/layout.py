@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Literal
 
+from phalanx.config.constraints import Above, AtLeast
 from phalanx.hashed import Hashed, hashed_once
 
 Recompute = Literal["none", "selective", "full"]
@@ -20,34 +21,34 @@ class Layout(Hashed):
 
     auto: bool = False
     """Leave what is not set here to the planner (phalanx plan)."""
-    dp_replicate: int = 1
+    dp_replicate: Annotated[int, AtLeast(1)] = 1
     """Data-parallel replicas that hold whole copies (DDP)."""
-    dp_shard: int = 1
+    dp_shard: Annotated[int, AtLeast(1)] = 1
     """Data-parallel ranks that shard the state among them (ZeRO / FSDP)."""
-    cp: int = 1
+    cp: Annotated[int, AtLeast(1)] = 1
     """Context-parallel ranks: each holds a part of every sequence."""
-    cp_ulysses: int = 1
+    cp_ulysses: Annotated[int, AtLeast(1)] = 1
     """Of the cp ranks, how many exchange heads for tokens (Ulysses); between the cp / cp_ulysses groups of these, keys
     and values travel a ring. 1 is a ring alone, cp is Ulysses alone, between them lies USP."""
     cp_inner: Literal["ulysses", "ring"] = "ulysses"
     """With both: which of the two has neighbouring ranks, and with them the faster links."""
-    tp: int = 1
+    tp: Annotated[int, AtLeast(1)] = 1
     """Tensor-parallel ranks: each holds a part of every matrix."""
-    pp: int = 1
+    pp: Annotated[int, AtLeast(1)] = 1
     """Pipeline ranks: each holds one or several stages of the layers."""
-    ep: int = 1
+    ep: Annotated[int, AtLeast(1)] = 1
     """Expert-parallel ranks, taken from dp_shard × cp: each holds a part of the routed experts."""
     zero: Literal[1, 2, 3] = 3
     """What dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
     reshard: bool = True
     """zero=3: give up a block's parameters after its forward pass and gather them again for the backward pass; without,
     less traffic and more memory."""
-    prefetch: int = 1
+    prefetch: Annotated[int, AtLeast(0)] = 1
     """zero=3: blocks whose parameters are gathered ahead; 0 leaves it to FSDP2."""
     accumulate: Literal["local", "sharded"] = "local"
     """Gradients of all micro-batches but the last: local keeps them whole on each rank and sends once a step; sharded
     (zero 2 and 3) sends and shards those of every micro-batch, less memory for more traffic."""
-    tiles: int = 1
+    tiles: Annotated[int, AtLeast(1)] = 1
     """zero=3: run the MLP's matrices in this many tiles, so that only one is whole at a time."""
     sp: bool = False
     """Sequence parallel: tp also cuts what lies between the matrices (norms, residuals, dropout) by tokens."""
@@ -55,22 +56,22 @@ class Layout(Hashed):
     """sp: keep only this rank's part of a gathered input, and gather it again in the backward pass."""
     schedule: str = "1f1b"
     """Pipeline schedule: a name that `phalanx schedule list` shows, or a file with a schedule of your own."""
-    pp_chunks: int = 0
+    pp_chunks: Annotated[int, AtLeast(0)] = 0
     """Stages that each pipeline rank holds; 0 takes as many as the schedule does by itself."""
-    pp_slices: int = 0
+    pp_slices: Annotated[int, AtLeast(0)] = 0
     """Parts of a sequence that travel one after the other (terapipe); 0 takes the schedule's own number."""
     pp_cut: str = ""
     """Layers of each stage, such as 3+5+4+4; by default stages are cut so that the slowest is as fast as it can be."""
-    micro_batch: int = 0
+    micro_batch: Annotated[int, AtLeast(0)] = 0
     """Sequences in one forward pass of one data rank; 0 means the rest of the equation decides."""
-    accumulation: int = 0
+    accumulation: Annotated[int, AtLeast(0)] = 0
     """Micro-batches a step on each data rank; 0 means the rest of the equation decides."""
     recompute: Recompute = "none"
     """Activations computed again in the backward pass instead of kept."""
     recompute_cut: str = ""
     """What each layer recomputes, runs of layers in order: 8*full+4*selective+20*none; empty: every layer does what
     `recompute` says."""
-    loss_chunk: int = 0
+    loss_chunk: Annotated[int, AtLeast(0)] = 0
     """Tokens whose logits exist at once while the loss is computed; 0 means all of a micro-batch."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """State kept in host memory instead of device memory."""
@@ -80,9 +81,9 @@ class Layout(Hashed):
     sync: Literal["bsp", "asp", "local_sgd", "diloco"] = "bsp"
     """How replicas (dp_replicate) agree: bsp sums gradients every step; asp sends each replica's to a parameter
     server and waits for nobody; local_sgd averages parameters, diloco takes an outer step, every sync_every steps."""
-    sync_every: int = 10
+    sync_every: Annotated[int, AtLeast(1)] = 10
     """local_sgd, diloco: steps that a replica makes alone between two synchronisations."""
-    bucket_mb: float = 25.0
+    bucket_mb: Annotated[float, Above(0)] = 25.0
     """Gradients are reduced in buckets of this many MiB, while the backward pass goes on."""
 
     @property

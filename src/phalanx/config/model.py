@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Literal
+from typing import Annotated, Literal
 
+from phalanx.config.constraints import Above, AtLeast, Below
 from phalanx.hashed import Hashed, hashed_once
 
 
@@ -20,13 +21,13 @@ class RopeScaling:
 
     kind: Literal["linear", "llama3"] = "llama3"
     """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1)."""
-    factor: float = 1.0
+    factor: Annotated[float, AtLeast(1)] = 1.0
     """How many times longer the context becomes; 1 switches scaling off."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Annotated[float, Above(0)] = 1.0
     """llama3: wavelengths above original_seq_len / this are fully stretched."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Annotated[float, Above(0)] = 4.0
     """llama3: wavelengths below original_seq_len / this are left alone."""
-    original_seq_len: int = 8192
+    original_seq_len: Annotated[int, AtLeast(1)] = 8192
     """llama3: the context length in tokens before stretching."""
 
 
@@ -34,36 +35,36 @@ class RopeScaling:
 class MoE:
     """Mixture of experts in place of the MLP (n_experts 0 = dense)."""
 
-    n_experts: int = 0
+    n_experts: Annotated[int, AtLeast(0)] = 0
     """Routed experts a layer; 0 means a dense model."""
-    top_k: int = 2
+    top_k: Annotated[int, AtLeast(1)] = 2
     """Routed experts that each token visits."""
-    d_ff: int = 0
+    d_ff: Annotated[int, AtLeast(0)] = 0
     """Hidden width of one expert; 0 means model.d_ff."""
-    n_shared: int = 0
+    n_shared: Annotated[int, AtLeast(0)] = 0
     """Experts that every token visits beside the routed ones."""
-    n_dense_layers: int = 0
+    n_dense_layers: Annotated[int, AtLeast(0)] = 0
     """Leading layers that keep a dense MLP of width model.d_ff."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """What makes scores of logits: a softmax over the experts (Mixtral), or a sigmoid of each (DeepSeek-V3)."""
     renormalise: bool = True
     """The gates of a token's experts add up to 1 (Mixtral, DeepSeek-V3); otherwise the scores themselves are the gates
     (Switch Transformer, which with top_k 1 needs them)."""
-    route_scale: float = 1.0
+    route_scale: Annotated[float, Above(0)] = 1.0
     """Multiplies the gates (DeepSeek-V3: 2.5)."""
-    n_groups: int = 1
+    n_groups: Annotated[int, AtLeast(1)] = 1
     """Groups of neighbouring experts, for routing limited to some of them (DeepSeek-V3, section 2.1.2)."""
-    top_groups: int = 1
+    top_groups: Annotated[int, AtLeast(1)] = 1
     """Groups that a token's experts may lie in: those whose two best scores have the largest sum."""
-    aux_loss: float = 0.0
+    aux_loss: Annotated[float, AtLeast(0)] = 0.0
     """Coefficient of the load-balancing loss, taken a sequence at a time (DeepSeek-V3, equations 17 to 20)."""
-    z_loss: float = 0.0
+    z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Coefficient of the squared logarithm of the softmax's denominator (ST-MoE, Zoph et al. 2022, equation 5)."""
     bias_balanced: bool = False
     """The router keeps one balancing bias an expert (DeepSeek-V3, section 2.1.2)."""
-    bias_rate: float = 0.001
+    bias_rate: Annotated[float, AtLeast(0)] = 0.001
     """bias_balanced: what a step adds to the bias of an expert with too little load, and takes off with too much."""
-    capacity: float = 0.0
+    capacity: Annotated[float, AtLeast(0)] = 0.0
     """Tokens of a sequence that one expert takes, as a multiple of its even share seq_len × top_k / n_experts, rounded
     up; later tokens go without that expert. 0 drops none."""
 
@@ -79,15 +80,15 @@ class MoE:
 class MLA:
     """Multi-head latent attention (DeepSeek-V2, section 2.1); kv_rank 0 = ordinary attention."""
 
-    q_rank: int = 0
+    q_rank: Annotated[int, AtLeast(0)] = 0
     """Rank of the query compression; 0 projects queries directly."""
-    kv_rank: int = 0
+    kv_rank: Annotated[int, AtLeast(0)] = 0
     """Rank of the key/value compression; 0 switches latent attention off."""
-    rope_head_dim: int = 64
+    rope_head_dim: Annotated[int, AtLeast(1)] = 64
     """Size of the part of a head that carries the rotary position."""
-    nope_head_dim: int = 128
+    nope_head_dim: Annotated[int, AtLeast(1)] = 128
     """Size of the part of a head without position."""
-    v_head_dim: int = 128
+    v_head_dim: Annotated[int, AtLeast(1)] = 128
     """Size of a value head."""
 
 
@@ -98,21 +99,21 @@ class ModelConfig(Hashed):
 
     preset: str = ""
     """Start from a known model (gpt2, llama3-8b, ... ; `phalanx train --help` lists them); other fields override it."""
-    n_layers: int = 4
+    n_layers: Annotated[int, AtLeast(1)] = 4
     """Transformer blocks."""
-    d_model: int = 128
+    d_model: Annotated[int, AtLeast(1)] = 128
     """Width of the residual stream."""
-    n_heads: int = 4
+    n_heads: Annotated[int, AtLeast(1)] = 4
     """Query heads."""
-    n_kv_heads: int = 0
+    n_kv_heads: Annotated[int, AtLeast(0)] = 0
     """Key/value heads (grouped-query attention); 0 means n_heads."""
-    head_dim: int = 0
+    head_dim: Annotated[int, AtLeast(0)] = 0
     """Size of one head; 0 means d_model / n_heads."""
-    d_ff: int = 0
+    d_ff: Annotated[int, AtLeast(0)] = 0
     """Hidden width of the MLP; 0 means 4 d_model (GELU) or 8/3 d_model rounded up to a multiple of 64 (SwiGLU)."""
-    vocab_size: int = 0
+    vocab_size: Annotated[int, AtLeast(0)] = 0
     """Tokens in the vocabulary; 0 means the tokenizer's."""
-    seq_len: int = 256
+    seq_len: Annotated[int, AtLeast(1)] = 256
     """Context length in tokens: the length of a training sample, and the number of learned positions."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before attention, before the MLP and before the head."""
@@ -126,13 +127,13 @@ class ModelConfig(Hashed):
     """Biases in the query, key and value projections even where `bias` is off (Qwen 2)."""
     tied: bool = True
     """The head shares the embedding's weights."""
-    dropout: float = 0.0
+    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
     """Drop probability after the embedding, in attention and on each residual branch while training."""
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Above(0)] = 1e-5
     """Added to the variance in a normalisation."""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, Above(0)] = 10000.0
     """Base of the rotary frequencies."""
-    init_std: float = 0.02
+    init_std: Annotated[float, AtLeast(0)] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers) (GPT-2, section 2.3)."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     moe: MoE = field(default_factory=MoE)

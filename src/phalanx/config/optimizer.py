@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from phalanx.config.constraints import Above, AtLeast, Between, HalfOpen
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """AdamW and its learning rate (Loshchilov & Hutter 2019)."""
 
-    lr: float = 1e-3
+    lr: Annotated[float, Above(0)] = 1e-3
     """Peak learning rate, before batch_scaling."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], HalfOpen(0, 1)] = (0.9, 0.95)
     """Decay of the first and second moment."""
-    eps: float = 1e-8
+    eps: Annotated[float, Above(0)] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, AtLeast(0)] = 0.1
     """Decay of matrices and embeddings; biases and norms are not decayed."""
-    clip: float = 1.0
+    clip: Annotated[float, AtLeast(0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How the rate falls after the warm-up; wsd holds it, then decays over the last decay_fraction."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Steps over which the rate rises linearly from 0."""
-    decay_steps: int = 0
+    decay_steps: Annotated[int, AtLeast(0)] = 0
     """Step at which the rate reaches its minimum; 0 means train.steps."""
-    decay_fraction: float = 0.2
+    decay_fraction: Annotated[float, Between(0, 1)] = 0.2
     """wsd: the share of decay_steps that decays (Hu et al. 2024, section 4)."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, Between(0, 1)] = 0.1
     """The smallest rate, as a share of the peak."""
-    outer_lr: float = 0.7
+    outer_lr: Annotated[float, Above(0)] = 0.7
     """diloco: learning rate of the outer step (Douillard et al. 2023)."""
-    outer_momentum: float = 0.9
+    outer_momentum: Annotated[float, HalfOpen(0, 1)] = 0.9
     """diloco: Nesterov momentum of the outer step; 0 makes it plain SGD."""
     batch_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the rate by global batch / base_batch (Goyal et al. 2017) or its square root (Krizhevsky 2014)."""
-    base_batch: int = 0
+    base_batch: Annotated[int, AtLeast(0)] = 0
     """batch_scaling: the global batch, in sequences, for which lr was chosen."""

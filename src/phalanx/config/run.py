@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from phalanx.config.constraints import Above, AtLeast
 
 
 @dataclass(frozen=True)
@@ -14,15 +16,15 @@ class RunOptions:
     """Name of the run; empty means the job file's name. Its directory is dir/name."""
     dir: str = "runs"
     """Where run directories are made."""
-    threads: int = 0
+    threads: Annotated[int, AtLeast(0)] = 0
     """CPU threads of each process; 0 divides the cores among the processes of a node."""
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, Above(0)] = 600.0
     """Seconds that a collective may wait before the run is called broken."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """What rank 0 prints; the other ranks write to their own log files."""
     all_ranks: bool = False
     """Show the log lines of every rank, with the rank in front."""
-    sample_tokens: int = 200
+    sample_tokens: Annotated[int, AtLeast(0)] = 200
     """Tokens of text to generate when training ends; 0 generates none."""
     sample_prompt: str = "\n"
     """What that text begins with."""

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from phalanx.config.constraints import AtLeast
 
 
 @dataclass(frozen=True)
 class Train:
     """The training loop."""
 
-    steps: int = 200
+    steps: Annotated[int, AtLeast(1)] = 200
     """Optimizer steps."""
-    global_batch: int = 0
+    global_batch: Annotated[int, AtLeast(0)] = 0
     """Sequences a step over all ranks = micro-batch × accumulation × data ranks; 0 means the others decide."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights."""
     gradients: Literal["same", "fp32"] = "same"
     """Precision in which gradients are summed over ranks (and, in flat buckets, over micro-batches): that of training,
     or fp32 for twice the memory and traffic of bf16."""
-    seed: int = 1337
+    seed: Annotated[int, AtLeast(0)] = 1337
     """The one seed: weights, order of samples and dropout derive from it by hashing."""
     compile: bool = False
     """Compile the blocks with torch.compile."""
@@ -27,9 +29,9 @@ class Train:
     """Library for fp32 matrix products on a CPU; auto takes oneDNN on processors with AVX-512 that are not Intel's."""
     deterministic: bool = False
     """Ask torch for deterministic kernels only (a CPU run is deterministic anyway)."""
-    log_every: int = 10
+    log_every: Annotated[int, AtLeast(1)] = 10
     """Steps between log lines; every step goes to metrics.jsonl."""
-    eval_every: int = 0
+    eval_every: Annotated[int, AtLeast(0)] = 0
     """Steps between validations; 0 means only at the end."""
-    eval_samples: int = 256
+    eval_samples: Annotated[int, AtLeast(0)] = 256
     """Sequences of the validation split that a validation reads (the whole split at most)."""

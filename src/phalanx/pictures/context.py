@@ -1,7 +1,5 @@
 """A picture of context parallelism: who holds which tokens of a sequence, who meets which keys when, and whether all
-have the same to do.
-
-    python -m phalanx.cost.context_picture cp=4 seq_len=64 > context.svg
+have the same to do (`phalanx predict JOB --svg FILE --picture context`).
 
 Drawn from the arithmetic that training itself uses (partition/sequence.py), of a sequence that does not travel in
 slices.
@@ -9,17 +7,14 @@ slices.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil, sqrt
 
-from phalanx.check.load import load_words
-from phalanx.config import overrides
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.errors import JobError, PhalanxError
+from phalanx.errors import JobError
 from phalanx.partition.sequence import grid, group_places, places
 from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 from phalanx.units import counted
@@ -185,17 +180,3 @@ def _box(x: float, y: float, width: float, height: float, colour: str, *, hollow
 
 def _text(x: float, y: float, text: str, style: str = "") -> str:
     return f"<text x='{x:.1f}' y='{y:.1f}' {style}>{escape(text)}</text>"
-
-
-def main(words: Sequence[str]) -> int:
-    """Print the picture of the job that `words` describe. Returns the exit code."""
-    try:
-        print(svg(load_words(overrides.parse(words)).job), end="")
-    except PhalanxError as error:
-        print(f"phalanx: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

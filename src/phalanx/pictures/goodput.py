@@ -1,32 +1,23 @@
-"""A picture of productive time against the time between saves, for jobs of several sizes.
-
-    python -m phalanx.simulate.goodput_picture > goodput.svg
-
-With the failures of Llama 3's training and two costs of a save; a dot where a job trains most.
+"""A picture of productive time against the time between saves, for jobs of several sizes and two costs of a save
+(`phalanx simulate JOB --failures-svg FILE`). A dot shows where a job trains most.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from phalanx.pictures import canvas
 from phalanx.pictures.canvas import Panel
-from phalanx.simulate.goodput import LLAMA_3, at, best
+from phalanx.simulate.goodput import at, best
 
 SIZES = (1024, 4096, 16384, 100_000)
-SAVES = (30.0, 3.0)
-RESTART = 600.0
+"""Devices of the jobs that stand beside the one that is asked about."""
 _POINTS, _LONGEST = 160, 60.0  # of a line; minutes between saves at its end
 
 
-def svg(
-    sizes: Sequence[int] = SIZES,
-    failures_per_device_day: float = LLAMA_3,
-    saves: Sequence[float] = SAVES,
-    restart_s: float = RESTART,
-) -> str:
-    """A panel for each cost of a save, in seconds, with a line for each number of devices, as an SVG document."""
+def svg(sizes: Sequence[int], failures_per_device_day: float, saves: Sequence[float], restart_s: float) -> str:
+    """Returns a panel for each cost of a save, in seconds, with a line for each number of devices, as an SVG
+    document."""
     panels = []
     for save in saves:
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -41,7 +32,3 @@ def svg(
                 marks[name] = top.interval_s / 60, 100 * top.fraction
         panels.append(Panel(f"a save takes {save:g} s", "minutes between saves", "% of the time trains", lines, marks))
     return canvas.svg(f"Productive time where a restart takes {restart_s / 60:g} minutes", panels)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(svg())

@@ -1,6 +1,5 @@
-"""A picture of a layout: who holds what of a block's matrices, and the bytes of state on a rank under each ZeRO stage.
-
-    python -m phalanx.cost.layout_picture model=gpt2 layout.tp=2 layout.dp_shard=2 layout.zero=3 > layout.svg
+"""A picture of a layout: which rank holds which part of a block's matrices, and the bytes of state per rank under each
+ZeRO stage (`phalanx predict JOB --svg FILE --picture layout`).
 
 Drawn from the arithmetic that training itself uses (partition/tensor_slices.py, cost/memory/state.py).
 """
@@ -8,7 +7,6 @@ Drawn from the arithmetic that training itself uses (partition/tensor_slices.py,
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import accumulate, pairwise
@@ -17,8 +15,6 @@ from math import prod
 from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import Shapes, block_shapes, parameter_shapes, vocabulary
-from phalanx.check.load import load_words
-from phalanx.config import overrides
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -32,14 +28,12 @@ _COLOURS = ("#3b76c4", "#c4513d", "#2f8f57", "#8e5fc0", "#b0741a", "#1d8c9c", "#
 _PARTS = {"parameters": "#3b76c4", "gradients": "#b0741a", "optimizer": "#2f8f57"}
 _GREY = "#808890"
 _WIDTH, _MARGIN, _LARGEST = 900, 24, 150
-_STAND_IN_VOCABULARY = 256
-"""Where the tokenizer decides and none is at hand."""
 
 
-def svg(job: Job) -> str:
-    """The picture of `job`'s layout as an SVG document."""
+def svg(job: Job, vocab_size: int) -> str:
+    """Returns the picture of `job`'s layout, with a vocabulary of so many tokens, as an SVG document."""
     model, layout = job.model, job.layout
-    vocab = vocabulary(model, model.vocab_size or _STAND_IN_VOCABULARY)
+    vocab = vocabulary(model, vocab_size)
     drawn, bottom = _matrices(_drawn(model, vocab), job, vocab)
     bars, height = _bars(job, vocab, bottom + 60)
     title = f"layout {layout.line()}: {layout.world} ranks"
@@ -160,7 +154,7 @@ def _bars(job: Job, vocab: int, top: int) -> tuple[list[str], int]:
     """Bytes of state a rank has without dp_shard's help and with each ZeRO stage, one bar each, and where they end."""
     rows = list(_stages(job, vocab))
     widest = max(state.total for _, state in rows)
-    parts = [_text(_MARGIN, top, f"State on a rank, {job.train.precision}, by stage", weight=600)]
+    parts = [_text(_MARGIN, top, f"State per rank, {job.train.precision}, by stage", weight=600)]
     for number, (name, state) in enumerate(rows):
         y = top + 16 + 30 * number
         parts.append(_text(_MARGIN, y + 14, name))
@@ -196,12 +190,3 @@ def _box(x: float, y: float, width: float, height: float, fill: str, opacity: fl
 
 def _text(x: float, y: float, text: str, size: int = 12, weight: int = 400) -> str:
     return f"<text x='{x:g}' y='{y:g}' font-size='{size}' font-weight='{weight}'>{escape(text)}</text>"
-
-
-def main(words: Sequence[str]) -> None:
-    """Print the picture of the job that `words` describe."""
-    print(svg(load_words(overrides.parse(words)).job), end="")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

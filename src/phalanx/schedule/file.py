@@ -35,11 +35,6 @@ def read(path: Path | str) -> Schedule:
         raise JobError([f"{path}: {problem}" for problem in error.problems]) from None
 
 
-def write(schedule: Schedule, path: Path | str) -> None:
-    """Write a schedule to a file. `read` gives it the file's name. Raises JobError where it cannot be written."""
-    save(text(schedule), path)
-
-
 def text(schedule: Schedule) -> str:
     """A schedule as a file holds it. Comments only where they are needed, as torch reads none."""
     steps = [f"# steps: {schedule.steps}"] if schedule.steps > 1 else []

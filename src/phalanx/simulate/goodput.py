@@ -122,19 +122,6 @@ def exact_interval(checkpoint_s: float, mtbf_s: float) -> float:
     return tau * mtbf_s
 
 
-def young_interval(checkpoint_s: float, mtbf_s: float) -> float:
-    """Young 1974, A first order approximation to the optimum checkpoint interval: sqrt(2 delta M)."""
-    return math.sqrt(2 * checkpoint_s * mtbf_s)
-
-
-def daly_interval(checkpoint_s: float, mtbf_s: float) -> float:
-    """Daly 2006, the higher-order estimate: the same by a series in sqrt(delta / 2M)."""
-    if checkpoint_s >= 2 * mtbf_s:
-        return mtbf_s
-    ratio = checkpoint_s / (2 * mtbf_s)
-    return young_interval(checkpoint_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_s
-
-
 def text(goodput: Goodput) -> str:
     """The figures in lines for a terminal."""
     g = goodput

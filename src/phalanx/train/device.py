@@ -7,22 +7,12 @@ import os
 
 import torch
 
+from phalanx.config.devices import device_reported_as
+from phalanx.cost.time.kernel import peak_flops as data_sheet_peak
 from phalanx.errors import RunError
 
-# Dense bf16/fp16 peaks in TFLOP/s, from the vendors' data sheets (SXM forms where there are several).
-KNOWN_PEAKS = {
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "H800": 989.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "V100": 125.0,
-    "MI300X": 1307.0,
-    "MI250X": 191.5,  # of one of its two dies, which is what a process sees
-}
+DTYPES: dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Precisions of matrix products that the table of devices has peaks of."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
@@ -62,6 +52,17 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def data_sheet_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the data sheet's FLOP/s of a CUDA or ROCm device, 0 where it or the precision is not in the table."""
+    known = device_reported_as(*reported(device))
+    return data_sheet_peak(known, DTYPES[dtype]) if known and dtype in DTYPES else 0.0
+
+
+def reported(device: torch.device) -> tuple[str, float]:
+    """Returns what the driver calls a device, and its memory in GiB."""
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / 2**30
 
 
 def peak_memory(device: torch.device) -> int:

@@ -22,7 +22,7 @@ import torch
 from phalanx.config.job import Job
 from phalanx.model.moe import Routing
 from phalanx.parallel.mesh import Mesh
-from phalanx.train.expert_load_picture import svg
+from phalanx.pictures import experts as experts_picture
 from phalanx.train.metrics import MetricsFile
 from phalanx.train.run_directory import RunDirectory
 
@@ -86,7 +86,7 @@ class ExpertLoads:
         """Rank 0 writes the picture of the run so far into its directory."""
         if self.layers and self.mesh.axis("world").rank == 0:
             path = directory.path / "experts.svg"
-            path.write_text(svg(directory), encoding="utf-8")
+            path.write_text(experts_picture.svg(directory.path.name, directory.metrics), encoding="utf-8")
             log.info("experts: %s", path)
 
 

@@ -91,7 +91,10 @@ class Trainer:
         self.first_step = self.state.step
         per_node = max(1, job.layout.processes // job.cluster.nodes)
         self.peak = peak_flops(job.cluster, device, DTYPES[job.train.precision], per_node)
-        log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", self.peak.flops / 1e12, self.peak.source)
+        if self.peak.flops:
+            log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", self.peak.flops / 1e12, self.peak.source)
+        else:
+            log.warning("peak: %s", self.peak.source)
 
     def run(self) -> dict[str, Any]:
         """Train until the job's last step or a request to stop. Returns the summary; raises as `train` does."""

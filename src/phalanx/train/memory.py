@@ -1,77 +1,26 @@
-"""A rank's memory: what it really holds, next to what the formulas say, and which of it did not fit."""
+"""A rank's memory by the formulas, to say which of it did not fit."""
 
 from __future__ import annotations
 
-import gc
 import resource
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from phalanx.config.job import Job
-from phalanx.cost.memory.state import WIDTHS, StateBytes, activation_bytes, logit_bytes, peak_in_flight, state_bytes
+from phalanx.cost.memory.activations import activation_bytes
+from phalanx.cost.memory.state import WIDTHS, logit_bytes, peak_in_flight, state_bytes
 from phalanx.errors import RunError
-from phalanx.parallel.data import Replica
-from phalanx.parallel.pipedream import PipeDream
-from phalanx.parallel.zero import BucketReplica
 from phalanx.partition import batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.pipeline import schedule_of
-from phalanx.train.optimizer import AdamW
 from phalanx.units import gib
 
 REFUSALS = ("can't allocate memory", "DefaultCPUAllocator")
 """Texts of torch's RuntimeError where a CPU has no memory left."""
-
-LOOKS, LOOK_S = 10, 0.01
-"""How often one looks what is alive, and how long apart, in seconds: the thread of a collective lets go of its tensors
-a little after it has said that they are there."""
-
-
-def state_memory(replica: Replica, optimizer: AdamW) -> StateBytes:
-    """Bytes that this rank holds now, each storage once. The step counters of Adam, 4 bytes a tensor, do not count."""
-    parameters = list(replica.objective.parameters())
-    values = [*parameters, *(f.value for f in replica.fragments)]
-    if isinstance(replica.runner, PipeDream):
-        values += [weight for weights in replica.runner.versions for weight in weights]
-        values += [f.value for f in optimizer.fragments]
-    gradients = [p.grad for p in parameters] + [f.gradient for f in replica.fragments]
-    gradients += [master.grad for master in optimizer.masters.values()]
-    if isinstance(replica, BucketReplica):
-        gradients += [buffer for b in replica.buckets for buffer in (b.gradients, b.reduced, b.arriving)]
-    states = [tensor for tensors in optimizer.state_tensors().values() for tensor in tensors.values()]
-    state_only = _storages(states).items() - _storages(values).items()  # an empty moment stands for itself
-    return StateBytes(
-        sum(_storages(values).values()), sum(_storages(gradients).values()), sum(size for _, size in state_only)
-    )
-
-
-def activation_memory(block: nn.Module, x: Tensor, *others: Any) -> tuple[int, Tensor]:
-    """Bytes that `block(x, *others)` keeps until its backward pass, and its output.
-
-    They are `x` and what the forward pass made that is still alive after it, each storage once; without parameters, and
-    without the output, which the next block counts."""
-    with _Made() as made:
-        y = block(x, *others)
-    gc.collect()
-    output = y.untyped_storage()._cdata
-    least = inf
-    for _ in range(LOOKS):
-        kept = sum(size for key, (ref, size) in made.storages.items() if key != output and not ref.expired())
-        least = min(least, kept)
-        time.sleep(LOOK_S)
-    return int(least) + x.untyped_storage().nbytes(), y
 
 
 @dataclass(frozen=True)
@@ -166,39 +115,6 @@ class Memory:
                 f"twice the devices with layout.tp={twice}, or layout.dp_shard={2 * layout.dp_shard} with layout.zero=3"
             )
         return f"twice the devices with layout.dp_shard={2 * layout.dp_shard} and layout.zero=3"
-
-
-class _Made(TorchDispatchMode):
-    """Every storage that an operation makes; not those that operations meet. Weak references keep the key of a storage
-    from being used again for another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.met: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.storages and storage._cdata not in self.met:
-                self.met[storage._cdata] = StorageWeakRef(storage)
-        result = func(*args, **kwargs)
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.met:
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
-    """Bytes of each storage, by its identity."""
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None)
-    return {(storage := t.untyped_storage())._cdata: storage.nbytes() for t in local}
 
 
 def _free(device: torch.device) -> int:

@@ -20,7 +20,7 @@ class Meter:
     flops_per_step: float
     """Model FLOPs of one device: forward and backward, without recomputation."""
     peak_flops: float
-    """FLOP/s of one device."""
+    """FLOP/s of one device; 0 where none is known, and rows and lines are then without `mfu`."""
     devices: int
     waited: float = 0.0
     """Seconds of this step spent waiting for data."""
@@ -47,13 +47,13 @@ class Meter:
         self.began += seconds
 
     def _throughput(self, seconds: float) -> dict[str, float]:
-        total = self.tokens_per_step / seconds
-        return {
+        total, flops = self.tokens_per_step / seconds, self.flops_per_step / seconds
+        found = {
             "tps": total / self.devices,
             "tps_total": total,
-            "tflops": self.flops_per_step / seconds / 1e12,
-            "mfu": self.flops_per_step / seconds / self.peak_flops,
+            "tflops": flops / 1e12,
         }
+        return {**found, "mfu": flops / self.peak_flops} if self.peak_flops else found
 
 
 class MetricsFile:
@@ -85,10 +85,11 @@ def line(row: dict[str, float], memory: int) -> str:
     step: 10  loss: 2.1234  grad_norm: 0.51  lr: 3.0e-04  tps: 9,999  tps_total: 79,992  tflops: 1.23  mfu: 40.1%
     memory: 12.3GiB
     """
+    mfu = f"mfu: {row['mfu']:.1%}  " if "mfu" in row else ""
     return (
         f"step: {row['step']:.0f}  loss: {row['loss']:.4f}  grad_norm: {row['grad_norm']:.2f}  lr: {row['lr']:.1e}  "
         f"tps: {row['tps']:,.0f}  tps_total: {row['tps_total']:,.0f}  tflops: {_significant(row['tflops'])}  "
-        f"mfu: {row['mfu']:.1%}  memory: {gib(memory)}"
+        f"{mfu}memory: {gib(memory)}"
     )
 
 

@@ -18,7 +18,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.cpu_node import with_processes
 from phalanx.errors import JobError
 from phalanx.parallel.linear import linear, onednn_is_faster
-from phalanx.train.device import KNOWN_PEAKS
+from phalanx.train.device import data_sheet_flops, reported
 
 PEAK_FIELDS = {torch.float32: "fp32_tflops", torch.bfloat16: "bf16_tflops", torch.float16: "fp16_tflops"}
 """Field of an Accelerator that has the peak of a data type."""
@@ -47,11 +47,16 @@ def peak_flops(cluster: Cluster, device: torch.device, dtype: torch.dtype, proce
     """
     if cluster.peak_tflops:
         return Peak(cluster.peak_tflops * 1e12, "the job's cluster.peak_tflops")
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        name = torch.cuda.get_device_name(device)
-        known = next((peak for key, peak in KNOWN_PEAKS.items() if key in name), None)
-        if known:
-            return Peak(known * 1e12, f"data sheet of {name}")
+    if device.type == "cuda":
+        name, gib = reported(device)
+        if known := data_sheet_flops(device, dtype):
+            return Peak(known, f"data sheet of {name}")
+        kind = str(dtype).removeprefix("torch.")
+        return Peak(
+            0.0,
+            f"{name} with {gib:.0f} GiB has no peak in {kind} in the table of devices (docs/devices.md): lines are "
+            "without mfu; cluster.peak_tflops states one",
+        )
     if device.type == "cpu":
         # Rank 0's file stands for all, so that all ranks go on alike.
         stored = on_rank_zero(lambda: stored_cpu_peak(cluster, dtype, processes))

@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 
 from phalanx.config.cluster import Accelerator, Cluster
-from phalanx.config.clusters import ACCELERATORS, CLUSTERS
+from phalanx.config.clusters import CLUSTERS
+from phalanx.config.devices import ACCELERATORS
 from phalanx.cost.spec import Products
 from phalanx.nearest import nearest
 from phalanx.validation.row_cells import Cells

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from phalanx.check.job import problems_of, range_problems
+from phalanx.check.job import out_of_range, problems_of
+from phalanx.check.sizes import size_problems
 from phalanx.config import layout_line
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -84,7 +85,8 @@ def make(
         if layout.auto:
             problems.append(f"layout {line!r}: compared are layouts, not the planner's choice; name its fields")
             continue
-        if wrong := list(range_problems(replace(job, layout=layout))):
+        asked = replace(job, layout=layout)
+        if wrong := [*out_of_range(asked), *size_problems(asked)]:
             problems += [f"layout {line!r}: {path}: {message}" for path, message in wrong]
             continue
         fit = job if as_is else with_experts(job, layout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape
 
-from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram
+from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram, chunks_of
 from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 
 _CELL = 14  # pixels
@@ -25,7 +25,7 @@ def svg(plan: CollectiveProgram) -> str:
     holds, a dashed one overwrites it. Chunks without elements are not shown: draw a plan of at least as many elements
     as chunks.
     """
-    widest = max((len(_chunks_of(message, plan)) for message in plan.messages), default=1)
+    widest = max((len(chunks_of(message, plan)) for message in plan.messages), default=1)
     spacing = max(72, widest * _CELL + 20)
     width = _MARGIN_LEFT + plan.ranks * spacing + _MARGIN
     height = _TOP + len(plan.steps) * _BAND + 2 * _MARGIN
@@ -59,17 +59,9 @@ def _text(x: float, y: float, text: str, weight: int = 400) -> str:
     return f"<text x='{x:g}' y='{y:g}' font-weight='{weight}' xml:space='preserve'>{escape(text)}</text>"
 
 
-def _chunks_of(message: ChunkMessage, plan: CollectiveProgram) -> list[int]:
-    """The chunks that have elements in the message."""
-    span = message.span
-    return [
-        index for index, chunk in enumerate(plan.chunks) if max(chunk.start, span.start) < min(chunk.stop, span.stop)
-    ]
-
-
 def _message(message: ChunkMessage, plan: CollectiveProgram, columns: list[float], top: float) -> str:
     """The chunks above the source, and the arrow from there to the target at the end of the step."""
-    carried = _chunks_of(message, plan)
+    carried = chunks_of(message, plan)
     colour = COLOURS[carried[0] % len(COLOURS)] if len(carried) == 1 else NEUTRAL
     cells = _cells(carried, plan, columns[message.source], top)
     return f"<g class='message'>{cells}{_arrow(message, columns, top, colour)}</g>"

@@ -95,6 +95,14 @@ def chunked(n: int, parts: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
+def chunks_of(message: ChunkMessage, program: CollectiveProgram) -> list[int]:
+    """Returns the chunks that have elements in a message of the program."""
+    span = message.span
+    return [
+        index for index, chunk in enumerate(program.chunks) if max(chunk.start, span.start) < min(chunk.stop, span.stop)
+    ]
+
+
 def joined(chunks: Sequence[range]) -> range:
     """Neighbouring chunks as one span."""
     return range(chunks[0].start, chunks[-1].stop)

@@ -12,7 +12,7 @@ from math import inf
 from typing import Literal
 
 from phalanx.cost.memory.in_flight import Flight, covering
-from phalanx.cost.memory.rank_parts import RankParts, StepParts, by_stage
+from phalanx.cost.memory.rank_parts import RankParts, StepParts
 from phalanx.cost.spec import StepSpec
 from phalanx.units import gib
 
@@ -77,17 +77,10 @@ def step_memory(spec: StepSpec) -> tuple[RankMemory, ...]:
     return tuple(_fullest(step, flight) for flight in step.flights)
 
 
-def rank_memory(spec: StepSpec, pp_rank: int) -> RankMemory:
-    """The memory of rank `pp_rank` of the pipeline (of its fullest tensor and data rank). Raises JobError where pp_cut
-    or the schedule do not fit."""
-    step = StepParts(spec)
-    return _fullest(step, step.flights[pp_rank])
-
-
 def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
     """What the fullest rank needs (RankMemory.needed), without looking at ranks that hold the same as another and have
     fewer micro-batches in flight. Where some need more than `limit`, what the first of them needs. Raises as
-    `rank_memory`."""
+    `step_memory`."""
     step, most = StepParts(spec), 0
     keys = [
         (*(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held)
@@ -100,14 +93,6 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
         if most > limit:
             break
     return most
-
-
-def bytes_per_parameter(
-    zero: int, ranks: int, parameter: float = 2, gradient: float = 2, optimizer: float = 12
-) -> float:
-    """Bytes of state a parameter on each of `ranks` ranks, by ZeRO stage (0: none), from those of one copy: with
-    2 + 2 + 12 the formulas 16P, 4P + 12P/N, 2P + 14P/N and 16P/N (Rajbhandari et al. 2020, figure 1)."""
-    return sum(by_stage(zero, ranks, parameter, gradient, optimizer))
 
 
 def _fullest(step: StepParts, flight: Flight) -> RankMemory:

@@ -16,21 +16,10 @@ from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import Shapes
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.memory.activations import activation_bytes
 from phalanx.partition.pipeline import flushes
 from phalanx.partition.stages import stage_shapes
 from phalanx.partition.tensor_slices import groups, piece, tile
 from phalanx.schedule.schedule import Schedule
-
-__all__ = [
-    "STATE_WIDTHS",
-    "WIDTHS",
-    "StateBytes",
-    "activation_bytes",
-    "logit_bytes",
-    "peak_in_flight",
-    "state_bytes",
-]
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number, by `train.precision`."""

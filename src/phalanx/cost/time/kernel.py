@@ -33,10 +33,9 @@ BEST_INNER = 5120
 """Inner dimension of the products that the ceilings were measured with."""
 READ = 0.85
 """Share of the memory's bandwidth that streaming kernels reach (STREAM on NVIDIA's devices: 0.85 to 0.93)."""
-ALIGNED = 64
-"""Elements whose multiples the fastest kernels want in each dimension of a product: 128 bytes of 16 bits."""
 UNALIGNED_RATE = {32: 0.97, 16: 0.92, 8: 0.65, 4: 0.45, 2: 0.35, 1: 0.25}
-"""Rate of a product whose least aligned dimension is a multiple of only so many elements. Below 8 (16 bytes) tensor
+"""Rate of a product whose least aligned dimension is a multiple of only so many elements, beside multiples of 64, which
+the fastest kernels want (128 bytes of 16 bits). Below 8 (16 bytes) tensor
 cores load operands piece by piece (NVIDIA, "Tensor Core requirements")."""
 FLASH = {1: (0.55, 0.45), 2: (0.75, 0.65), 3: (0.95, 0.8)}
 """Rates of fused attention, forward and backward, beside the best product of the device that the kernel was written

@@ -91,34 +91,6 @@ def step_traffic(
     return table.traffic()
 
 
-def heaviest_traffic(
-    model: ModelConfig,
-    layout: Layout,
-    batch: Batch,
-    *,
-    precision: str = "fp32",
-    gradients: str = "same",
-    vocab: int | None = None,
-    stages: Sequence[range] | None = None,
-) -> Traffic:
-    """The same for the rank that sends most, of the first ranks of each pipeline rank."""
-    each = layout.world // layout.pp
-    found = [
-        step_traffic(
-            model,
-            layout,
-            batch,
-            precision=precision,
-            gradients=gradients,
-            vocab=vocab,
-            stages=stages,
-            rank=place * each,
-        )
-        for place in range(layout.pp)
-    ]
-    return max(found, key=lambda traffic: sum(sum(by.values()) for by in traffic.values()))
-
-
 def _status(table: Table, layout: Layout) -> None:
     """The three numbers. Replicas that are apart keep theirs to themselves."""
     if layout.independent_replicas == 1:

@@ -20,8 +20,8 @@ from phalanx.cost.time.step_time import step_parts
 from phalanx.errors import JobError
 from phalanx.partition.recompute import MODES, Mode, RecomputeRun, modes, written
 from phalanx.plan.plan import Candidate
-from phalanx.plan.search.branch import Found, Search
-from phalanx.plan.search.mixtures import mixtures, same_passes
+from phalanx.plan.search.branch import Found, Search, same_passes
+from phalanx.plan.search.mixtures import mixtures
 from phalanx.plan.search.rank_costs import PipelineRanks
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.uneven import stages_of_ranks

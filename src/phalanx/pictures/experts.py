@@ -1,23 +1,20 @@
-"""A picture of how evenly a run's experts are loaded: each expert of each layer at the end, and the worst over time.
+"""A picture of how evenly a run's experts are loaded: each expert of each layer at the end, and the worst over time
+(experts.svg of a run's directory).
 
-    python -m phalanx.train.expert_load_picture runs/NAME > experts.svg
-
-Drawn from the rows that train/expert_load.py writes to metrics.jsonl. Without a background, for a light or dark page.
+Drawn from the rows that training writes to metrics.jsonl. Without a background, for a light or dark page.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.errors import DataError, JobError, PhalanxError
+from phalanx.errors import DataError
 from phalanx.pictures import canvas
 from phalanx.pictures.canvas import FONT, NEUTRAL, Panel
-from phalanx.train.run_directory import RunDirectory
 
 # White digits are legible on them, and they are on white and on black.
 _LESS, _EVEN, _MORE = (0x2E, 0x76, 0xE6), (0x5C, 0x62, 0x6A), (0xD2, 0x4B, 0x2A)
@@ -35,20 +32,19 @@ class _Cells(NamedTuple):
     height: int
 
 
-def svg(run: RunDirectory) -> str:
-    """The picture of a run as an SVG document. Raises CheckpointError where there is no run, DataError where it has no
-    rows about experts."""
-    rows = _rows(run.metrics) if run.metrics.is_file() else []
+def svg(name: str, metrics: Path) -> str:
+    """Returns the picture of the run `name` with that metrics.jsonl as an SVG document. Raises DataError where the file
+    has no rows about experts."""
+    rows = _rows(metrics)
     if not rows:
-        run.require()
         raise DataError(
-            f"{run.metrics} has no row about experts, so there is nothing to draw: they are written for models with "
+            f"{metrics} has no row about experts, so there is nothing to draw: they are written for models with "
             "model.moe.n_experts, every train.log_every steps"
         )
     last = rows[-1]
     shares = {layer: [load * len(row) / sum(row) for load in row] for layer, row in last["loads"].items()}
     title = (
-        f"Experts of {run.path.name}: max_violation {last['max_violation']:.2f} in layer {last['worst_layer']}, "
+        f"Experts of {name}: max_violation {last['max_violation']:.2f} in layer {last['worst_layer']}, "
         f"{last['idle']} idle, at step {last['step']}"
     )
     cells = _cells(shares)
@@ -187,19 +183,3 @@ def _every(pixels: int, cell: int) -> int:
 
 def _text(x: float, y: float, text: str, style: str = "") -> str:
     return f"<text x='{x:g}' y='{y:g}' {style}>{escape(text)}</text>"
-
-
-def main(words: Sequence[str]) -> int:
-    """Print the picture of the run in the directory that is named. Returns the exit code."""
-    try:
-        if len(words) != 1:
-            raise JobError(f"name one run's directory, such as runs/NAME; got {len(words)} words")
-        print(svg(RunDirectory(Path(words[0]))), end="")
-    except PhalanxError as error:
-        print(f"phalanx: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""Upper bounds of a job's numbers, each with its reason: what lies beyond is refused in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.check.layout import Problem
+from phalanx.config.fields import get
+from phalanx.config.job import Job
+from phalanx.config.layout import AXES
+
+MOST_STAGES = 1024
+"""As many as the deepest model has layers that a job may name."""
+MOST_DEVICES = 1 << 20
+AT_MOST: list[tuple[int, str, list[str]]] = [
+    (
+        MOST_STAGES,
+        "the deepest published transformer has 1,000 layers (DeepNet, Wang et al. 2022)",
+        ["model.n_layers", "model.moe.n_dense_layers", "layout.pp", "layout.pp_chunks"],
+    ),
+    (
+        1 << 20,
+        "forty times the widest published transformer, 25,600 (Megatron-LM's 1T)",
+        [
+            *(f"model.{name}" for name in ("d_model", "d_ff", "head_dim", "moe.d_ff")),
+            *(f"model.mla.{name}" for name in ("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")),
+        ],
+    ),
+    (
+        1 << 14,
+        "a hundred times the heads of the widest published transformer, 160",
+        ["model.n_heads", "model.n_kv_heads"],
+    ),
+    (
+        1 << 14,
+        "eight times the most experts of a published transformer, 2,048 (Switch-C, Fedus et al. 2021)",
+        [f"model.moe.{name}" for name in ("n_experts", "top_k", "n_shared", "n_groups", "top_groups", "capacity")],
+    ),
+    (1 << 24, "sixty times the largest published vocabulary, 256,000 tokens", ["model.vocab_size"]),
+    (
+        1 << 27,
+        "the longest published context has 100 million tokens",
+        ["model.seq_len", "model.rope_scaling.original_seq_len", "layout.loss_chunk", "run.sample_tokens"],
+    ),
+    (
+        MOST_DEVICES,
+        "ten times the largest cluster that trained one model",
+        [
+            *("cluster.nodes", "cluster.domain", "cluster.pod"),
+            *(f"layout.{name}" for name in ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "ep")),
+        ],
+    ),
+    (
+        4096,
+        "no node has so many devices or processors",
+        [
+            *("cluster.devices_per_node", "cluster.accelerator.cores", "run.threads", "data.workers"),
+            *(f"cluster.sharing.{name}" for name in ("node_cores", "processes", "linked")),
+        ],
+    ),
+    (
+        1 << 20,
+        "sixteen times the largest published batch, 65,536 sequences (LAMB, You et al. 2020)",
+        ["train.global_batch", "optimizer.base_batch", "layout.micro_batch", "layout.accumulation"],
+    ),
+    (
+        1 << 20,
+        "more would be kept in memory at once than any host has",
+        ["layout.pp_slices", "layout.tiles", "layout.prefetch", "layout.bucket_mb", "data.prefetch", "data.bpe_vocab"],
+    ),
+    (
+        10**9,
+        "a year of steps of 30 ms",
+        [
+            *("train.steps", "train.log_every", "train.eval_every", "train.eval_samples", "checkpoint.every"),
+            *("checkpoint.keep", "optimizer.warmup_steps", "optimizer.decay_steps", "layout.sync_every"),
+        ],
+    ),
+    (10**12, "a prepared corpus of random tokens lies on disk whole", ["data.random_tokens"]),
+    (1 << 63, "it has to be a number of 63 bits", ["train.seed"]),
+    (
+        10**12,
+        "nothing that is measured or set is so large",
+        [
+            *(f"cluster.{name}" for name in ("peak_tflops", "oversubscription")),
+            *(f"cluster.accelerator.{name}_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "fp32")),
+            *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "older")),
+            *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
+            *(f"cluster.sharing.{name}" for name in ("alone_products", "alone_streams")),
+            *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us", "pair_gbs")),
+            *(f"model.rope_scaling.{name}" for name in ("factor", "low_freq_factor", "high_freq_factor")),
+            *(f"model.moe.{name}" for name in ("route_scale", "aux_loss", "z_loss", "bias_rate")),
+            *(f"model.{name}" for name in ("norm_eps", "rope_theta", "init_std")),
+            *(f"optimizer.{name}" for name in ("lr", "eps", "weight_decay", "clip", "outer_lr")),
+            *(f"cluster.calibration.{command}.provenance.cores" for command in ("compute", "comm")),
+            *(
+                f"cluster.calibration.{part}.{figure}"
+                for part in (
+                    *("compute.products", "compute.attention", "compute.streams", "compute.blocks"),
+                    *("comm.intra", "comm.inter"),
+                )
+                for figure in ("error", "spread", "rounds")
+            ),
+            "run.timeout_s",
+        ],
+    ),
+]
+"""Upper bounds, each with its reason: beyond them a typing error is more likely than a job, and answers would take
+minutes or all memory."""
+BOUNDS = {path: (most, reason) for most, reason, paths in AT_MOST for path in paths}
+"""The same by path."""
+
+
+def size_problems(job: Job) -> Iterator[Problem]:
+    """Yields each number that is too large by itself, and a product of axes that is too large."""
+    for path, (most, reason) in BOUNDS.items():
+        if (value := get(job, path)) > most:
+            yield path, f"must be at most {most:,}, is {value:,}: {reason}"
+    if (world := job.layout.world) > MOST_DEVICES >= max(getattr(job.layout, axis) for axis in AXES):
+        product = " × ".join(f"{axis} {getattr(job.layout, axis)}" for axis in AXES)
+        yield "layout", f"{product} = {world:,} devices, at most {MOST_DEVICES:,}"

@@ -1,0 +1,109 @@
+"""`phalanx collectives list | show`: the algorithms of collectives, drawn and counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.cli.commands import Command, CommandWords, option_lines, parse
+from phalanx.cli.files import check_folders, write
+from phalanx.cli.job_words import Option
+from phalanx.comm.algorithms import draw, text
+from phalanx.comm.algorithms.catalogue import ALGORITHMS, build
+from phalanx.comm.algorithms.plan import CollectiveProgram
+from phalanx.units import gib
+
+PAGE = """\
+phalanx collectives: algorithms of collectives, as messages from one rank to another, step by step
+
+usage: phalanx collectives list [--json]                 the algorithms there are
+       phalanx collectives show NAME [--option value]    one of them, drawn and counted
+
+options of show:
+{options}
+
+Training uses the backend's own collectives (gloo, NCCL).
+
+examples:
+  phalanx collectives show ring-all-reduce --ranks 4
+  phalanx collectives show hierarchical-all-reduce --ranks 8 --group 4 --svg hierarchical.svg\
+"""
+
+SIZES = {
+    "ranks": Option(int, 4, "ranks of the group", at_least=1),
+    "elements": Option(int, 2**20, "elements of the tensor", at_least=0),
+    "element_bytes": Option(int, 4, "bytes of an element", at_least=1),
+}
+SETTINGS = {
+    "root": Option(int, None, "the root, where there is one; rank 0", at_least=0),
+    "group": Option(int, None, "hierarchical: ranks of a node; the ranks' largest divisor", at_least=1),
+}
+FILES = {"svg": Option(str, "", "write the picture to a file")}
+COMMANDS = {"list": Command(), "show": Command("an algorithm's name", SIZES | SETTINGS | FILES)}
+
+
+def run(argv: Sequence[str]) -> int:
+    if not argv or {"-h", "--help", "help"} & set(argv):
+        print(PAGE.format(options=option_lines(SIZES | SETTINGS | FILES)))
+        return 0
+    hint = f"a command comes first: `phalanx collectives show {argv[0]}`" if argv[0] in ALGORITHMS else ""
+    words = parse("collectives", COMMANDS, argv, hint)
+    if words.command == "list":
+        _list(words.as_json)
+    else:
+        _show(words)
+    return 0
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        entries = [
+            {"name": name, "steps": entry.steps, "source": entry.source, "takes": entry.takes or None}
+            for name, entry in ALGORITHMS.items()
+        ]
+        print(json.dumps(entries, indent=1))
+        return
+    width = max(map(len, ALGORITHMS))
+    steps = max(len(entry.steps) for entry in ALGORITHMS.values())
+    for name, entry in ALGORITHMS.items():
+        print(f"{name:<{width}}  {entry.steps:<{steps}}  {entry.source}")
+
+
+def _show(words: CommandWords) -> None:
+    sizes = {name: words.options.get(name, option.default) for name, option in SIZES.items()}
+    svg = words.options.get("svg", "")
+    check_folders({"svg": svg}, "svg")
+    program = build(words.subject, sizes["ranks"], sizes["elements"], **words.given(SETTINGS))
+    if svg:
+        write(svg, draw.svg(program))
+    if words.as_json:
+        print(json.dumps(as_json(program, sizes["element_bytes"])))
+        return
+    tensor = f"{sizes['elements']:,} elements of {sizes['element_bytes']} bytes"
+    print(f"{program.name}: {program.ranks} ranks, {tensor} ({gib(sizes['elements'] * sizes['element_bytes'])})")
+    print("\n".join([*text.counts(program, sizes["element_bytes"]), "", *text.table(program)]))
+    if svg:
+        print(f"\nwritten: {svg}")
+
+
+def as_json(program: CollectiveProgram, element_bytes: int) -> dict[str, Any]:
+    """The document of `show --json` (docs/collectives.md)."""
+    return {
+        "name": program.name,
+        "ranks": program.ranks,
+        "chunks": [[chunk.start, chunk.stop] for chunk in program.chunks],
+        "messages_sent": program.messages_sent(),
+        "bytes_sent": [elements * element_bytes for elements in program.elements_sent()],
+        "critical_bytes": program.critical_elements() * element_bytes,
+        "steps": [
+            {
+                "phase": step.phase,
+                "messages": [
+                    {**asdict(message), "span": [message.span.start, message.span.stop]} for message in step.messages
+                ],
+            }
+            for step in program.steps
+        ],
+    }
