@@ -5,18 +5,17 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-import torch
 
 from phalanx.comm.staged import StagedAxis
-from phalanx.job.job import Job
-from phalanx.job.layout_line import parse
-from phalanx.job.model import Model
+from phalanx.config.job import Job
+from phalanx.config.layout_line import parse
+from phalanx.config.model import ModelConfig
 from phalanx.parallel import mesh
 from phalanx.verify.measure import TOLERANCE, compare, record
 from phalanx.verify.plan import make
 from phalanx.verify.run import first_difference
 
-JOB = Job(model=Model(n_layers=4, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
+JOB = Job(model=ModelConfig(n_layers=4, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
 LINES = [
     "dp_shard=2,zero=2,accumulation=2",
     "dp_shard=2,zero=3,reshard=false,accumulation=2",
@@ -47,7 +46,7 @@ def test_messages_through_host_memory_change_nothing(ranks, tmp_path, line):
 def test_a_cuda_job_is_compared_on_cuda():
     from dataclasses import replace
 
-    from phalanx.job.cluster import Cluster
+    from phalanx.config.cluster import Cluster
 
     for device, expected in (("auto", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")):
         plan = make(replace(JOB, cluster=Cluster(device=device)), lines=["tp=2"])

@@ -67,7 +67,7 @@ class StagedAxis(Axis):
 
 
 class _CopyBack:
-    """Waits for a collective among host tensors, then copies `host` to `target`. Keeps what is sent alive until then."""
+    """Waits for a collective among host tensors, then copies `host` to `target`. Keeps what is sent alive."""
 
     def __init__(self, pending: Pending, target: Tensor | None, host: Tensor, *sent: Tensor):
         self.pending, self.target, self.hosts = pending, target, (host, *sent)
