@@ -117,7 +117,7 @@ class Trainer:
 
             def note(step: int, values: dict[str, float]) -> None:
                 """A step is done."""
-                row = {"step": step, **values, **meter.step()}
+                row = {"step": step, **values, **meter.step(), "memory": devices.peak_memory(self.device)}
                 rows.write("step", **row)
                 self._show(meter, row)
 
