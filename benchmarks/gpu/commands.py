@@ -116,12 +116,9 @@ def _watched(process: subprocess.Popen[Any], folder: Path, steps: int, deadline:
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
     """The step rows so far; a line that is still being written is left for the next look."""
-    found: list[dict[str, Any]] = []
-    for path in folder.glob("*/metrics.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n") and (row := json.loads(line))["event"] == "step":
-                found.append(row)
-    return found
+    text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*/metrics.jsonl"))
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return [row for row in map(json.loads, whole) if row["event"] == "step"]
 
 
 def _error(stderr: str, code: int) -> CaseError:

@@ -1,6 +1,6 @@
 """A GPT as one writes it by hand, in a loop as one writes it by hand: what training is compared with.
 
-    python -m benchmarks.gpu.plain_gpt --layers 12 --width 768 --heads 12 --batch 8 --steps 20 [--compile] [--device cpu]
+    python -m benchmarks.gpu.plain_gpt --layers 12 --width 768 --heads 12 --batch 8 --steps 20 [--compile]
 
 It shares no code with the program: torch.nn modules, F.scaled_dot_product_attention, AdamW(fused=True), and on a GPU
 fp32 parameters under torch.autocast(bf16). Prints one JSON document.

@@ -126,7 +126,8 @@ class Stepper:
         """The square of the norm of this rank's gradients; loss, that square and whether to stop, (3,), on the way to
         their sums over the ranks; and what to wait for until they are. The gradients are then the optimizer's."""
         with self.memory.allocating("gradients"):
-            square = self.optimizer.square_norm(self.loss_scale.value)
+            # Of a rank that counts no gradient torch's norm lies on the CPU.
+            square = self.optimizer.square_norm(self.loss_scale.value).to(loss.device)
         # Everything is counted by one rank: a loss by one of those that read the same samples, a gradient's element by
         # one of those that hold it.
         first_replica = self.apart > 1 or self.mesh.coordinates["dp_replicate"] == 0
