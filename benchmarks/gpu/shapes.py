@@ -79,7 +79,7 @@ def training(setting: Setting, shape: Shape, *layout: str) -> list[str]:
         *shape.words,
         f"train.precision={setting.precision}",
         f"cluster.device={setting.device}",
-        *("data.corpus=random", f"data.random_vocab={shape.vocab}", "data.tokenizer=byte"),
+        *("data.corpus=random", f"data.random_vocab={shape.vocab}", "data.random_tokens=4_000_000"),
         *("optimizer.schedule=constant", "train.eval_samples=0", "train.log_every=1000", "run.sample_tokens=0"),
         *layout,
     ]

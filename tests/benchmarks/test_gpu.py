@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import commands, compute, memory, nanogpt, plain_gpt, shapes, throughput
+from benchmarks.gpu import commands, compute, memory, nanogpt, parity, plain_gpt, shapes, throughput
 from benchmarks.gpu.part import SkippedError
 from benchmarks.gpu.results import Results, markdown
 from benchmarks.gpu.setting import Setting, find, slug
+
+from phalanx.check.load import load_file
+from phalanx.cli.main import main as phalanx
+from phalanx.verify.plan import make as select
 
 REHEARSAL = ["--device", "cpu", "--quick"]
 H100 = Setting("cuda", False, "NVIDIA H100 80GB HBM3", 1, 79 * 2**30)
@@ -30,6 +34,17 @@ FACTS = {
     "torch": "2.13.0",
     "python": "3.11.7",
 }
+
+
+@pytest.fixture
+def _predicts_here(monkeypatch, capsys):
+    """`phalanx predict` in this process instead of one of its own."""
+
+    def answer(argv, **_):
+        phalanx(argv[argv.index("predict") :])
+        return json.loads(capsys.readouterr().out)
+
+    monkeypatch.setattr(commands, "answer", answer)
 
 
 def rehearse(folder: Path, *words: str) -> dict:
@@ -166,6 +181,7 @@ def test_every_case_for_a_gpu_has_its_own_name():
             assert len(set(names)) == len(names) > 0
 
 
+@pytest.mark.usefixtures("_predicts_here")
 def test_what_does_not_fit_is_skipped_with_its_size():
     layout, prediction = shapes.fitting(H100, shapes.GPT[0])
     assert shapes.tensors(prediction) <= shapes.ROOM * H100.memory
@@ -253,3 +269,23 @@ def test_a_device_is_a_file_name():
     assert slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
     assert slug("  ") == "unknown"
     assert find("cpu", quick=True).file_name == "gpu-cpu-quick"
+
+
+@pytest.mark.usefixtures("_predicts_here")
+def test_every_layout_of_memory_is_one_that_is_predicted():
+    for ranks, layouts in ((1, memory.ALONE), (4, memory.together(4))):
+        for words in layouts.values():
+            prediction = shapes.predict(H100, shapes.GPT[0], *words, ranks=ranks)
+            assert len(prediction["memory_by_rank"]) == (4 if "layout.pp=4" in words else 1)
+            assert shapes.tensors(prediction) < H100.memory
+
+
+@pytest.mark.parametrize("words", parity.KINDS.values(), ids=parity.KINDS)
+def test_every_kind_of_model_has_layouts_to_compare_on_a_gpu(words):
+    asked = [word for word in words if "=" in word]
+    ranks = int(words[words.index("--max-ranks") + 1])
+    job = load_file(Path(parity.JOB), [*asked, "cluster.device=cuda"]).job
+    chosen = select(job, schedules="--schedules" in words, max_ranks=ranks)
+    assert len(chosen.layouts) > 20
+    assert max(layout.processes for layout in chosen.layouts) == ranks
+    assert not any(layout.data_parallel == "threads" for layout in chosen.layouts)
