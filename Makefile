@@ -7,7 +7,7 @@ JOB ?= examples/main.yaml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test lint format bench accuracy bench-peers clean
+.PHONY: help setup train verify test lint format bench accuracy gpu bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -49,6 +49,9 @@ bench: setup ## measure this machine and write benchmarks/results
 accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write benchmarks/results
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
 	$(BIN)/python -m benchmarks.published
+
+gpu: setup ## parity, memory, throughput on this machine's NVIDIA GPUs: ARGS='--only parity --quick'
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-peers: $(PEERS)/.installed ## make .bench-venv, with the peers that `make bench` compares with
 

@@ -1,9 +1,14 @@
-"""Hugging Face Accelerate: DDP, or with `--fsdp` FSDP2 of every block."""
+"""Hugging Face Accelerate: DDP, or with `--fsdp` FSDP2 of every block.
+
+Accelerate 1.15 reads its FSDP plugin on accelerators alone: on CPU processes it ignores the plugin without a word and
+wraps the model in DDP. The peer then fails, rather than show DDP under FSDP2's name."""
 
 from __future__ import annotations
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers import harness
 
@@ -22,6 +27,7 @@ def main() -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin if options.fsdp else None)
     model = harness.build(job)
     model, optimizer = accelerator.prepare(model, harness.adamw(model, job))
+    harness.require(model, FSDPModule if options.fsdp else DistributedDataParallel)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)

@@ -60,6 +60,12 @@ def adamw(model: nn.Module, job: Job) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=job.optimizer.lr, betas=job.optimizer.betas, eps=job.optimizer.eps, fused=True)
 
 
+def require(model: nn.Module, form: type) -> None:
+    """Raises RuntimeError unless a library has made `model` the parallel module that the peer is named after."""
+    if not isinstance(model, form):
+        raise RuntimeError(f"asked for {form.__name__}, the library made {type(model).__name__}: not measured")
+
+
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """Mean loss over the batch's tokens."""
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())

@@ -7,10 +7,12 @@ are too few to pay for the communication of cutting them.
 
 from __future__ import annotations
 
+from inspect import signature
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -23,20 +25,22 @@ from torch.nn.utils import get_total_norm
 
 from benchmarks.peers import harness
 from phalanx.config.job import Job
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import Block, Transformer
 
 
 def cut(model: Transformer, ranks: int, sequence: bool) -> None:
     """Cut `model` over the ranks. Activations between modules are plain local tensors."""
     mesh = init_device_mesh("cpu", (ranks,))
     outside = Shard(1) if sequence else Replicate()
+    block = next(iter(model.blocks.values()))
+    assert isinstance(block, Block), "a Transformer's blocks"
     plan: dict[str, ParallelStyle] = {
-        "attn": _enter(outside, 4),
+        "attn": _enter(block.attn, outside, Replicate()),
         "attn.wq": ColwiseParallel(),
         "attn.wk": ColwiseParallel(),
         "attn.wv": ColwiseParallel(),
         "attn.wo": RowwiseParallel(output_layouts=outside),
-        "mlp": _enter(outside, 1),
+        "mlp": _enter(block.mlp, outside, Replicate()),
         "mlp.up": ColwiseParallel(),
         "mlp.down": RowwiseParallel(output_layouts=outside),
     }
@@ -45,21 +49,19 @@ def cut(model: Transformer, ranks: int, sequence: bool) -> None:
     for block in model.blocks.values():
         parallelize_module(block, mesh, plan)
     if sequence:
-        first = PrepareModuleInput(
-            input_layouts=(Replicate(), None, None, None),
-            desired_input_layouts=(Shard(1), None, None, None),
-            use_local_output=True,
-        )
-        head = PrepareModuleInput(
-            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None), use_local_output=True
-        )
+        first = _enter(block, Replicate(), Shard(1), use_local_output=True)
+        head = _enter(model.head, Shard(1), Replicate(), use_local_output=True)
         parallelize_module(model, mesh, {"blocks.0": first, "final_norm": SequenceParallel(), "head": head})
 
 
-def _enter(layout: Replicate | Shard, inputs: int) -> PrepareModuleInput:
-    """Have a module's first input, the only tensor among its `inputs`, be a DTensor of all tokens."""
-    others = [None] * (inputs - 1)
-    return PrepareModuleInput(input_layouts=(layout, *others), desired_input_layouts=(Replicate(), *others))
+def _enter(
+    module: nn.Module, before: Placement, after: Placement, use_local_output: bool = False
+) -> PrepareModuleInput:
+    """Have a module's first input, laid out as `before`, be laid out as `after`. The others stay as they are."""
+    others = [None] * (len(signature(module.forward).parameters) - 1)
+    return PrepareModuleInput(
+        input_layouts=(before, *others), desired_input_layouts=(after, *others), use_local_output=use_local_output
+    )
 
 
 def clip(model: nn.Module, limit: float) -> None:

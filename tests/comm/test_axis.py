@@ -8,13 +8,14 @@ import torch.distributed as dist
 
 from phalanx.comm.axis import SMALL, Axis
 from phalanx.comm.ledger import Ledger
+from phalanx.comm.staged import StagedAxis
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-def axis_of(ranks) -> Axis:
+def axis_of(ranks, kind: type[Axis] = Axis) -> Axis:
     everyone = dist.distributed_c10d._get_default_group()
-    return Axis("tp", ranks.world, ranks.rank, everyone, Ledger())
+    return kind("tp", ranks.world, ranks.rank, everyone, Ledger())
 
 
 def data(ranks, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -23,9 +24,9 @@ def data(ranks, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-8, 9, shape, generator=generator).to(dtype)
 
 
-def compare_all(ranks, dtype):
+def compare_all(ranks, dtype, kind=Axis):
     """Every collective of the axis equals torch's; returns what went over the axis."""
-    axis, world = axis_of(ranks), ranks.world
+    axis, world = axis_of(ranks, kind), ranks.world
     large = SMALL // dtype.itemsize + 3
     for shape in ((1,), (3, 5), (large,)):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
@@ -67,10 +68,11 @@ def compare_all(ranks, dtype):
     return {kind: entry.calls for (_, kind), entry in axis.ledger.entries.items()}
 
 
+@pytest.mark.parametrize("kind", [Axis, StagedAxis])
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_collective_equals_the_backends(ranks, world, dtype):
-    for calls in ranks(compare_all, world, dtype):
+def test_every_collective_equals_the_backends(ranks, world, dtype, kind):
+    for calls in ranks(compare_all, world, dtype, kind):
         assert calls == {"all_reduce": 6, "reduce_scatter": 6, "all_gather": 6, "broadcast": 3}
 
 

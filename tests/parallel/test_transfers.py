@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
+from phalanx.comm.ledger import Ledger
 from phalanx.parallel.transfers import AHEAD, StepMailbox, Transfers
 from phalanx.schedule.catalogue import SCHEDULES, build, problems
 from phalanx.schedule.schedule import Action, Schedule
@@ -142,3 +144,50 @@ def test_every_action_reads_what_was_made_for_it(name):
         assert not mail.arriving
         assert not any(mail.leaving.values())
     assert not any(line.sent or line.begun for line in lines.values())
+
+
+@dataclass
+class Noted:
+    """A lane that notes who sends to whom, in the order of the calls."""
+
+    rank: int
+    calls: list[tuple[int, int]] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def send(self, x: Tensor, target: int) -> None:
+        self.calls.append((self.rank, target))
+
+    def receive(self, x: Tensor, source: int) -> None:
+        self.calls.append((source, self.rank))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_pair_meets_once_in_an_order_that_all_ranks_share(name):
+    for schedule in every(name):
+        pairs = {(rank, target) for rank, _, target, _ in needs(schedule)}
+        for rank in range(schedule.ranks):
+            lane = Noted(rank)
+            end = Transfers(schedule, rank, lane, lane)  # pyright: ignore[reportArgumentType]
+            end.connect(torch.device("cpu"))
+            assert end.pairs == pairs
+            assert lane.calls == [pair for pair in sorted(pairs) if rank in pair]
+
+
+def connected(ranks):
+    """Connects over gloo, then sends as a step does. Returns what this rank's ledger has and what it received."""
+    everyone = dist.distributed_c10d._get_default_group()
+    lane = Axis("pp", ranks.world, ranks.rank, everyone, Ledger())
+    end = Transfers(build("1f1b", 2, 2), ranks.rank, lane, lane)
+    end.connect(torch.device("cpu"))
+    received = torch.zeros(1)
+    if ranks.rank == 0:
+        lane.send(torch.ones(1), 1)
+    else:
+        lane.receive(received, 0)
+    return lane.ledger.entries, received.item()
+
+
+def test_connecting_is_not_counted_and_leaves_nothing_behind(ranks):
+    first, second = ranks(connected, 2)
+    assert [entry.calls for entry in first[0].values()] == [1]
+    assert second == ({}, 1.0)

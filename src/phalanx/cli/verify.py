@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 VERB = JobVerb(
     "verify",
     "Prove that a job's model computes the same under every layout as on one process: a few steps in float64 on "
-    "processes of this machine, comparing the loss, every gradient and every parameter. By default the job's own "
+    "processes of this machine, comparing the loss, every gradient and every parameter. They compute on the CPU, or, "
+    "with cluster.device=cuda, on its GPUs, which several processes may share. By default the job's own "
     "layout, each technique alone, and a small set of layouts in which every two features meet (data, tensor, "
     "sequence, context, expert and pipeline parallelism, recomputation). A large model is compared as a small one of "
     "the same kind; one without experts gets some where a layout has ep above 1.",
@@ -61,6 +62,7 @@ def run(argv: Sequence[str]) -> int:
     from phalanx.verify import run as verify
     from phalanx.verify.table import introduction, table
 
+    verify.refuse_missing_device(plan)
     print(*introduction(plan, steps), sep="\n", file=sys.stderr, flush=True)
     with _progress(len(plan.layouts)) as (on_start, on_case):
         report = verify.run(plan, steps, on_case, on_start)

@@ -69,7 +69,8 @@ class Axis:
     ):
         self.name, self.size, self.rank, self.group = name, size, rank, group
         self.ledger = ledger or Ledger()
-        self.gloo = group is not None and dist.get_backend(group) == "gloo"
+        # A group names a backend per device type: "cpu:gloo,cuda:gloo".
+        self.gloo = group is not None and "nccl" not in dist.get_backend(group)
 
     def __repr__(self) -> str:
         return f"{self.name} {self.rank}/{self.size}"

@@ -1,4 +1,4 @@
-"""A pool of warm rank processes: runs a function on a group of gloo ranks, again and again, for milliseconds a call.
+"""A pool of warm rank processes: runs a function on a group of ranks, again and again, for milliseconds per call.
 
 For tests and `phalanx verify`, which compare many layouts with one process. A launch pays for starting Python and
 importing torch in every rank; here a fork server imports torch once and the ranks are forked from it.
@@ -49,10 +49,16 @@ class Pool:
     Args:
         max_ranks: the largest world.
         preload: modules that the fork server imports once, on top of torch, so that no rank has to.
+        device_type: cpu or cuda; ranks that outnumber the GPUs share them.
     """
 
-    def __init__(self, max_ranks: int, preload: Sequence[str] = ()):
-        self.max_ranks = max_ranks
+    def __init__(self, max_ranks: int, preload: Sequence[str] = (), device_type: str = "cpu"):
+        self.max_ranks, self.device_type = max_ranks, device_type
+        if device_type == "cuda":
+            # A fork of a process that has called CUDA cannot use it: torch is to count GPUs through NVML instead.
+            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+            # A group with a backend per device type has no default one, which torch says at every group.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__, *preload])
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx_pool_")  # mode 0700
@@ -83,7 +89,8 @@ class Pool:
         try:
             for rank, process in enumerate(processes):
                 ranks = Ranks(rank, world, rank, world, 0, "pool")
-                process.connection.send((sys.path, str(Path.cwd()), ranks, store, timeout + _LONGER_S, call))
+                where = sys.path, str(Path.cwd())
+                process.connection.send((*where, ranks, self.device_type, store, timeout + _LONGER_S, call))
             answers = _collect(processes, deadline)
             results = {rank: answer.value for rank, answer in answers.items() if isinstance(answer, _Result)}
             if len(results) < world:
@@ -229,14 +236,14 @@ def _serve(connection: Connection, stacks: str) -> None:
             os.environ.update(environment)
 
 
-def _answer(ranks: Ranks, store: str, timeout_s: float, call: bytes) -> _Answer:
+def _answer(ranks: Ranks, device_type: str, store: str, timeout_s: float, call: bytes) -> _Answer:
     os.environ.update(_launched(ranks), OMP_NUM_THREADS="1")
     os.environ[STORE] = store
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
         fn, args, kwargs = pickle.loads(call)
-        process_group.init(ranks, device=torch.device("cpu"), timeout_s=timeout_s)
+        process_group.init(ranks, device=process_group.device_of(ranks, device_type), timeout_s=timeout_s)
         return _Result(pickle.dumps(fn(ranks, *args, **kwargs)))
     except BaseException as error:
         return _Raised(_portable(error), "".join(traceback.format_exception(error)))

@@ -39,21 +39,20 @@ def process_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> It
 
 
 def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
-    """Initialises the default process group: gloo, and nccl beside it for a CUDA device.
+    """Initialises the default process group with the backend that `backend_of` names.
 
     A world of one gets a group too, so that nobody has to ask whether there is one. Ranks of our own launcher meet in
     its file, others at MASTER_ADDR:MASTER_PORT. Where all ranks are on this machine, the sockets stay on loopback.
 
     Args:
         ranks: the place of this process.
-        device: the rank's own, cpu or cuda:<local rank>.
+        device: the rank's own, as `device_of` gives it.
         timeout_s: seconds that this and every later collective may wait for a peer.
 
     Raises:
         RunError: nowhere to meet, or a peer did not come in time.
     """
-    cuda = device.type == "cuda"
-    if cuda:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if ranks.one_node:
         os.environ.update(LOOPBACK)
@@ -64,17 +63,34 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
             "host name of rank 0's node and MASTER_PORT to a free port, the same for every rank."
         )
     try:
+        # Without device_id: torch would bind NCCL's communicator to the device and split groups off it, a call that
+        # every rank of the world has to make, while some of ours are made by their members alone (Mesh.among).
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            backend_of(ranks, device),
             init_method="env://" if store is None else None,
             store=store,
             rank=ranks.rank,
             world_size=ranks.world,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device if cuda else None,
         )
     except RuntimeError as error:
         raise RunError(_no_group(ranks, store, timeout_s, error)) from error
+
+
+def backend_of(ranks: Ranks, device: torch.device) -> str:
+    """The backend: gloo for CPU tensors; for those of a GPU NCCL, or gloo where ranks of a node share a GPU."""
+    if device.type == "cpu":
+        return "gloo"
+    shared = (ranks.local_world or 1) > torch.cuda.device_count()
+    # Not plainly "gloo": beside a default group of that name torch 2.11's DeviceMesh makes groups of NCCL.
+    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+
+
+def device_of(ranks: Ranks, device_type: str) -> torch.device:
+    """The device of a rank: the CPU, or the GPU numbered by the rank's place on its node, modulo the node's GPUs."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
 
 
 def shutdown() -> None:

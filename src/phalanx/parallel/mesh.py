@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.comm.ledger import Ledger
+from phalanx.comm.staged import StagedAxis
 from phalanx.config.layout import AXES, Layout
 from phalanx.errors import JobError
 
@@ -62,7 +63,7 @@ class Mesh:
         self._axes["world"] = Axis("world")
         if self.devices is not None:
             everyone = dist.distributed_c10d._get_default_group()
-            self._axes["world"] = Axis("world", everyone.size(), everyone.rank(), everyone, self.ledger)
+            self._axes["world"] = self._over("world", everyone.size(), everyone.rank(), everyone)
 
     @property
     def data_ranks(self) -> int:
@@ -106,7 +107,7 @@ class Mesh:
             return Axis(name)
         group = dist.new_group(self._ranks(name, places), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is among them"
-        return Axis(name, len(places), places.index(self.axis(name).rank), group, self.ledger)
+        return self._over(name, len(places), places.index(self.axis(name).rank), group)
 
     def p2p_groups(self, name: str) -> tuple[Axis, Axis]:
         """Return an axis twice, for messages to higher ranks and to lower ones, with process groups of their own:
@@ -166,7 +167,13 @@ class Mesh:
             made = dist.new_group(ranks, use_local_synchronization=True)
             assert isinstance(made, dist.ProcessGroup), "this rank is among them"
             group = made
-        return Axis(shown.get(name, name), line.size, line.place(dist.get_rank()), group, self.ledger)
+        return self._over(shown.get(name, name), line.size, line.place(dist.get_rank()), group)
+
+    def _over(self, name: str, size: int, rank: int, group: dist.ProcessGroup) -> Axis:
+        """The collectives over a process group; through host memory where ranks share a GPU."""
+        axis = Axis(name, size, rank, group, self.ledger)
+        staged = axis.gloo and self.devices is not None and self.devices.device_type == "cuda"
+        return StagedAxis(name, size, rank, group, self.ledger) if staged else axis
 
     def __str__(self) -> str:
         axes = " × ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)

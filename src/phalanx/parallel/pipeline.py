@@ -42,6 +42,7 @@ class Pipeline:
         self.program = self.schedule.programs[stages.rank]
         self.p2p_groups = p2p_groups
         self.transfers = Transfers(self.schedule, stages.rank, *p2p_groups)
+        self.transfers.connect(self.like.device)
         last = {action.stage: place for place, action in enumerate(self.program) if action.kind in ("B", "W")}
         self.last_backward = frozenset(last.values())
         """Places in the program after which a stage's gradients are complete."""

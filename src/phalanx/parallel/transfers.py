@@ -48,6 +48,8 @@ class Transfers:
     """By action of this rank that needs another one's result: that rank, and the place in its program that makes it."""
     order: dict[int, list[int]] = field(init=False, default_factory=dict)
     """By sender, the places there of what makes results that come here."""
+    pairs: set[tuple[int, int]] = field(init=False, default_factory=set)
+    """Every (sender, receiver) of the pipeline."""
 
     def __post_init__(self) -> None:
         places = [{action: place for place, action in enumerate(program)} for program in self.schedule.programs]
@@ -56,6 +58,7 @@ class Transfers:
                 reader = _reader(self.schedule, action)
                 if reader is None or (target := self.schedule.rank_of(reader.stage, reader.micro)) == rank:
                     continue
+                self.pairs.add((rank, target))
                 if reader not in places[target]:
                     reader = reader._replace(kind="I")  # the backward pass is cut in halves there
                 if rank == self.rank:
@@ -63,6 +66,20 @@ class Transfers:
                 if target == self.rank:
                     self.order.setdefault(rank, []).append(place)
                     self.sources[reader] = rank, place
+
+    def connect(self, device: torch.device) -> None:
+        """Send one element from each sender to each receiver, in the same order on all ranks; it is not counted.
+
+        NCCL makes a communicator with the first message between two ranks, and each waits there for the other. Ranks
+        that begin to receive before they send, as those of a pipeline do, would wait for each other for ever."""
+        x = torch.zeros(1, device=device)
+        with self.up.ledger.untracked(), self.down.ledger.untracked():
+            for sender, receiver in sorted(self.pairs):
+                axis = self.up if receiver > sender else self.down
+                if self.rank == sender:
+                    axis.send(x, receiver)
+                elif self.rank == receiver:
+                    axis.receive(x, sender)
 
     def begin(self, like: Tensor, shape: tuple[int, ...]) -> StepMailbox:
         """Begin a step in which every message has `shape`, and the type and device of `like`."""

@@ -36,7 +36,7 @@ class Recorder:
 
     def step(self, number: int, values: dict[str, float]) -> None:
         """Record step `number`, which ends now: `values` has its loss, gradient norm and learning rate."""
-        row = {"step": number, **values, **self.meter.step()}
+        row = {"step": number, **values, **self.meter.step(), "memory": devices.peak_memory(self.device)}
         self.rows.write("step", **row)
         self.terminal.step(number, row["loss"], row["tps"])
         if self.milestones.shows(number):

@@ -129,7 +129,8 @@ class Stepper:
         Returns the square of the norm of this rank's gradients, the tensor (3,) of the three that becomes their sums,
         and what to wait for until it has. The gradients are then the optimizer's."""
         with self.memory.allocating("gradients"):
-            square = self.optimizer.square_norm(self.loss_scale.value)
+            # Of a rank that counts no gradient torch's norm lies on the CPU.
+            square = self.optimizer.square_norm(self.loss_scale.value).to(loss.device)
         # Everything is counted by one rank: a loss by one of those that read the same samples, a gradient's element by
         # one of those that hold it.
         first_replica = self.independent_replicas > 1 or self.mesh.coordinates["dp_replicate"] == 0

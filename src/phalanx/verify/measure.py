@@ -23,6 +23,7 @@ from phalanx.comm.axis import Pending
 from phalanx.config.data import IGNORE
 from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
+from phalanx.launch.process_group import device_of
 from phalanx.launch.ranks import Ranks
 from phalanx.model.seeding import derive_seed
 from phalanx.parallel import mesh as meshes
@@ -160,8 +161,9 @@ def _in_order(found: dict[str, float], names: Iterable[str]) -> dict[str, float]
 def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, see: See, stale: bool = False) -> list[float]:
     """Train; every loss. `see` is called for every gradient of every step, then for every parameter. `stale`: on one
     process, gradients are one update late, as those of a pipeline without a flush."""
-    mesh = meshes.build(job.layout, "cpu")
-    stepper = _Watched(job, mesh, vocab_size, see, keep=ranks.rank == 0)
+    device = device_of(ranks, job.cluster.device)
+    mesh = meshes.build(job.layout, device.type)
+    stepper = _Watched(job, mesh, device, vocab_size, see, keep=ranks.rank == 0)
     read, lr, runner = partial(micro_batches, job, vocab_size, mesh), job.optimizer.lr, stepper.replica.runner
     if isinstance(runner, PipeDream):
         losses = streamed(stepper, runner, read, steps, lr)
@@ -179,8 +181,8 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, see: See, stale: b
 class _Watched(Stepper):
     """A Stepper whose gradients are seen before the optimizer uses them."""
 
-    def __init__(self, job: Job, mesh: Mesh, vocab_size: int, see: See, keep: bool):
-        super().__init__(job, mesh, torch.device("cpu"), vocab_size)
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, see: See, keep: bool):
+        super().__init__(job, mesh, device, vocab_size)
         self.see, self.keep, self.seen = see, keep, 0
 
     def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:

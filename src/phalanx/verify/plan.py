@@ -202,6 +202,10 @@ def _reasons(job: Job, plan: Selection, layout: Layout, max_ranks: int) -> list[
     reasons = [f"{path}: {message}" for path, message in problems]
     if not reasons and layout.processes > max_ranks:
         reasons.append(f"needs {layout.processes} processes, more than --max-ranks {max_ranks}")
+    if layout.data_parallel == "threads" and plan.proof.job.cluster.device == "cuda":
+        reasons.append(
+            "layout.data_parallel: threads is for CPUs; nearest legal: data_parallel=ddp, or cluster.device=cpu"
+        )
     return reasons
 
 

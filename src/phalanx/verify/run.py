@@ -12,11 +12,13 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from phalanx.blocks.parameters import count as parameters
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.errors import PhalanxError
+from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.pool import Pool
 from phalanx.verify.measure import TOLERANCE, Differences, compare, nothing, record
 from phalanx.verify.plan import Selection
@@ -81,6 +83,7 @@ class VerifyReport:
             "tolerance": TOLERANCE,
             "precision": proof.job.train.precision,
             "steps": self.steps,
+            "device": proof.job.cluster.device,
             "model": {
                 **asdict(proof.job.model),
                 "vocab_size": proof.vocab_size,
@@ -91,6 +94,12 @@ class VerifyReport:
             "notes": self.plan.notes,
             "seconds": round(self.seconds, 3),
         }
+
+
+def refuse_missing_device(plan: Selection) -> None:
+    """Raises JobError where the job asks for GPUs and this machine has none."""
+    if plan.proof.job.cluster.device == "cuda" and not torch.cuda.device_count():
+        raise JobError("cluster.device is cuda, but this machine has 0 CUDA devices; cluster.device=cpu compares")
 
 
 def run(
@@ -104,7 +113,8 @@ def run(
     began = time.perf_counter()
     report = VerifyReport(plan, steps)
     processes = max((layout.processes for layout in plan.layouts), default=1)
-    with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, Pool(processes, PRELOAD) as pool:
+    device = plan.proof.job.cluster.device
+    with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, Pool(processes, PRELOAD, device) as pool:
         _start(pool, processes)
         records: dict[tuple[ModelConfig, int, bool], Path] = {}
         for layout in plan.layouts:

@@ -43,7 +43,8 @@ def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
     """The job to compare in place of `job`, which differs in size where that takes too long, unless `as_is`.
 
     A small model has the same parts, heads and key/value heads, and its widths and experts divide by the same numbers
-    of ranks up to `max_ranks`: the same layouts are legal for it.
+    of ranks up to `max_ranks`: the same layouts are legal for it. It runs on CPU processes unless the job asks for
+    `cluster.device=cuda`.
     """
     vocab = job.model.vocab_size or SMALL_VOCAB
     small = job
@@ -60,7 +61,8 @@ def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
     }
     train = replace(small.train, precision="fp64", gradients="same", compile=False, cpu_linear="auto", global_batch=0)
     layout = Layout(bucket_mb=small.layout.bucket_mb)
-    return Proof(replace(small, train=train, layout=layout, cluster=Cluster(device="cpu")), vocab, changes)
+    cluster = Cluster(device="cuda" if job.cluster.device == "cuda" else "cpu")
+    return Proof(replace(small, train=train, layout=layout, cluster=cluster), vocab, changes)
 
 
 def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:

@@ -1,0 +1,62 @@
+"""Attention over blocks of keys in half precision, by the device's fused kernel, against float64 on the CPU.
+
+    python -m benchmarks.gpu.attention_blocks --device cuda
+
+`phalanx verify` compares in float64, which a GPU's flash attention does not compute: this covers the kernel that ring
+attention calls in training. On a CPU the same code runs in fp32. Prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.attention_blocks import Seen, attend, gradients
+
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-5}
+"""Of the largest element: bf16 has 8 bits, and the output's gradient passes through three products."""
+SHAPES = [(2, 4, 4, 256, 256, 64), (1, 8, 2, 128, 384, 128), (1, 4, 4, 64, 64, 20)]
+"""batch, heads, key/value heads, queries, keys, head size: the last one is no multiple of 8."""
+
+
+def largest_difference(shape: tuple[int, ...], causal: bool, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Of output and gradients, relative to the largest element of each."""
+    batch, heads, kv_heads, queries, keys, size = shape
+    generator = torch.Generator().manual_seed(0)
+    rows = [(heads, queries), (kv_heads, keys), (kv_heads, keys), (heads, queries)]
+    q, k, v, given = (torch.randn(batch, n, length, size, generator=generator).to(dtype) for n, length in rows)
+
+    def both_passes(*inputs: Tensor) -> tuple[Tensor, ...]:
+        *qkv, gradient = inputs
+        o, lse = attend(qkv[0], qkv[1], qkv[2], Seen(causal))
+        return o, *gradients(gradient, qkv[0], qkv[1], qkv[2], o, lse, Seen(causal))
+
+    found = both_passes(*(x.to(device) for x in (q, k, v, given)))
+    expected = both_passes(*(x.double() for x in (q, k, v, given)))
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    return {
+        name: float((a.cpu().double() - b).abs().max() / b.abs().max())
+        for name, a, b in zip(names, found, expected, strict=True)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    device = parser.parse_args().device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    worst: dict[str, float] = {}
+    for shape in SHAPES:
+        for causal in (False, True) if shape[3] == shape[4] else (False,):
+            for name, value in largest_difference(shape, causal, device, dtype).items():
+                worst[name] = max(worst.get(name, 0.0), value)
+    gradient = max(value for name, value in worst.items() if name != "output")
+    figures = {"loss_max_rel": worst["output"], "grad_max_rel": gradient, "tolerance": TOLERANCE[dtype], "ranks": 1}
+    print(json.dumps({"ok": max(worst.values()) <= TOLERANCE[dtype], **figures, "worst": worst, "dtype": str(dtype)}))
+
+
+if __name__ == "__main__":
+    main()

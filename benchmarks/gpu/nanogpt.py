@@ -1,0 +1,52 @@
+"""nanoGPT's model and optimizer in the plain loop. NANOGPT names the folder of its repository (karpathy/nanoGPT).
+
+NANOGPT=~/nanoGPT python -m benchmarks.gpu.nanogpt --layers 12 --width 768 --heads 12 --batch 8 --steps 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu import loop
+
+FOLDER = "NANOGPT"
+"""The environment variable."""
+
+
+def missing() -> str:
+    """Why nanoGPT cannot be measured; empty where it can."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return f"not installed: {FOLDER} names no folder of karpathy/nanoGPT"
+    return "" if (Path(folder) / "model.py").is_file() else f"not installed: no model.py in {FOLDER}={folder}"
+
+
+class Loss(nn.Module):
+    """nanoGPT's model as one that returns its loss."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.model(tokens, targets.contiguous())[1]
+
+
+def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
+    sys.path.insert(0, str(Path(os.environ[FOLDER]).expanduser()))
+    theirs = importlib.import_module("model")
+    shape = {"n_layer": options.layers, "n_head": options.heads, "n_embd": options.width}
+    config = theirs.GPTConfig(block_size=options.seq_len, vocab_size=options.vocab, dropout=0.0, bias=True, **shape)
+    model = theirs.GPT(config).to(options.device)
+    return Loss(model), model.configure_optimizers(0.1, loop.LR, (0.9, 0.95), options.device)
+
+
+if __name__ == "__main__":
+    loop.main(__doc__, make)

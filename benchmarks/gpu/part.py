@@ -1,0 +1,34 @@
+"""What a part of benchmarks.gpu is: its cases, and the table that shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.gpu.results import Outcome, Row
+from benchmarks.gpu.setting import Setting
+
+
+class SkippedError(Exception):
+    """A case has no place on this machine; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement, which can be made without the others."""
+
+    name: str
+    measure: Callable[[], dict[str, Any]]
+    """Its figures. Raises CaseError, or SkippedError."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group of cases with one table."""
+
+    name: str
+    """As `--only` takes it."""
+    title: str
+    cases: Callable[[Setting], Sequence[Case]]
+    table: Callable[[Mapping[str, Outcome]], Sequence[Row]]

@@ -1,0 +1,91 @@
+"""The results file of benchmarks.gpu: written after every case, so that a run that was interrupted goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.commands import CaseError
+
+Outcome = dict[str, Any]
+"""Figures, or `skipped` or `failed` with the reason; with the date, the versions and the command."""
+Row = tuple[str, ...]
+
+
+@dataclass
+class Results:
+    """Cases by part, then by name, in the order in which they were measured."""
+
+    path: Path
+    """Without a suffix: `.json` and `.md` are written."""
+    facts: Mapping[str, Any]
+    """What this run measures on (setting.facts)."""
+    parts: dict[str, dict[str, Outcome]] = field(default_factory=dict)
+
+    @staticmethod
+    def open(path: Path, facts: Mapping[str, Any], fresh: bool) -> Results:
+        """What an earlier run left at `path`, unless `fresh`. Raises CaseError where it cannot be read."""
+        file = path.with_name(f"{path.name}.json")
+        if fresh or not file.exists():
+            return Results(path, facts)
+        try:
+            return Results(path, facts, json.loads(file.read_text(encoding="utf-8"))["parts"])
+        except (ValueError, KeyError) as error:
+            raise CaseError(
+                f"{file} is no results file of benchmarks.gpu ({error}); --fresh writes a new one"
+            ) from None
+
+    def has(self, part: str, case: str) -> bool:
+        """Whether a case has figures that hold. One that failed or differed may have been mended, and what was skipped
+        may have been installed: such cases are tried again."""
+        outcome = self.parts.get(part, {}).get(case)
+        return outcome is not None and not {"failed", "skipped"} & outcome.keys() and outcome.get("ok", True)
+
+    def add(self, part: str, case: str, outcome: Outcome) -> None:
+        """Take a case in, and write the JSON file."""
+        about = {"date": time.strftime("%Y-%m-%d"), "torch": self.facts["torch"], "driver": self.facts["driver"]}
+        self.parts.setdefault(part, {})[case] = {**outcome, **about}
+        document = {"benchmark": "gpu", "machine": self.facts, "parts": self.parts}
+        self._write("json", json.dumps(document, indent=1) + "\n")
+
+    def write_page(self, tables: Mapping[str, Sequence[Row]]) -> Path:
+        """Write the page for people: one table per part, by the part's title. Returns its path."""
+        facts = self.facts
+        versions = [f"{name} {facts[name]}" for name in ("driver", "cuda", "nccl", "torch", "python") if facts[name]]
+        many = f"{facts['gpus']} × " if facts["gpus"] > 1 else ""
+        lines = [
+            f"# On {many}{facts['device']}",
+            "",
+            f"{facts['memory_gib']} GiB per device; {', '.join(versions)}; written {time.strftime('%Y-%m-%d')}. "
+            "`make gpu`; [what it measures](../../docs/gpu.md)",
+        ]
+        for title, rows in tables.items():
+            lines += ["", f"## {title}", "", *markdown(rows)]
+        return self._write("md", "\n".join(lines) + "\n")
+
+    def _write(self, suffix: str, text: str) -> Path:
+        """As a whole or not at all: a run that is killed meanwhile leaves the file as it was."""
+        path = self.path.with_name(f"{self.path.name}.{suffix}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.draft")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+        return path
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """A table whose first row is its head. Shorter rows are filled up, and bars in cells are escaped."""
+    width = len(rows[0])
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] + [""] * (width - len(row)) for row in rows]
+    head, *body = [f"| {' | '.join(row)} |" for row in cells]
+    return [head, "|---" * width + "|", *body]
+
+
+def reason(outcome: Outcome) -> str | None:
+    """Why a case has no figures, for a cell of its row."""
+    return next((f"{word}: {outcome[word]}" for word in ("skipped", "failed") if word in outcome), None)

@@ -1,0 +1,151 @@
+"""Tokens per second and MFU of training GPT shapes, with and without compile, beside a plain torch loop and peers.
+
+All contenders of a shape process the same micro-batches of random tokens. MFU is model FLOPs (forward and backward,
+without recomputation: PaLM, appendix B) per second over the device's peak that `phalanx train` looks up.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from benchmarks.gpu import commands, nanogpt, shapes
+from benchmarks.gpu.part import Case, Part, SkippedError
+from benchmarks.gpu.results import Outcome, Row, reason
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.shapes import Shape
+
+LIMIT_S = 900.0
+WARM_UP = 8
+"""Steps that are left out: compilation, the allocator's first blocks, clocks that rise."""
+STEPS = 20
+"""Steps measured after them."""
+REHEARSED = {"TORCHDYNAMO_DISABLE": "1"}
+"""On a CPU nothing is compiled, which would take a minute per model."""
+
+
+def cases(setting: Setting) -> list[Case]:
+    found = []
+    for shape in [shapes.TINY] if setting.quick else shapes.GPT:
+        for compiled in (False, True):
+            name = f"{shape.name}, {{}}{', compiled' if compiled else ''}"
+            found.append(Case(name.format("phalanx"), partial(ours, setting, shape, compiled)))
+            found.append(Case(name.format("plain loop"), partial(loop, setting, shape, compiled, "plain_gpt")))
+            found.append(Case(name.format("nanoGPT"), partial(with_nanogpt, setting, shape, compiled)))
+    found.append(Case("torchtitan", with_torchtitan))
+    return found
+
+
+def ours(setting: Setting, shape: Shape, compiled: bool) -> dict[str, Any]:
+    """`phalanx train` on one device. Raises SkippedError where the shape does not fit, CaseError as training."""
+    layout, prediction = _room(setting, shape)
+    words = shapes.training(setting, shape, *layout, f"train.compile={str(compiled).lower()}")
+    rows = commands.train(words, steps=_steps(setting), limit_s=LIMIT_S, env=_environment(setting))
+    last = rows[-1]
+    figures = _figures([row["step_time_s"] for row in rows], setting, shape, prediction, layout, last["memory"])
+    predicted = prediction["step_time_s"] if shapes.known(setting.name) and not compiled else None
+    peak = last["tflops"] / last["mfu"] if last["mfu"] else None
+    command = commands.shown(commands.phalanx("train", *words))
+    return {**figures, "predicted_step_s": predicted, "peak_tflops": peak, "command": command}
+
+
+def loop(setting: Setting, shape: Shape, compiled: bool, module: str) -> dict[str, Any]:
+    """A program of benchmarks/gpu that trains the shape in the plain loop."""
+    layout, prediction = _room(setting, shape)
+    if "layout.recompute=full" in layout:
+        raise SkippedError("fits with recomputation alone, which the loop does not have")
+    words = [*shape.flags, "--batch", str(_batch(layout)), "--steps", str(_steps(setting)), "--device", setting.device]
+    argv = commands.program(module, *words, *(["--compile"] if compiled else []))
+    said = commands.answer(argv, limit_s=LIMIT_S, env=_environment(setting))
+    figures = _figures(said["seconds"], setting, shape, prediction, layout, said["memory"])
+    return {**figures, "command": commands.shown(argv)}
+
+
+def with_nanogpt(setting: Setting, shape: Shape, compiled: bool) -> dict[str, Any]:
+    if why := nanogpt.missing():
+        raise SkippedError(why)
+    return loop(setting, shape, compiled, "nanogpt")
+
+
+def with_torchtitan() -> dict[str, Any]:
+    """torchtitan trains its own shapes on its own data: there is nothing to run it on here."""
+    try:
+        version = importlib.metadata.version("torchtitan")
+    except importlib.metadata.PackageNotFoundError:
+        raise SkippedError("not installed") from None
+    raise SkippedError(
+        f"{version} is installed, but trains only from its repository's tokenizer, data and Llama shapes: run its "
+        "run_train.sh there and `phalanx train model=llama3-8b` here, and compare `tps`"
+    )
+
+
+def _room(setting: Setting, shape: Shape) -> tuple[list[str], dict[str, Any]]:
+    fit = shapes.fitting(setting, shape)
+    if isinstance(fit, str):
+        raise SkippedError(fit)
+    return fit
+
+
+def _batch(layout: Sequence[str]) -> int:
+    return next(int(word.split("=")[1]) for word in layout if word.startswith("layout.micro_batch="))
+
+
+def _steps(setting: Setting) -> int:
+    return 3 if setting.quick else WARM_UP + STEPS
+
+
+def _environment(setting: Setting) -> dict[str, str]:
+    return {} if setting.device == "cuda" else REHEARSED
+
+
+def _figures(
+    seconds: Sequence[float],
+    setting: Setting,
+    shape: Shape,
+    prediction: dict[str, Any],
+    layout: Sequence[str],
+    memory: int,
+) -> dict[str, Any]:
+    """Of the median step after the warm-up."""
+    step = statistics.median(seconds[1 if setting.quick else WARM_UP :])
+    return {
+        "step_s": step,
+        "first_step_s": seconds[0],
+        "tokens_per_s": _batch(layout) * shape.seq_len / step,
+        "tflops": prediction["model_flops"] / step / 1e12,
+        "memory": memory,
+        "layout": " ".join(layout),
+    }
+
+
+def table(outcomes: Mapping[str, Outcome]) -> list[Row]:
+    rows: list[Row] = [
+        ("shape and contender", "tokens/s", "TFLOP/s", "MFU", "step ms", "predicted ms", "peak GiB", "first step s", "")
+    ]
+    peak = next((found["peak_tflops"] for found in outcomes.values() if found.get("peak_tflops")), None)
+    for name, found in outcomes.items():
+        if why := reason(found):
+            rows.append((name, why))
+            continue
+        mfu = f"{found['tflops'] / peak:.1%}" if peak else ""
+        predicted = found.get("predicted_step_s")
+        rows.append(
+            (
+                name,
+                f"{found['tokens_per_s']:,.0f}",
+                f"{found['tflops']:.3g}",
+                mfu,
+                f"{found['step_s'] * 1e3:.1f}",
+                f"{predicted * 1e3:.1f}" if predicted else "",
+                f"{found['memory'] / 2**30:.1f}",
+                f"{found['first_step_s']:.1f}",
+                found["layout"].replace("layout.", "").replace("train.", ""),
+            )
+        )
+    return rows
+
+
+PART = Part("throughput", "Throughput of training on one device", cases, table)

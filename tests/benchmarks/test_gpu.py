@@ -1,0 +1,291 @@
+"""`make gpu` rehearsed on a CPU: every part runs, what is measured is kept, and what cannot be is said."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import commands, compute, memory, nanogpt, parity, plain_gpt, shapes, throughput
+from benchmarks.gpu.part import SkippedError
+from benchmarks.gpu.results import Results, markdown
+from benchmarks.gpu.setting import Setting, find, slug
+
+from phalanx.check.load import load_file
+from phalanx.cli.main import main as phalanx
+from phalanx.verify.plan import make as select
+
+REHEARSAL = ["--device", "cpu", "--quick"]
+H100 = Setting("cuda", False, "NVIDIA H100 80GB HBM3", 1, 79 * 2**30)
+FACTS = {
+    "device": "NVIDIA X",
+    "gpus": 2,
+    "memory_gib": 79.1,
+    "driver": "570.1",
+    "cuda": "12.8",
+    "nccl": "2.27",
+    "torch": "2.13.0",
+    "python": "3.11.7",
+}
+
+
+@pytest.fixture
+def _predicts_here(monkeypatch, capsys):
+    """`phalanx predict` in this process instead of one of its own."""
+
+    def answer(argv, **_):
+        phalanx(argv[argv.index("predict") :])
+        return json.loads(capsys.readouterr().out)
+
+    monkeypatch.setattr(commands, "answer", answer)
+
+
+def rehearse(folder: Path, *words: str) -> dict:
+    assert gpu.main([*REHEARSAL, "--out", str(folder), *words]) == 0
+    return json.loads((folder / "gpu-cpu-quick.json").read_text())
+
+
+def test_parity_and_memory_are_measured_once(tmp_path, capsys):
+    found = rehearse(tmp_path, "--only", "parity,memory")
+    assert set(found["parts"]) == {"parity", "memory"}
+    layouts, blocks, losses = found["parts"]["parity"].values()
+    assert layouts["ok"]
+    assert (layouts["layouts"], layouts["ranks"]) == (2, 2)
+    assert 0 < layouts["grad_max_rel"] <= 1e-9
+    assert blocks["ok"]
+    assert losses["loss_max_rel"] == 0  # the CPU beside itself
+    for case in found["parts"]["memory"].values():
+        assert case["measured"] > 0
+        assert case["predicted"] > 0
+        assert case["command"].startswith("python -m phalanx train model.n_layers=2")
+    page = (tmp_path / "gpu-cpu-quick.md").read_text()
+    assert capsys.readouterr().out == page
+    assert "## Parity" in page
+    assert "## Memory" in page
+    again = rehearse(tmp_path, "--only", "parity,memory")
+    assert again["parts"] == found["parts"]
+    assert capsys.readouterr().err.count("measured before") == 4
+
+
+def test_throughput_beside_the_plain_loop(tmp_path, monkeypatch):
+    monkeypatch.delenv(nanogpt.FOLDER, raising=False)
+    cases = rehearse(tmp_path, "--only", "throughput")["parts"]["throughput"]
+    for name in ("phalanx", "plain loop", "phalanx, compiled", "plain loop, compiled"):
+        case = cases[f"tiny, {name}"]
+        assert case["tokens_per_s"] == pytest.approx(2 * 16 / case["step_s"])
+        assert case["tflops"] > 0
+    assert "train.compile=true" in cases["tiny, phalanx, compiled"]["command"]
+    assert cases["tiny, nanoGPT"]["skipped"].startswith("not installed: NANOGPT names no folder")
+    assert "skipped" in cases["torchtitan"]
+    page = (tmp_path / "gpu-cpu-quick.md").read_text()
+    assert "| tiny, nanoGPT, compiled | skipped: not installed" in page
+
+
+def test_no_gpu_is_one_message(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert gpu.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("benchmarks.gpu: no NVIDIA GPU here that torch can use")
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--only", "parity,speed"], "--only: no part speed; there are parity, memory, throughput, compute"),
+        (["--device", "cpu"], "--device cpu rehearses tiny sizes: add --quick"),
+    ],
+)
+def test_wrong_options(argv, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(argv)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_broken_results_file_is_named(tmp_path, capsys):
+    (tmp_path / "gpu-cpu-quick.json").write_text("{")
+    assert gpu.main([*REHEARSAL, "--out", str(tmp_path)]) == 2
+    assert "--fresh writes a new one" in capsys.readouterr().err
+
+
+def test_only_what_has_figures_is_kept(tmp_path):
+    results = Results(tmp_path / "gpu-x", FACTS)
+    outcomes = {"good": {"ok": True}, "timed": {"step_s": 1.0}, "wrong": {"ok": False}}
+    outcomes |= {"broken": {"failed": "exit 1"}, "absent": {"skipped": "not installed"}}
+    for name, outcome in outcomes.items():
+        results.add("parity", name, outcome)
+    known = Results.open(tmp_path / "gpu-x", FACTS, fresh=False)
+    assert [name for name in outcomes if known.has("parity", name)] == ["good", "timed"]
+    assert known.parts["parity"]["good"]["torch"] == "2.13.0"
+    assert not Results.open(tmp_path / "gpu-x", FACTS, fresh=True).parts
+
+
+def test_the_page_says_what_was_measured_on(tmp_path):
+    page = Results(tmp_path / "gpu-x", FACTS).write_page({"A part": [("case", "figure"), ("a|b", "1"), ("why",)]})
+    assert page.read_text().startswith("# On 2 × NVIDIA X\n\n79.1 GiB per device; ")
+    assert "driver 570.1, cuda 12.8, nccl 2.27, torch 2.13.0" in page.read_text()
+    assert markdown([("case", "figure"), ("a|b", "1"), ("why",)]) == [
+        "| case | figure |",
+        "|---|---|",
+        "| a\\|b | 1 |",
+        "| why |  |",
+    ]
+
+
+def test_tables_show_figures_failures_and_reasons():
+    gib = 2**30
+    rows = memory.PART.table({"a": {"measured": 2 * gib, "predicted": gib}, "b": {"failed": "out of memory"}})
+    assert rows[1:] == [("a", "2.00", "1.00", "-50.0%"), ("b", "failed: out of memory")]
+    measured = {"step_s": 0.1, "first_step_s": 9.0, "tokens_per_s": 1e5, "tflops": 100.0, "memory": gib}
+    case = {**measured, "layout": "layout.micro_batch=2", "predicted_step_s": 0.2, "peak_tflops": 989.0}
+    rows = throughput.PART.table({"a": case, "b": {**measured, "layout": ""}, "c": {"skipped": "too large"}})
+    assert rows[1] == ("a", "100,000", "100", "10.1%", "100.0", "200.0", "1.0", "9.0", "micro_batch=2")
+    assert rows[2][3] == "10.1%"  # of the same peak
+    assert rows[3] == ("c", "skipped: too large")
+    points = [{"error": -0.2, "used": True}, {"error": 4.0, "used": False}]
+    rows = compute.PART.table({"a": {"median_error": 0.05, "points": points, "cluster": {"intra.gbs": 300.123}}})
+    assert rows[1] == ("a", "5.0%", "20.0%", "intra.gbs 300.1")
+
+
+def test_kernels_are_measured_by_the_verb(monkeypatch):
+    asked = []
+
+    def answer(argv, **_):
+        asked.append(" ".join(argv[3:]))
+        return {"setting": "", "cluster": {}, "median_error": 0.1, "points": [], "file": None}
+
+    monkeypatch.setattr(commands, "answer", answer)
+    for case in compute.PART.cases(Setting("cuda", False, "X", 2, 1)):
+        assert case.measure()["median_error"] == 0.1
+    assert asked == [
+        "bench compute --precision bf16 --nproc-per-node 1 --device cuda --no-save --json",
+        "bench compute --precision fp32 --nproc-per-node 1 --device cuda --no-save --json",
+        "bench comm --device cuda --no-save --json",
+    ]
+
+
+def test_every_case_for_a_gpu_has_its_own_name():
+    for part in gpu.PARTS.values():
+        for setting in (H100, Setting("cuda", False, "X", 8, 2**37), find("cpu", quick=True)):
+            names = [case.name for case in part.cases(setting)]
+            assert len(set(names)) == len(names) > 0
+
+
+@pytest.mark.usefixtures("_predicts_here")
+def test_what_does_not_fit_is_skipped_with_its_size():
+    layout, prediction = shapes.fitting(H100, shapes.GPT[0])
+    assert shapes.tensors(prediction) <= shapes.ROOM * H100.memory
+    assert layout[0].startswith("layout.micro_batch=")
+    with pytest.raises(SkippedError, match=r"GiB of tensors predicted for one sequence with recompute=full"):
+        throughput.ours(H100, shapes.GPT[-1], compiled=False)
+    small = Setting("cuda", False, "X", 1, 2**30)
+    with pytest.raises(SkippedError, match=r"GiB predicted, the device has 1\.0 GiB"):
+        memory.measure(small, shapes.GPT[0], ["layout.micro_batch=4"], 1)
+
+
+def test_a_run_that_ends_too_early_or_late_says_why():
+    words = shapes.training(find("cpu", quick=True), shapes.TINY, "layout.micro_batch=2", "layout.tp=3")
+    with pytest.raises(commands.CaseError, match="tp 3 is not whole"):
+        commands.train(words, steps=2, limit_s=60)
+    with pytest.raises(commands.CaseError, match=r"0 of 2 steps done"):
+        commands.train(words[:-1], steps=2, limit_s=0.1)
+
+
+def test_memory_that_runs_out_is_told_apart():
+    program = "import sys; sys.exit('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB')"
+    with pytest.raises(commands.OutOfMemoryError, match="^out of memory$"):
+        commands.answer([sys.executable, "-c", program], limit_s=30)
+    with pytest.raises(commands.CaseError, match="not done after 0 s"):
+        commands.answer([sys.executable, "-c", "import time; time.sleep(9)"], limit_s=0.2)
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    argv = [sys.executable, "-m", "benchmarks.gpu", *REHEARSAL, "--only", "throughput", "--out", str(tmp_path)]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert process.stderr
+    while "phalanx ..." not in process.stderr.readline():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert "interrupted; the same command goes on" in process.stderr.read()
+    assert process.wait(30) == 130
+
+
+STUB = """
+import torch
+class GPTConfig:
+    def __init__(self, **fields): self.__dict__.update(fields)
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed = torch.nn.Embedding(config.vocab_size, config.n_embd)
+    def forward(self, tokens, targets):
+        logits = self.embed(tokens) @ self.embed.weight.T
+        return logits, torch.nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+"""
+
+
+def test_nanogpt_is_called_as_its_repository_has_it(tmp_path, monkeypatch):
+    monkeypatch.setenv(nanogpt.FOLDER, str(tmp_path))
+    assert nanogpt.missing() == f"not installed: no model.py in NANOGPT={tmp_path}"
+    (tmp_path / "model.py").write_text(STUB)
+    assert nanogpt.missing() == ""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    options = argparse.Namespace(layers=1, heads=1, width=4, seq_len=8, vocab=11, device="cpu")
+    model, optimizer = nanogpt.make(options)
+    monkeypatch.delitem(sys.modules, "model")
+    tokens = torch.randint(11, (2, 9))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    optimizer.step()
+
+
+def test_the_plain_model_learns_and_has_the_shapes_parameters():
+    options = argparse.Namespace(layers=2, width=16, heads=2, vocab=11, seq_len=8, device="cpu")
+    model, optimizer = plain_gpt.make(options)
+    assert sum(p.numel() for p in model.parameters()) == 11 * 16 + 8 * 16 + 2 * (12 * 16**2 + 13 * 16) + 2 * 16
+    tokens = torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_a_device_is_a_file_name():
+    assert slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+    assert slug("  ") == "unknown"
+    assert find("cpu", quick=True).file_name == "gpu-cpu-quick"
+
+
+@pytest.mark.usefixtures("_predicts_here")
+def test_every_layout_of_memory_is_one_that_is_predicted():
+    for ranks, layouts in ((1, memory.ALONE), (4, memory.together(4))):
+        for words in layouts.values():
+            prediction = shapes.predict(H100, shapes.GPT[0], *words, ranks=ranks)
+            assert len(prediction["memory_by_rank"]) == (4 if "layout.pp=4" in words else 1)
+            assert shapes.tensors(prediction) < H100.memory
+
+
+@pytest.mark.parametrize("words", parity.KINDS.values(), ids=parity.KINDS)
+def test_every_kind_of_model_has_layouts_to_compare_on_a_gpu(words):
+    asked = [word for word in words if "=" in word]
+    ranks = int(words[words.index("--max-ranks") + 1])
+    job = load_file(Path(parity.JOB), [*asked, "cluster.device=cuda"]).job
+    chosen = select(job, schedules="--schedules" in words, max_ranks=ranks)
+    assert len(chosen.layouts) > 20
+    assert max(layout.processes for layout in chosen.layouts) == ranks
+    assert not any(layout.data_parallel == "threads" for layout in chosen.layouts)
