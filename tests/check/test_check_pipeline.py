@@ -64,27 +64,28 @@ def test_the_micro_batches_come_from_the_batch_equation():
 @pytest.mark.parametrize(
     ("layers", "layout", "message"),
     [
-        (6, {"pp": 8}, "layout.pp: pp 8 stages need as many layers, the model has 6; nearest legal: pp 6"),
+        (6, {"pp": 8}, "layout.pp: pp 8 stages need at least as many layers, the model has 6; nearest legal: pp 6"),
         (
             6,
             {"pp": 4, "schedule": "interleaved_1f1b", "pp_chunks": 2},
-            "layout.pp: pp 4 × chunks 2 = 8 stages need as many layers, the model has 6; nearest legal: pp 3",
+            "layout.pp: pp 4 × chunks 2 = 8 stages need at least as many layers, the model has 6; nearest legal: pp 3",
         ),
         (
             6,
             {"pp": 2, "schedule": "interleaved_1f1b", "pp_chunks": 4},
-            "layout.pp: pp 2 × chunks 4 = 8 stages need as many layers, the model has 6; nearest legal: pp 1, or "
+            "layout.pp: pp 2 × chunks 4 = 8 stages need at least as many layers, the model has 6; nearest legal: pp 1, "
+            "or "
             "pp_chunks 3",
         ),
         (
             6,
             {"pp": 10**9},
-            "layout.pp: pp 1000000000 stages need as many layers, the model has 6; nearest legal: pp 6",
+            "layout.pp: pp 1000000000 stages need at least as many layers, the model has 6; nearest legal: pp 6",
         ),
         (
             3,
             {"pp": 4, "schedule": "dualpipe"},
-            "layout.pp: pp 4 stages need as many layers, the model has 3; nearest legal: pp 3",
+            "layout.pp: pp 4 stages need at least as many layers, the model has 3; nearest legal: pp 3",
         ),
     ],
 )
@@ -106,9 +107,11 @@ def test_slices_are_equal_parts_of_a_sequence():
     for slices in (0, 1, 16):
         assert problems(pp=2, schedule="terapipe", pp_slices=slices) == []
     (found,) = problems(pp=2, schedule="terapipe", pp_slices=5)
-    assert found == "layout.pp_slices: seq_len 64 / (slices 5) is not whole; nearest pp_slices: 2, 4, 8"
+    assert found == "layout.pp_slices: seq_len 64 / (slices 5) is not an integer; nearest pp_slices: 2, 4, 8"
     (found,) = problems(pp=2, schedule="terapipe", pp_slices=32, tp=4, sp=True)
-    assert found == "layout.pp_slices: seq_len 64 / (slices 32 × tp 4 (sp)) is not whole; nearest pp_slices: 4, 8, 16"
+    assert (
+        found == "layout.pp_slices: seq_len 64 / (slices 32 × tp 4 (sp)) is not an integer; nearest pp_slices: 4, 8, 16"
+    )
     assert problems(pp=2, schedule="terapipe", cp=2) == []
 
 
@@ -126,7 +129,7 @@ def test_a_schedule_without_flush_keeps_whole_weights():
 
 def test_a_parameter_server_trains_whole_models():
     assert problems(pp=2, dp_replicate=2, sync="asp") == [
-        "layout.sync: a parameter server trains whole models, pp 2 cuts them; nearest legal: sync=bsp, or pp=1"
+        "layout.sync: asp needs replicas with whole models, pp 2 cuts them; nearest legal: sync=bsp, or pp=1"
     ]
     assert problems(pp=2, dp_replicate=2, sync="local_sgd") == []
     assert problems(pp=2, dp_replicate=2, sync="diloco") == []
@@ -142,12 +145,15 @@ def test_a_schedule_in_a_file_says_its_own_numbers(tmp_path):
         f"layout.pp: {path} is for pp 2, pp is 4; nearest legal: pp 2, or another schedule"
     ]
     assert problems(pp=2, schedule=path, accumulation=8) == [
-        f"layout.schedule: {path} is for 4 micro-batches a step, but global batch 16 = micro-batch 2 × accumulation 8 "
+        f"layout.schedule: {path} is for 4 micro-batches per step, but global batch 16 = micro-batch 2 × accumulation "
+        "8 "
         "× data ranks 1; nearest legal: accumulation 4 with a global batch that is a multiple of 4"
     ]
-    assert problems(**layout, pp_chunks=3) == [f"layout.pp_chunks: {path} has 2, pp_chunks is 3: leave it out"]
+    assert problems(**layout, pp_chunks=3) == [
+        f"layout.pp_chunks: {path} has 2, pp_chunks is 3; nearest legal: pp_chunks=0"
+    ]
     assert problems(shallow(3), **layout) == [
-        f"layout.pp: {path}: 4 stages need as many layers, the model has 3; nearest legal: n_layers 4"
+        f"layout.pp: {path}: 4 stages need at least as many layers, the model has 3; nearest legal: n_layers 4"
     ]
 
 

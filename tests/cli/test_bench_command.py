@@ -66,7 +66,7 @@ def test_help_and_mistakes_need_no_torch():
         (["compute", "--threads"], "--threads: needs a value"),
         (["compute", "--threads", "0"], "--threads: must be at least 1, is 0"),
         (["compute", "--save", "--no-save"], "--save and --no-save exclude each other"),
-        (["compute", "--svg", "/no/where.svg"], "--svg: cannot write /no/where.svg: there is no folder /no"),
+        (["compute", "--svg", "/no/where.svg"], "--svg: cannot write /no/where.svg: folder /no does not exist"),
         (["comm", "--collectives", "all_reduce,allgather"], "no collective 'allgather'; did you mean all_gather?"),
         (["comm", "--nproc-per-node", "1"], "measures what goes from one rank to another; there is one"),
     ],

@@ -46,8 +46,11 @@ def test_help_and_configuration_answer_without_torch(argv):
         (["trian"], "phalanx: no verb 'trian'; did you mean `phalanx train`?"),
         (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, verify, generate, data"),
         (["job.yaml"], "phalanx: no verb 'job.yaml'; the verb comes first: `phalanx train job.yaml`"),
-        (["train", "--offload", "optimizer"], "layout.offload: offloading is not done by this version"),
-        (["train", "model=mixtral-8x7b", "--ep", "3", "--dp_shard", "3"], "layout.ep: n_experts 8 / ep 3 is not whole"),
+        (["train", "--offload", "optimizer"], "layout.offload: this version does not run offloading"),
+        (
+            ["train", "model=mixtral-8x7b", "--ep", "3", "--dp_shard", "3"],
+            "layout.ep: n_experts 8 / ep 3 is not an integer",
+        ),
         (["generate", "nowhere"], "phalanx: no run in nowhere: it has no config.yaml"),
     ],
 )

@@ -43,7 +43,7 @@ def test_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     picture = tmp_path / "step.svg"
     assert main([*JOB, "--svg", str(picture)]) == 0
     page = capsys.readouterr().out
-    for word in ("step time:", "mfu:", "matrix products", "memory:", "fits", "all-gather", "8 × h100-80gb"):
+    for word in ("step time:", "mfu:", "matrix products", "peak memory", "fits", "all-gather", "8 × h100-80gb"):
         assert word in page
     assert picture.read_text(encoding="utf-8").startswith("<svg")
 
@@ -52,7 +52,7 @@ def test_what_does_not_fit_ends_with_three_and_says_what_would(capsys: pytest.Ca
     assert main([*JOB, "recompute=none", "micro_batch=2"]) == 3
     out, err = capsys.readouterr()
     assert "does not fit" in out
-    assert "too much" in err
+    assert "exceeds the " in err
     assert "fits with layout." in err
     assert main([*JOB, "recompute=none", "micro_batch=2", "--json"]) == 3
     document = json.loads(capsys.readouterr().out)

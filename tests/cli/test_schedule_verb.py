@@ -49,8 +49,8 @@ def test_a_schedule_is_shown_with_its_figures(capsys):
     assert shown[:5] == [
         "1f1b: 4 ranks, 8 micro-batches",
         "bubble 37.5% of the work, 27.3% of the whole; duration 33",
-        "idle time by rank: 9, 6, 3, 0",
-        "activations kept by rank, at most: 4, 3, 2, 1",
+        "idle time per rank: 9, 6, 3, 0",
+        "peak live activations per rank: 4, 3, 2, 1",
         "sends: may block",
     ]
     assert "rank 3" in shown[-1]
@@ -99,7 +99,7 @@ def test_files_are_written_and_read_again(capsys, tmp_path):
     assert file.read(csv) == catalogue.build("zb_v", 4, 8)
     again = json.loads(output(capsys, "show", csv, "--json"))
     assert {**again, "written": found["written"]} == found
-    assert output(capsys, "check", csv).startswith(f"{csv}: a schedule that runs\nzb_v: 4 ranks")
+    assert output(capsys, "check", csv).startswith(f"{csv}: valid\nzb_v: 4 ranks")
     assert json.loads(output(capsys, "check", csv, "--json"))["ok"] is True
 
 
@@ -113,7 +113,7 @@ def test_files_are_written_and_read_again(capsys, tmp_path):
         (["show", "1f1b", "zb_v"], "takes a schedule's name or a file, found 1f1b zb_v"),
         (["show", "1f1"], "did you mean 1f1b?"),
         (["show", "none.csv"], "none.csv: cannot be read: No such file or directory"),
-        (["show", "none.csv", "--pp", "2"], "--stages: a file says itself how large its schedule is"),
+        (["show", "none.csv", "--pp", "2"], "--stages: a file states the size of its schedule"),
         (["show", "1f1b", "--stags", "2"], "unknown option --stags; did you mean --stages?"),
         (["show", "1f1b", "--micro-batch", "2"], "unknown option --micro-batch; did you mean --micro-batches?"),
         (["show", "1f1b", "--stages"], "--stages: needs a value"),

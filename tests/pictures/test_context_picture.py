@@ -69,4 +69,4 @@ def test_nothing_to_draw_without_cp_or_with_parts_that_are_not_equal(capsys):
     with pytest.raises(JobError, match=r"layout\.cp is 1"):
         svg(Job())
     assert main(["cp=3", "seq_len=64"]) == 2
-    assert "seq_len 64 / cp 3 is not whole; nearest cp: 1, 2, 4" in capsys.readouterr().err
+    assert "seq_len 64 / cp 3 is not an integer; nearest cp: 1, 2, 4" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_each_says_why_with_figures() -> None:
         if one.candidate and one.candidate.prediction.fits:
             assert "as fast" in one.why or "nothing better" in one.why
         elif one.candidate:
-            assert "too much in the" in one.why
+            assert "exceeds memory by " in one.why
             assert "the largest part is" in one.why
 
 

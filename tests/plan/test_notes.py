@@ -84,7 +84,7 @@ def test_a_full_device_is_told_with_what_leaves_room() -> None:
     assert first.fullest.needed * first.memory_spread[1] > first.memory_limit
     assert room is not None
     assert room.prediction.fullest.needed * first.memory_spread[1] <= first.memory_limit
-    (told,) = [note for note in plan.notes if "leaves no room" in note]
+    (told,) = [note for note in plan.notes if "No memory headroom" in note]
     assert f"{room.seconds / plan.best[0].seconds - 1:.1%} slower" in told
 
 

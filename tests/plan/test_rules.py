@@ -40,7 +40,7 @@ def test_a_fast_network_takes_fsdp_where_it_fits() -> None:
     words, layout = rule(request("llama3-70b", "dgx-h100:16", 512))
     assert layout.dp_shard == layout.world == 128
     assert layout.zero == 3
-    assert "fast network (50 GB/s a device): FSDP" in words
+    assert "fast network (50 GB/s per device): FSDP" in words
 
 
 @pytest.mark.parametrize(("sequences", "why"), [(2048, "does not fit"), (512, "is not legal")])

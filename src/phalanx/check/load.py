@@ -141,8 +141,8 @@ def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
         problems.append(f"layout.{open_axes[0]}: -1 means the rest of the devices; set cluster.devices_per_node")
     elif known < 1 or devices % known:
         problems.append(
-            f"layout.{open_axes[0]}: -1 means the rest of the devices, but {devices} devices do not divide by the "
-            f"other axes' product {known}"
+            f"layout.{open_axes[0]}: -1 means the rest of the devices, but {devices} devices are not divisible by the "
+            f"product of the other axes, {known}"
         )
     else:
         closed = dataclasses.replace(closed, **{open_axes[0]: devices // known})

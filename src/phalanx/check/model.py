@@ -32,7 +32,8 @@ def _experts(moe: MoE, n_layers: int) -> Iterator[tuple[str, str]]:
     elif moe.top_k == 1 and moe.renormalise:
         yield (
             "model.moe.renormalise",
-            "with top_k 1 the one gate would always be 1 and the router learn nothing from the loss: renormalise=false",
+            "with top_k 1 the gate is always 1 and the router gets no gradient from the loss; nearest legal: "
+            "renormalise=false",
         )
     if moe.route_scale <= 0:
         yield "model.moe.route_scale", f"must be above 0, is {moe.route_scale}"
@@ -82,4 +83,4 @@ def _latent_attention(mla: MLA, positions: str) -> Iterator[tuple[str, str]]:
             f"rotary positions turn pairs: must be even, is {mla.rope_head_dim}; nearest: {even}",
         )
     if positions != "rope":
-        yield "model.positions", f"latent attention goes with rotary positions: rope, is {positions}"
+        yield "model.positions", f"latent attention needs rotary positions: rope, is {positions}"

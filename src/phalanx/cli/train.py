@@ -64,7 +64,7 @@ def _launch(job: Job, directory: RunDirectory, as_json: bool) -> int:
     processes = job.layout.processes
     if job.cluster.nodes > 1:
         raise JobError(
-            f"cluster.nodes is {job.cluster.nodes}, and nobody started the processes: run this command on every node "
+            f"cluster.nodes is {job.cluster.nodes}, but no launcher started processes: run this command on every node "
             f"with torchrun, srun or mpiexec, {processes // job.cluster.nodes} processes each"
         )
     argv = ["train", str(directory.config), *(["--json"] if as_json else [])]
@@ -127,7 +127,7 @@ def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
     print(
         f"{directory.path} is finished: step {manifest.step} of {job.train.steps}"
         + (f", validation loss {loss:.4f}" if loss is not None else "")
-        + f".\n  go on:       train.steps={2 * manifest.step}\n  start over:  --fresh (this run is kept beside it)\n"
+        + f".\n  continue:    train.steps={2 * manifest.step}\n  start over:  --fresh (the existing run is renamed)\n"
         f"  text:        phalanx generate {directory.path} --prompt ..."
     )
     return True

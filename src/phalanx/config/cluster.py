@@ -11,10 +11,10 @@ from phalanx.hashed import Hashed, hashed_once
 @hashed_once
 @dataclass(frozen=True)
 class Accelerator(Hashed):
-    """One device, as its data sheet and one run of a matrix product describe it."""
+    """One device, described by its data sheet and a measured matrix product."""
 
     name: str = ""
-    """What it is called; empty where nothing is known about it."""
+    """Name of the device; empty if it is not described."""
     bf16_tflops: float = 0.0
     """Dense peak in bfloat16, in TFLOP/s; 0 where it has none."""
     fp16_tflops: float = 0.0
@@ -31,23 +31,24 @@ class Accelerator(Hashed):
     fp8_ceiling: float = 0.7
     """The same in 8-bit and 4-bit floats."""
     memory_gib: float = 0.0
-    """Device memory that a program can have, in GiB."""
+    """Device memory available to a program, in GiB."""
     bandwidth_gbs: float = 0.0
     """Device memory bandwidth, in GB/s."""
     cores: int = 1
     """Processors that each compute one tile of a matrix product at a time (streaming multiprocessors)."""
     sustained: float = 0.9
-    """Rate of matrix products in a long run beside that of the best one alone: power and heat hold clocks down, and
-    between products caches hold something else."""
+    """Rate of matrix products in a long run, relative to a single one: power and heat lower the clocks, and caches are
+    cold between products."""
     older: float = 1.0
-    """Rate of kernels written for the instructions of the generation before, beside those for its own."""
+    """Rate of kernels written for the previous generation's instructions, relative to those for its own."""
     launch_us: float = 4.0
-    """Time on the device between two kernels, in microseconds: the floor of a small kernel."""
+    """Time between two kernels on the device, in microseconds: the minimum time of a small kernel."""
     product_us: float = 0.0
-    """What the call of a matrix product takes more than that, in microseconds."""
+    """Additional launch time of a matrix product, in microseconds."""
     host_us: float = 0.0
-    """What a training program takes besides to start an operation, where the same processor then does it (a CPU), in
-    microseconds; 0: the host starts operations ahead."""
+    """Framework overhead per operation on a device that is its own host (a CPU), in microseconds; 0 if the host
+    launches
+    operations ahead of the device."""
 
 
 @dataclass(frozen=True)
@@ -55,39 +56,41 @@ class Link:
     """The links of one class, as one device sees them."""
 
     gbs: float = 0.0
-    """Bandwidth a device, one way, while all devices send, in GB/s: of shared cards the share."""
+    """Bandwidth per device, one way, while all devices send, in GB/s (its share of a shared card)."""
     latency_us: float = 0.0
-    """Time of a message of no bytes (alpha), in microseconds."""
+    """Latency (alpha) of a message, in microseconds."""
     reached: float = 0.8
-    """Share of gbs that large messages of a collective reach."""
+    """Share of gbs that large collectives reach."""
     pair_gbs: float = 0.0
-    """Bandwidth between two devices, one way, in GB/s, where links join pairs and not a switch; 0: there is a switch,
-    and a pair has all of `gbs`."""
+    """Bandwidth between two devices, one way, in GB/s, if links join pairs of devices; 0: a switch gives each pair all
+    of
+    `gbs`."""
     reduces: bool = False
-    """The switch adds (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once instead of twice."""
+    """The switch reduces in the network (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once, not
+    twice."""
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Sharing(Hashed):
-    """How the processes of a CPU node share its cores, where they are its devices and were measured."""
+    """How the processes of a measured CPU node share its cores."""
 
     node_cores: int = 0
     """Cores of the node."""
     processes: int = 0
-    """Processes of which `accelerator` is one; 0: devices do not share."""
+    """Number of processes when `accelerator` was measured as one of them; 0: devices share nothing."""
     linked: int = 0
-    """Processes that the links were measured among; 0: as many."""
+    """Number of processes when the links were measured; 0: the same."""
     alone_products: float = 0.0
-    """Rate of matrix products of one process with all cores, over that of one of `processes`."""
+    """Matrix-product rate of one process with all cores, relative to one of `processes`."""
     alone_streams: float = 0.0
-    """The same of what memory bounds."""
+    """The same ratio for memory-bound operations."""
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Cluster(Hashed):
-    """The machine: nodes × devices a node, and what they and their links can do."""
+    """The machine: nodes × devices per node, and the rates of devices and links."""
 
     preset: str = ""
     """Start from a known machine and its number of nodes, such as dgx-h100:64, or `local`, the machine that
@@ -95,18 +98,18 @@ class Cluster(Hashed):
     nodes: int = 1
     """Nodes of the job."""
     devices_per_node: int = 0
-    """Devices (GPUs, or CPU processes) on a node; 0 means as many as the layout asks for."""
+    """Devices (GPUs, or CPU processes) on a node; 0 means as many as the layout needs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the accelerator where there is one."""
+    """auto uses the accelerator if there is one."""
     peak_tflops: float = 0.0
     """Dense peak of one device in this job's precision, in TFLOP/s, for MFU; 0 looks the device up, and measures a
     matrix product on a CPU."""
     domain: int = 0
     """Neighbouring devices that `intra` joins; 0 means those of a node (72 in a rack of GB200)."""
     pod: int = 0
-    """Devices with full bandwidth among them; 0 means all. Beyond it links are shared."""
+    """Devices with full bandwidth among them; 0 means all. Rings that cross pods share links."""
     oversubscription: float = 1.0
-    """Beyond a pod: devices that want a link over links."""
+    """Rings that cross pods get the bandwidth divided by this factor."""
     accelerator: Accelerator = field(default_factory=Accelerator)
     intra: Link = field(default_factory=Link)
     inter: Link = field(default_factory=Link)

@@ -1,4 +1,4 @@
-"""What a job reads: a corpus, a tokenizer, and where the token shards made of them lie."""
+"""The data of a job: a corpus, a tokenizer, and the folder of the token shards made from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Data:
-    """What is read: a corpus and a tokenizer."""
+    """The data: a corpus and a tokenizer."""
 
     corpus: str = "stdlib"
     """stdlib (the text of this Python's own library, nothing to download), shakespeare_char, text (your own: set
@@ -24,19 +24,19 @@ class Data:
     bpe_vocab: int = 4096
     """Vocabulary size to train for tokenizer bpe."""
     document_mask: bool = False
-    """A token attends to tokens of its own document alone: those since the last separator, which is the tokenizer's
+    """A token attends only to tokens of its own document: those since the last separator, which is the tokenizer's
     end-of-text token or, where it has none (char, byte), a newline, so that every line is a document."""
     val_fraction: float = 0.1
-    """The share of the corpus, from its end, that is kept for validation."""
+    """Share of the corpus, taken from its end, used for validation."""
     limit_mb: float = 0.0
     """Use only this many megabytes of the corpus's text; 0 means all."""
     dir: str = "data"
-    """Where prepared token shards are kept."""
+    """Folder of prepared token shards."""
     random_tokens: int = 1_000_000
-    """Corpus random: how many tokens."""
+    """Corpus random: number of tokens."""
     random_vocab: int = 256
     """Corpus random: vocabulary size."""
     workers: int = 0
-    """Processes that tokenize in `phalanx data prepare`; 0 means one a core."""
+    """Processes that tokenize in `phalanx data prepare`; 0 means one per core."""
     prefetch: int = 4
-    """Steps whose batches are read ahead in the background."""
+    """Steps whose batches are prefetched in the background."""

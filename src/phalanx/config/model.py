@@ -35,17 +35,17 @@ class MoE:
     """Mixture of experts in place of the MLP (n_experts 0 = dense)."""
 
     n_experts: int = 0
-    """Routed experts a layer; 0 means a dense model."""
+    """Routed experts per layer; 0 means a dense model."""
     top_k: int = 2
     """Routed experts that each token visits."""
     d_ff: int = 0
     """Hidden width of one expert; 0 means model.d_ff."""
     n_shared: int = 0
-    """Experts that every token visits beside the routed ones."""
+    """Shared experts, which every token visits in addition to the routed ones."""
     n_dense_layers: int = 0
     """Leading layers that keep a dense MLP of width model.d_ff."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of logits: a softmax over the experts (Mixtral), or a sigmoid of each (DeepSeek-V3)."""
+    """Scores of the router: a softmax over the experts (Mixtral), or a sigmoid per expert (DeepSeek-V3)."""
     renormalise: bool = True
     """The gates of a token's experts add up to 1 (Mixtral, DeepSeek-V3); otherwise the scores themselves are the gates
     (Switch Transformer, which with top_k 1 needs them)."""
@@ -54,18 +54,19 @@ class MoE:
     n_groups: int = 1
     """Groups of neighbouring experts, for routing limited to some of them (DeepSeek-V3, section 2.1.2)."""
     top_groups: int = 1
-    """Groups that a token's experts may lie in: those whose two best scores have the largest sum."""
+    """Groups that a token's experts are chosen from: those whose two best scores have the largest sum."""
     aux_loss: float = 0.0
-    """Coefficient of the load-balancing loss, taken a sequence at a time (DeepSeek-V3, equations 17 to 20)."""
+    """Coefficient of the load-balancing loss, computed per sequence (DeepSeek-V3, equations 17 to 20)."""
     z_loss: float = 0.0
     """Coefficient of the squared logarithm of the softmax's denominator (ST-MoE, Zoph et al. 2022, equation 5)."""
     bias_balanced: bool = False
-    """The router keeps one balancing bias an expert (DeepSeek-V3, section 2.1.2)."""
+    """The router has one load-balancing bias per expert (DeepSeek-V3, section 2.1.2)."""
     bias_rate: float = 0.001
-    """bias_balanced: what a step adds to the bias of an expert with too little load, and takes off with too much."""
+    """bias_balanced: step by which the bias of an underloaded expert rises and that of an overloaded one falls."""
     capacity: float = 0.0
-    """Tokens of a sequence that one expert takes, as a multiple of its even share seq_len × top_k / n_experts, rounded
-    up; later tokens go without that expert. 0 drops none."""
+    """Capacity factor: tokens of a sequence that one expert takes, as a multiple of seq_len × top_k / n_experts,
+    rounded
+    up; later tokens are dropped by that expert. 0 drops none."""
 
     def most_tokens(self, seq_len: int) -> int:
         """Tokens of a sequence of `seq_len` that one expert takes at most."""
@@ -94,7 +95,7 @@ class MLA:
 @hashed_once
 @dataclass(frozen=True)
 class ModelConfig(Hashed):
-    """The model's shape."""
+    """The shape of a model."""
 
     preset: str = ""
     """Start from a known model (gpt2, llama3-8b, ... ; `phalanx train --help` lists them); other fields override it."""

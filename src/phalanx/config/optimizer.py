@@ -1,4 +1,4 @@
-"""The optimizer and how its learning rate moves."""
+"""The optimizer and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Optimizer:
     clip: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the rate falls after the warm-up; wsd holds it, then decays over the last decay_fraction."""
+    """Learning-rate schedule after the warm-up; wsd holds the rate, then decays it over the last decay_fraction."""
     warmup_steps: int = 0
     """Steps over which the rate rises linearly from 0."""
     decay_steps: int = 0

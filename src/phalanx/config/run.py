@@ -13,16 +13,16 @@ class RunOptions:
     name: str = ""
     """Name of the run; empty means the job file's name. Its directory is dir/name."""
     dir: str = "runs"
-    """Where run directories are made."""
+    """Parent folder of run directories."""
     threads: int = 0
     """CPU threads of each process; 0 divides the cores among the processes of a node."""
     timeout_s: float = 600.0
-    """Seconds that a collective may wait before the run is called broken."""
+    """Timeout of a collective in seconds, after which the run fails."""
     log_level: Literal["debug", "info", "warning"] = "info"
-    """What rank 0 prints; the other ranks write to their own log files."""
+    """Log level of rank 0 on the terminal; other ranks write to their own log files."""
     all_ranks: bool = False
-    """Show the log lines of every rank, with the rank in front."""
+    """Show the log lines of every rank, prefixed with the rank."""
     sample_tokens: int = 200
     """Tokens of text to generate when training ends; 0 generates none."""
     sample_prompt: str = "\n"
-    """What that text begins with."""
+    """Beginning of that text."""

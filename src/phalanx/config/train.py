@@ -1,4 +1,4 @@
-"""What training does: how long, how large a batch, in which precision, and how often it looks up."""
+"""Settings of the training loop: steps, batch, precision, and how often it logs and validates."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ class Train:
     steps: int = 200
     """Optimizer steps."""
     global_batch: int = 0
-    """Sequences a step over all ranks = micro-batch × accumulation × data ranks; 0 means the others decide."""
+    """Sequences per step over all ranks = micro-batch × accumulation × data ranks; 0 derives it from these."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights."""
     gradients: Literal["same", "fp32"] = "same"
-    """Precision in which gradients are summed over ranks (and, in flat buckets, over micro-batches): that of training,
-    or fp32 for twice the memory and traffic of bf16."""
+    """Precision in which gradients are summed over ranks (and, in flat buckets, over micro-batches): same as training,
+    or
+    fp32, which takes twice the memory and traffic of bf16."""
     seed: int = 1337
-    """The one seed: weights, order of samples and dropout derive from it by hashing."""
+    """Seed of weights, sample order and dropout, which derive from it by hashing."""
     compile: bool = False
     """Compile the blocks with torch.compile."""
     cpu_linear: Literal["auto", "mkl", "onednn"] = "auto"
-    """Library for fp32 matrix products on a CPU; auto takes oneDNN on processors with AVX-512 that are not Intel's."""
+    """Library for fp32 matrix products on a CPU; auto uses oneDNN on non-Intel processors with AVX-512."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels only (a CPU run is deterministic anyway)."""
+    """Use deterministic kernels only (a CPU run is always deterministic)."""
     log_every: int = 10
     """Steps between log lines; every step goes to metrics.jsonl."""
     eval_every: int = 0
     """Steps between validations; 0 means only at the end."""
     eval_samples: int = 256
-    """Sequences of the validation split that a validation reads (the whole split at most)."""
+    """Sequences of the validation split read per validation (at most the whole split)."""

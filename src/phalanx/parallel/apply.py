@@ -132,7 +132,7 @@ def _cut(
     whole = (name for name, piece in pieces.items() if piece[0].dim is None and not name.endswith(BALANCING))
     partials.append(PartialGradients(tp, frozenset(name for name in whole if layout.sp or name.endswith(WITHIN))))
     if layout.sp:
-        log.info("sequence parallel: %d tokens of a sequence a rank", model.model.seq_len // tp.size)
+        log.info("sequence parallel: %d tokens of each sequence per rank", model.model.seq_len // tp.size)
     return pieces, partials, taken
 
 
@@ -143,12 +143,12 @@ def _deal_out(model: Transformer, mesh: Mesh, layout: Layout) -> None:
         model.routing.sequences = context.SplitSequences(layout, mesh.axis("cp"))
         ways = [f"ring of {layout.ring}"] if layout.ring > 1 else []
         ways += [f"Ulysses over {layout.cp_ulysses}"] if layout.cp_ulysses > 1 else []
-        log.info("context parallel: %s, %d tokens a rank", " × ".join(ways), model.model.seq_len // layout.cp)
+        log.info("context parallel: %s, %d tokens per rank", " × ".join(ways), model.model.seq_len // layout.cp)
     if layout.ep > 1:
         ep, experts = mesh.axis("ep"), model.model.moe.n_experts
         expert.cut_experts(model, ep)
         expert.connect(model, ep)
-        log.info("expert parallel: %d of %d experts a rank", experts // ep.size, experts)
+        log.info("expert parallel: %d of %d experts per rank", experts // ep.size, experts)
 
 
 def _objective(model: Transformer, mesh: Mesh, layout: Layout, vocab: int) -> Objective:

@@ -97,7 +97,7 @@ def size(schedule: Schedule) -> str:
     if schedule.stages != schedule.ranks:
         words.append(counted(schedule.stages, "stage"))
     if schedule.slices > 1:
-        words.append(f"{schedule.slices} slices a sequence")
+        words.append(f"{schedule.slices} slices per sequence")
     if schedule.steps > 1:
         words.append(f"{schedule.steps} steps")
     return ", ".join(words)

@@ -140,13 +140,13 @@ def text(goodput: Goodput) -> str:
     g = goodput
     who = f"failures of {g.devices:,} devices"
     if math.isinf(g.mtbf_s):
-        return "no failures: nothing to save against, all of the time trains"
+        return "no failures: no checkpoints needed, productive time 100%"
     lost = {"saving": g.saving, "rework": g.rework, "restarting": g.restarting}
     return "\n".join(
         [
-            f"{who:<28} {g.interruptions_per_day:.3g} a day, one in {seconds(g.mtbf_s)}",
-            f"{'training between saves':<28} {seconds(g.interval_s)}, each save {seconds(g.checkpoint_s)}",
-            f"{'of the time trains':<28} {g.fraction:.1%}",
+            f"{who:<28} {g.interruptions_per_day:.3g} per day, one every {seconds(g.mtbf_s)}",
+            f"{'checkpoint interval':<28} {seconds(g.interval_s)}, each checkpoint {seconds(g.checkpoint_s)}",
+            f"{'productive time':<28} {g.fraction:.1%}",
             f"{'lost to':<28} {', '.join(f'{name} {share:.2%}' for name, share in lost.items())}",
         ]
     )

@@ -92,7 +92,7 @@ class Trainer:
         self.asynchronous = Asynchronous(self.stepper) if job.layout.sync == "asp" else None
         self._resume()
         self.peak, source = devices.peak_flops(job.cluster.peak_tflops, device, DTYPES[job.train.precision])
-        log.info("peak: %.3g TFLOP/s a rank (%s), for mfu", self.peak / 1e12, source)
+        log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", self.peak / 1e12, source)
 
     def run(self) -> dict[str, Any]:
         """Steps until the job's last, with validation, checkpoints and metrics on the way."""
@@ -149,7 +149,7 @@ class Trainer:
                 if stop and not last:
                     raise StoppedError(
                         f"stopped by a signal at step {state.step} of {job.train.steps}, with a checkpoint in "
-                        f"{self.directory.checkpoints}; run the same command again to go on"
+                        f"{self.directory.checkpoints}; run the same command again to resume"
                     )
         summary = self._summary(loss, time.perf_counter() - began)
         return {**summary, "staleness": arrivals.summary()} if arrivals else summary
@@ -300,13 +300,13 @@ class Trainer:
         ledger, steps = self.mesh.ledger, self.state.step - self.first_step
         rows.write("traffic", step=self.state.step, steps=steps, traffic_bytes=ledger.traffic(steps))
         for line in ledger.lines(steps):
-            log.info("sent a step by each rank over %s", line)
+            log.info("sent per step by rank 0 over %s", line)
 
     def _report_staleness(self, rows: metrics.MetricsFile, arrivals: Arrivals) -> None:
         """How far the server's parameters had moved on when gradients arrived, since this attempt began."""
         found = arrivals.summary()
         rows.write("staleness", step=self.state.step, **found)
-        log.info("staleness of %d gradients: mean %.3g, at most %d", found["updates"], found["mean"], found["max"])
+        log.info("staleness of %d gradients: mean %.3g, max %d", found["updates"], found["mean"], found["max"])
 
     def _summary(self, loss: float, elapsed: float) -> dict[str, Any]:
         return {

@@ -217,7 +217,7 @@ def _tensor(cells: Cells, model: ModelConfig, program: str, layout: Layout) -> L
     if model.n_heads % layout.tp:
         legal = [t for t in range(1, model.n_heads + 1) if model.n_heads % t == 0]
         near = min(legal, key=lambda t: abs(t - layout.tp))
-        cells.problem(f"tp: n_heads {model.n_heads} / tp {layout.tp} is not whole; nearest: {near}")
+        cells.problem(f"tp: n_heads {model.n_heads} / tp {layout.tp} is not an integer; nearest: {near}")
     said = cells.yes("sequence_parallel")
     modern = program in MODERN or program.startswith("torchtitan")
     if said is None and modern:

@@ -157,9 +157,9 @@ def _solved(cells: Cells, shape: ModelConfig, pp: int, known: bool) -> ModelConf
         cells.assume(f"n_heads blank: {shape.n_heads}")
     if shape.d_model % shape.n_heads and not shape.head_dim and not shape.mla.kv_rank:
         # Vanishingly rare, and then published tables round: the size of a head that is nearest.
-        cells.assume(f"hidden {shape.d_model} / n_heads {shape.n_heads} is not whole: heads of its floor")
+        cells.assume(f"hidden {shape.d_model} / n_heads {shape.n_heads} is not an integer: heads of its floor")
     if shape.n_kv_heads and shape.n_heads % shape.n_kv_heads:
-        cells.problem(f"n_kv_heads: n_heads {shape.n_heads} / n_kv_heads {shape.n_kv_heads} is not whole")
+        cells.problem(f"n_kv_heads: n_heads {shape.n_heads} / n_kv_heads {shape.n_kv_heads} is not an integer")
         return None
     if shape.moe.top_k > max(shape.moe.n_experts, 1) and shape.moe.n_experts:
         cells.problem(f"moe_topk: {shape.moe.top_k} of {shape.moe.n_experts} experts; nearest: {shape.moe.n_experts}")

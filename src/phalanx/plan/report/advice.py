@@ -102,13 +102,14 @@ def shortfall(spec: StepSpec) -> str:
     over = fullest.needed - prediction.memory_limit
     largest, size = max(fullest.parts(), key=lambda part: part[1])
     rank = prediction.memory.index(fullest)
-    where = f" on pipeline rank {rank}" if spec.layout.pp > 1 else ""
+    where = f", pipeline rank {rank}" if spec.layout.pp > 1 else ""
     text = (
-        f"does not fit: {gib(fullest.needed)} > {gib(prediction.memory_limit)} of {spec.cluster.accelerator.name}, "
-        f"{gib(over)} too much{where}, in the {fullest.moment}; the largest part is {largest}, {gib(size)}"
+        f"does not fit: peak memory {gib(fullest.needed)} (at the {fullest.moment}{where}) exceeds the "
+        f"{gib(prediction.memory_limit)} of {spec.cluster.accelerator.name} by {gib(over)}; the largest part is "
+        f"{largest}, {gib(size)}"
     )
     lines = []
     for one in advice(spec)[:4]:
-        verdict = "fits with" if one.fits else "still does not fit, but needs least:"
-        lines.append(f"  {verdict} {one.change}: {gib(one.peak)}, {one.step_time_s:.3g} s a step")
-    return "\n".join([text, *(lines or ["  no setting helps: more devices, or a smaller model"])])
+        verdict = "fits with" if one.fits else "still does not fit; the least memory has"
+        lines.append(f"  {verdict} {one.change}: {gib(one.peak)}, {one.step_time_s:.3g} s per step")
+    return "\n".join([text, *(lines or ["  no change of the settings helps: use more devices, or a smaller model"])])

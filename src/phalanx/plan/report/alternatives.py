@@ -1,4 +1,5 @@
-"""What somebody would have taken without a search, and why it loses: the best of each kind, by a search of its own."""
+"""The alternatives to the best layout: the fastest layout of each common kind, from a search of its own, and why it
+loses."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from phalanx.plan.search.space import RECOMPUTE, STATES, MeshDegrees
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
 
-RULE, ROOM = "rule of thumb", "with room for"
+RULE, ROOM = "rule of thumb", "with headroom for"
 
 
 def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[Alternative, ...]:
@@ -71,7 +72,9 @@ def _with_room(search: Search, found: Found, best: Candidate) -> Alternative:
     one = (
         Candidate(near, predict(near), found.simulated(near)) if near else room.one(np.ones(len(room.pair_bytes), bool))
     )
-    return Alternative(f"{ROOM} {more - 1:.0%} more memory", one, _why(one, best) if one else "none of the space has")
+    return Alternative(
+        f"{ROOM} {more - 1:.0%} more memory", one, _why(one, best) if one else "no layout of the search space has it"
+    )
 
 
 def _rule(search: Search, best: Candidate | None) -> Alternative:
@@ -79,13 +82,13 @@ def _rule(search: Search, best: Candidate | None) -> Alternative:
     words, layout = rule(request)
     broken = [name for name, value in request.fixed.items() if getattr(layout, name) != value]
     if broken:
-        return Alternative(RULE, None, f"{words}; it breaks what is fixed: {_fixed(request.fixed, broken)}")
+        return Alternative(RULE, None, f"{words}; it breaks the fixed fields: {_fixed(request.fixed, broken)}")
     if problems := request.problems(layout):
         return Alternative(RULE, None, f"{words}; {problems[0]}")
     spec = request.spec(layout)
     one = Candidate(spec, predict(spec), step_seconds(spec))
     if best and _key(one.layout) == _key(best.layout):
-        return Alternative(RULE, one, f"{words}; the search finds nothing better")
+        return Alternative(RULE, one, f"{words}; the search found nothing faster")
     return Alternative(RULE, one, f"{words}; {_why(one, best)}")
 
 
@@ -122,7 +125,7 @@ def _why(one: Candidate, best: Candidate | None) -> str:
         fullest = prediction.fullest
         largest, size = max(fullest.parts(), key=lambda part: part[1])
         over = fullest.needed - prediction.memory_limit
-        return f"does not fit: {gib(over)} too much in the {fullest.moment}; the largest part is {largest}, {gib(size)}"
+        return f"exceeds memory by {gib(over)} at the {fullest.moment}; the largest part is {largest}, {gib(size)}"
     if best is None:
         return "fits"
     return f"the best is {explain(best.prediction, prediction, one.seconds / best.seconds)}"
@@ -133,12 +136,12 @@ def _not_legal(search: Search, family: Family) -> str:
     request = search.request
     broken = [name for name, value in request.fixed.items() if getattr(family.example, name) != value]
     if broken:
-        return f"what is fixed leaves none: {_fixed(request.fixed, broken)}"
+        return f"excluded by the fixed fields: {_fixed(request.fixed, broken)}"
     try:
         problems = request.problems(family.example)
     except JobError as error:
         problems = error.problems
-    return problems[0] if problems else "the space has none"
+    return problems[0] if problems else "not in the search space"
 
 
 def _fixed(fixed: Mapping[str, Any], names: Sequence[str]) -> str:

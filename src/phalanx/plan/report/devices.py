@@ -24,7 +24,7 @@ def enough(request: PlanRequest) -> tuple[str, ...]:
         needed, limit = gib(found.prediction.fullest.needed), gib(found.prediction.memory_limit)
         line = replace(found.layout, accumulation=0, pp_cut="").line().replace(",", " ")
         return (
-            f"It would fit on {found.layout.world:,} of these devices, {more} times as many: {line} needs {needed} of "
+            f"It fits on {found.layout.world:,} of these devices, {more} times as many: {line} needs {needed} of "
             f"{limit} there.",
         )
     return ()

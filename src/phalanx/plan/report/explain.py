@@ -14,15 +14,15 @@ PLAIN = {
     "matrix products": "matrix products",
     "memory-bound": "memory-bound work",
     "recompute": "recomputation",
-    "host": "waiting for the host",
+    "host": "host overhead",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
-    "tp exposed": "tensor-parallel traffic",
-    "cp exposed": "context-parallel traffic",
+    "tp exposed": "tensor-parallel communication",
+    "cp exposed": "context-parallel communication",
     "ep exposed": "the experts' all-to-alls",
-    "pp exposed": "stage boundaries",
-    "dp_shard exposed": "sharded state's traffic",
-    "dp_replicate exposed": "replicas' gradients",
+    "pp exposed": "pipeline communication",
+    "dp_shard exposed": "dp_shard communication",
+    "dp_replicate exposed": "dp_replicate communication",
 }
 """Parts of a prediction as a sentence names them."""
 UNTOLD = ("micro_batch", "accumulation", "pp_cut")

@@ -15,7 +15,7 @@ from phalanx.units import gib, seconds
 
 WIDTH = 120
 """Columns of a terminal's page."""
-COLUMNS = ("layout", "micro-batches", "step", "tps", "MFU", "memory", "bubble")
+COLUMNS = ("layout", "accum × micro", "step", "tps", "MFU", "memory", "bubble")
 """Of the table of the best layouts."""
 
 
@@ -28,8 +28,8 @@ def text(plan: Plan) -> str:
         lines += _nothing(plan)
     for heading, part in (
         ("why" if plan.best else "more devices", _notes(plan)),
-        ("instead", _alternatives(plan)),
-        ("left out", _rejected(plan)),
+        ("alternatives", _alternatives(plan)),
+        ("rejected", _rejected(plan)),
     ):
         if part := list(part):
             lines += ["", f"{heading}:", *part]
@@ -94,7 +94,7 @@ def cells(candidate: Candidate) -> tuple[str, ...]:
     prediction, equation = candidate.prediction, candidate.spec.batch
     return (
         short_line(candidate.layout),
-        f"{equation.accumulation} of {equation.micro_batch}",
+        f"{equation.accumulation} × {equation.micro_batch}",
         duration(candidate.seconds),
         f"{candidate.tokens_per_s_per_device:,.0f}",
         f"{candidate.mfu:.1%}",
@@ -153,10 +153,10 @@ def _where(first: Candidate) -> list[str]:
     prediction = first.prediction
     low, high = (duration(factor * first.seconds) for factor in prediction.spread)
     return [
-        f"the first: {first.layout.line()}",
+        f"best layout: {first.layout.line()}",
         first.spec.batch.equation(),
         f"step time: {duration(first.seconds)} simulated ({low} to {high}), "
-        f"{duration(prediction.step_time_s)} by the cost model, of which:",
+        f"{duration(prediction.step_time_s)} predicted, of which:",
         *time_lines(prediction),
         "",
         *memory_lines(prediction),
@@ -168,7 +168,7 @@ def _nothing(plan: Plan) -> list[str]:
     if plan.nearest is None:
         return ["no layout is legal"]
     return [
-        f"no layout fits; the one that needs least is {plan.nearest.layout.line()}",
+        f"no layout fits; the one that needs the least memory is {plan.nearest.layout.line()}",
         shortfall(plan.nearest.spec),
         "",
         *memory_lines(plan.nearest.prediction),
