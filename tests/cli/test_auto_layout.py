@@ -287,5 +287,5 @@ def test_a_job_is_trained_as_planned_and_goes_on_so(measured):
     (measured / "home" / "cluster.yaml").write_text(MACHINE + LINKS.replace("50.0", "60.0"))
     again = phalanx("train", "job.yaml", "train.steps=6")
     assert again.returncode == 0, again.stderr
-    assert f"layout: {line}  (of the checkpoint of runs/job at step 4; " in again.stderr
+    assert f"layout: {line}  (from the checkpoint of runs/job at step 4; " in again.stderr
     assert "resuming with a change: layout" not in again.stderr

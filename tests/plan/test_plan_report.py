@@ -38,7 +38,7 @@ def test_lines_stay_in_the_width() -> None:
 def test_parts_notes_alternatives_and_reasons_are_there() -> None:
     shown = text(plan())
     assert "matrix products" in shown
-    assert "memory: " in shown
+    assert "peak memory " in shown
     for sentence in (*plan().notes, *plan().rejected):
         assert sentence in shown
     assert "not legal" in shown

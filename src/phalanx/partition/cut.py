@@ -70,7 +70,8 @@ def cut(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) 
     Raises JobError where there are more stages than layers."""
     if stages > len(costs):
         raise JobError(
-            f"{stages} stages need as many layers, the model has {len(costs)}; nearest legal: {len(costs)} stages"
+            f"{stages} stages need at least as many layers, the model has {len(costs)}; nearest legal: {len(costs)} "
+            "stages"
         )
     before = np.array(list(accumulate(costs, initial=0)), np.float64)
     extra = [0.0] * stages

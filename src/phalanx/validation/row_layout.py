@@ -83,7 +83,9 @@ def _degrees(cells: Cells, model: ModelConfig, cluster: Cluster, program: str, d
     if dp and dp != rest:
         cells.assume(f"dp {dp} is printed without ep {ep}: {rest}")
     if model.n_layers < pp:
-        cells.problem(f"pp: {pp} stages need as many layers, the model has {model.n_layers}; nearest: {model.n_layers}")
+        cells.problem(
+            f"pp: {pp} stages need at least as many layers, the model has {model.n_layers}; nearest: {model.n_layers}"
+        )
         return None
     return _sharding(cells, model, cluster, program, Layout(tp=tp, pp=pp, cp=cp, ep=ep, dp_shard=rest))
 
