@@ -54,7 +54,7 @@ def test_recomputation_says_what_it_saves() -> None:
     assert plan.best
     layout = plan.best[0].layout
     assert layout.recompute != "none" or layout.recompute_cut
-    assert any("recomputation; without it would be" in note for note in plan.notes)
+    assert any("without recomputation it would be" in note for note in plan.notes)
 
 
 def test_where_nothing_fits_so_many_devices_would_be_enough() -> None:

@@ -180,7 +180,7 @@ def _memory(first: Candidate) -> str:
     if kept.fits:
         return f"{text}."
     how = f"{layout.recompute} recomputation" if not layout.recompute_cut else "recomputation in some layers"
-    return f"{text} with {how}; without it would be {gib(kept.fullest.needed)}."
+    return f"{text} with {how}; without recomputation it would be {gib(kept.fullest.needed)}."
 
 
 def _room(first: Candidate, found: Sequence[Alternative]) -> str:
