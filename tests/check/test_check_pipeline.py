@@ -100,7 +100,7 @@ def test_a_cut_of_the_users_own_fits_the_stages_and_the_layers():
         "layout.pp_cut: 1+3+3 = 7 layers, the model has 8; legal: 2+2+2+2",
     ]
     (found,) = problems(pp=4, pp_cut="2,2,2,2")
-    assert found.startswith("layout.pp_cut: '2,2,2,2' is no list of layers a stage")
+    assert found.startswith("layout.pp_cut: '2,2,2,2' is not a list of layers per stage")
 
 
 def test_slices_are_equal_parts_of_a_sequence():
@@ -161,7 +161,7 @@ def test_what_is_wrong_in_a_file_is_told(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n1F0,1X0\n")
     (found,) = problems(pp=2, schedule=str(path), accumulation=1)
-    assert found.startswith(f"layout.schedule: {path}: line 2 (rank 1), cell 2: '1X0' is no action")
+    assert found.startswith(f"layout.schedule: {path}: line 2 (rank 1), cell 2: '1X0' is not an action")
 
 
 def test_a_file_without_a_flush_has_to_be_pipedreams(tmp_path):

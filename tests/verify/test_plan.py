@@ -33,7 +33,7 @@ def test_the_matrix_by_default():
     assert "one update late" in stale
     cases = [plan.case(layout) for layout in plan.layouts]
     deep = sum(case.model.n_layers > 2 and not case.layout.recompute_cut for case in cases)
-    assert deepened == f"model.n_layers: 2 in the job, a layer a stage in {deep} layouts with more stages than that"
+    assert deepened == f"model.n_layers: 2 in the job, one layer per stage in {deep} layouts with more stages than that"
     mixed = [case.model.moe for case in cases if case.layout.ep > 1]
     assert experts == (
         f"model.moe: no experts in the job, 8 of width 16 in {len(mixed)} layouts with ep above 1, "

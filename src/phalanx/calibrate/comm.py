@@ -81,7 +81,7 @@ def partitions(world: int, per_node: int) -> list[Partition]:
 def per_node_of(ranks: Ranks) -> int:
     """Ranks on each node. Raises JobError where there is one rank, or where nodes differ or are not known."""
     if ranks.world < 2:
-        raise JobError("bench comm measures what goes from one rank to another; there is one: --nproc-per-node 2")
+        raise JobError("bench comm measures messages between ranks, and there is one rank: --nproc-per-node 2")
     if ranks.local_world is None:
         raise JobError(
             f"{ranks.source} does not say how many of the {ranks.world} ranks are on a node; start them with torchrun"

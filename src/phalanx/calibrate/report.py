@@ -85,10 +85,10 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
         fields["accelerator.fp32_tflops"] = _short(other * before / fields["accelerator.ceiling"])
     lines = [
         f"peak in {measured.precision}: {getattr(found, peak):.4g} TFLOP/s "
-        + ("(data sheet)" if measured.known else "(what was reached)")
+        + ("(data sheet)" if measured.known else "(measured)")
         + f", of which the best product reaches {found.ceiling:.1%}, and in a long run {found.sustained:.1%} of that",
-        f"fused attention: {found.older:.1%} of what such a kernel reaches on the device that it was written for",
-        f"memory: {found.bandwidth_gbs:.4g} GB/s on paper, of which the cost model takes streams to reach 85%",
+        f"fused attention: {found.older:.1%} of the rate of its kernel on the device it was written for",
+        f"memory: {found.bandwidth_gbs:.4g} GB/s nominal, of which streams reach 85% in the cost model",
         f"a tiny kernel: {found.launch_us:.3g} us",
     ]
     if shared.processes:

@@ -1,4 +1,4 @@
-"""What a resolved job gets wrong: every problem at once, each with its equation and the nearest legal values."""
+"""The problems of a resolved job: all at once, each with its equation and the nearest legal values."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MIN_BPE_VOCAB = 257
 
 
 def problems_of(job: Job) -> list[Problem]:
-    """Everything that no run of this job could get past. Empty where the job is legal. Of a layout that is left to the
-    planner (layout.auto), what no choice of the rest could mend."""
+    """Returns every problem that makes a job illegal; empty if it is legal. For a layout that is left to the planner
+    (layout.auto), returns the problems that no choice of the open fields could solve."""
     found = [*_ranges(job), *data_problems(job.data)]
     if found:
         return found  # the equations below would only repeat a zero or negative number in other words
@@ -42,7 +42,7 @@ def _whole_layout(job: Job) -> Iterator[Problem]:
 
 
 def untrainable(job: Job) -> list[Problem]:
-    """The legal parts of a job that this version of `phalanx train` does not run yet."""
+    """Returns the legal fields of a job that this version of `phalanx train` does not run."""
     if job.layout.offload == "none":
         return []
     return [("layout.offload", "this version does not run offloading; nearest legal: none")]
@@ -166,7 +166,7 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
 
 
 def data_problems(data: Data) -> Iterator[Problem]:
-    """What makes no sense in data settings by themselves: `phalanx.data` refuses them for the same reasons."""
+    """Yields the problems of the data settings by themselves; `phalanx.data` raises the same."""
     if data.corpus not in CORPORA:
         meant = nearest(data.corpus, CORPORA)
         hint = f"; did you mean {meant}?" if meant else ""

@@ -1,4 +1,4 @@
-"""What a job gets wrong about its layout: the degrees of the axes against the model, the devices and the batch."""
+"""The problems of a layout: the degrees of the axes against the model, the devices and the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Problem = tuple[str, str]
 
 
 def layout_problems(job: Job) -> Iterator[Problem]:
-    """Each problem with its equation and the nearest legal choice. What is about pipelines is in check_pipeline.py."""
+    """Yields each problem with its equation and the nearest legal choice. Those of pipelines are in
+    check/pipeline.py."""
     layout = job.layout
     yield from tensor_problems(job)
     if layout.sp_regather and not layout.sp:
@@ -54,8 +55,8 @@ def layout_problems(job: Job) -> Iterator[Problem]:
 
 
 def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
-    """Whether context-parallel ranks get equal parts of every sequence, or of each of the `slices` equal parts in which
-    sequences travel a pipeline. At most one problem, the first."""
+    """Yields at most one problem if context-parallel ranks cannot get equal parts of every sequence, or of each of the
+    `slices` equal parts in which sequences are pipelined."""
     layout, tokens = job.layout, job.model.seq_len // slices
     told = (
         f"seq_len {tokens}" if slices == 1 else f"a slice of {tokens} tokens (seq_len {job.model.seq_len} / {slices})"
@@ -101,7 +102,7 @@ def _exchanges(layout: Layout, model: ModelConfig) -> bool:
 
 
 def tensor_problems(job: Job) -> Iterator[Problem]:
-    """Heads, widths and sequences against tp."""
+    """Yields the problems of heads, widths and sequences against tp."""
     layout, model = job.layout, job.model
     if model.n_heads % layout.tp:
         yield (

@@ -1,4 +1,4 @@
-"""What is wrong with a model's experts or its latent attention: each problem with its equation and the nearest legal
+"""The problems of a model's experts and of its latent attention, each with its equation and the nearest legal
 values."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from phalanx.nearest import nearest_divisors, nearest_of
 
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """The dotted path of each field at fault, and the message."""
+    """Yields the dotted path of each wrong field, and the message."""
     if model.moe.n_experts:
         yield from _experts(model.moe, model.n_layers)
     if model.mla.kv_rank:

@@ -1,4 +1,4 @@
-"""What a job gets wrong about its pipeline: the schedule, the stages, and what does not go with them."""
+"""The problems of a job's pipeline: the schedule, the stages, and options that exclude it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from phalanx.schedule.pipedream import pipedream
 
 
 def pipeline_problems(job: Job) -> Iterator[Problem]:
-    """The dotted path of each field at fault, and the message with the nearest legal choice. Without a pipeline (pp 1)
-    nothing that is said about one matters."""
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice. Nothing without a
+    pipeline (pp 1)."""
     layout = job.layout
     if layout.pp == 1:
         return

@@ -1,4 +1,4 @@
-"""A job as YAML: what a run directory keeps (config.yaml) and what --print-config shows."""
+"""A job as YAML, for the run directory (config.yaml) and for --print-config."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from phalanx.partition.batch import solve
 
 
 def as_dict(job: Job) -> dict[str, Any]:
-    """The job as nested plain values, tuples as lists: what JSON and YAML hold."""
+    """Returns the job as nested plain values, with tuples as lists, for JSON and YAML."""
     return json.loads(json.dumps(dataclasses.asdict(job)))
 
 
 def as_yaml(loaded: LoadedJob) -> str:
-    """Every value of the job with, behind it, where it came from. Reading it back gives the same job. Of a layout that
-    is left to the planner, what is set: the rest is open."""
+    """Returns the job as YAML, each value with its origin in a comment. Reading it gives the same job. A layout that is
+    left to the planner shows only the fields that are set."""
     job, shown = loaded.job, as_dict(loaded.job)
     if job.layout.auto:
         lines = []

@@ -1,4 +1,4 @@
-"""What a job gets wrong about `layout.sync`: how replicas agree."""
+"""The problems of `layout.sync`: how replicas synchronise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.config.job import Job
 
 
 def sync_problems(job: Job) -> Iterator[tuple[str, str]]:
-    """The dotted path of each field at fault, and the message with the nearest legal choice."""
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
     layout, sync = job.layout, job.layout.sync
     if not 0 <= job.optimizer.outer_momentum < 1:
         yield "optimizer.outer_momentum", f"must lie in [0, 1), is {job.optimizer.outer_momentum}"

@@ -20,9 +20,10 @@ from phalanx.train.run_directory import RunDirectory
 
 VERB = JobVerb(
     "train",
-    "Train a job: start its processes on this machine (unless torchrun, srun or mpiexec already did), train, validate, "
-    "save, and print a sample of text. A run that was stopped goes on where it was.",
-    {"fresh": "Start over; the run that is there is kept beside it under another name."},
+    "Trains a job: starts its processes on this machine (unless torchrun, srun or mpiexec already did), trains, "
+    "validates, "
+    "saves checkpoints and prints a sample of text. A stopped run resumes where it was.",
+    {"fresh": "Start over; the existing run is renamed."},
     auto="train",
 )
 

@@ -1,12 +1,11 @@
-"""Which part of every parameter a tensor-parallel rank holds: arithmetic on names and shapes alone.
+"""The part of every parameter that a tensor-parallel rank holds, by arithmetic on names and shapes alone.
 
 Matrices that read the residual stream are cut by rows (their outputs), those that write to it by columns (their
-inputs), so that a block needs no communication between the two (Shoeybi et al. 2019, section 3). The same holds for the
-matrices of experts, which are stacked along a leading dimension. Of latent attention (DeepSeek-V2, section 2.1) what
-makes heads is cut, an equal part of whole heads each; what compresses, and its norms, serve all heads. The vocabulary
-is cut by rows and padded to equal parts. What is in no list is whole on every rank.
-
-Expert parallelism deals out whole experts, in equal runs, whatever tensor parallelism holds of each.
+inputs), so that a block needs no communication between the two (Shoeybi et al. 2019, section 3). The matrices of
+experts, stacked along a leading dimension, are cut in the same way. In latent attention (DeepSeek-V2, section 2.1) the
+matrices that make heads are cut into equal numbers of whole heads; the compressing matrices and their norms serve all
+heads and stay whole. The vocabulary is cut by rows and padded to equal parts. Every parameter in no list is whole on
+every rank. Expert parallelism distributes whole experts, in equal runs, independently of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MEETING = 256
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """What one tensor rank holds of a parameter."""
+    """The part of a parameter that one tensor rank holds."""
 
     whole: tuple[int, ...]
     """Shape of the whole parameter."""
@@ -59,21 +58,20 @@ class TensorSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what is held."""
+        """Shape of this part."""
         return tuple(self.size if dim == self.dim else n for dim, n in enumerate(self.whole))
 
     @property
     def real(self) -> int:
-        """Rows (columns) held that exist in the whole: the rest is padding."""
+        """Rows (columns) of this part that exist in the whole parameter; the rest is padding."""
         assert self.dim is not None, "only a cut dimension is padded"
         return max(0, min(self.size, self.whole[self.dim] - self.start))
 
 
 def piece(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: int) -> TensorSlice:
-    """The part of the parameter `name` that tensor rank `rank` of `tp` holds.
-
-    Key/value heads fewer than tensor ranks are held by several ranks each. The layout has been checked: heads and the
-    widths of MLP and experts divide by tp, and of key/value heads and tp one divides the other."""
+    """Returns the part of the parameter `name` that tensor rank `rank` of `tp` holds. If there are fewer key/value
+    heads than tensor ranks, several ranks hold each. The layout must be legal: tp divides the heads and the widths of
+    MLP and experts, and of key/value heads and tp one divides the other."""
     if tp == 1:
         return TensorSlice(whole)
     if name.endswith(VOCABULARY_ROWS):
@@ -90,23 +88,21 @@ def piece(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: 
 
 
 def is_expert(name: str) -> bool:
-    """Whether the parameter `name` is one of routed experts, stacked along its leading dimension."""
+    """Returns whether the parameter `name` belongs to routed experts, stacked along its leading dimension."""
     return "moe.experts." in name
 
 
 def experts_of(n_experts: int, ep: int, rank: int) -> range:
-    """The routed experts that rank `rank` of `ep` expert-parallel ranks holds: equal runs in their order.
-
-    The layout has been checked: the experts divide by ep."""
+    """Returns the routed experts of rank `rank` of `ep` expert-parallel ranks: equal runs in order. ep must divide the
+    experts."""
     each = n_experts // ep
     return range(rank * each, (rank + 1) * each)
 
 
 def tile(name: str, whole: tuple[int, ...], tiles: int) -> tuple[TensorSlice, ...]:
-    """What each of the tiles of a matrix holds of the parameter `name`, where the MLP runs in `tiles` tiles.
-
-    One piece, the whole, of what is not cut; the bias of the matrix that is cut by columns belongs to its first tile.
-    The layout has been checked: the MLP's width divides by the tiles."""
+    """Returns the part of the parameter `name` in each of `tiles` tiles of the MLP. A parameter that is not cut has one
+    part, the whole; the bias of the matrix cut by columns belongs to its first tile. `tiles` must divide the MLP's
+    width."""
     if tiles == 1 or not name.endswith(TILED_ROWS + TILED_COLUMNS):
         return (TensorSlice(whole),)
     dim = 0 if name.endswith(TILED_ROWS) else 1
@@ -115,8 +111,8 @@ def tile(name: str, whole: tuple[int, ...], tiles: int) -> tuple[TensorSlice, ..
 
 
 def groups(sizes: Sequence[int], least: float) -> list[list[int]]:
-    """Group parameters of `sizes` bytes, in their order and by their places, so that each group but the last reaches at
-    least `least` bytes."""
+    """Groups parameters of `sizes` bytes, by their indices and in order, so that each group but the last has at least
+    `least` bytes."""
     found: list[list[int]] = [[]]
     size = 0
     for place, more in enumerate(sizes):
@@ -129,5 +125,6 @@ def groups(sizes: Sequence[int], least: float) -> list[list[int]]:
 
 
 def padded_vocabulary(vocab: int, tp: int) -> int:
-    """Rows of an embedding or head on all tensor ranks together: the vocabulary, rounded up to a multiple of tp."""
+    """Returns the rows of an embedding or head over all tensor ranks: the vocabulary, rounded up to a multiple of
+    tp."""
     return -(-vocab // tp) * tp

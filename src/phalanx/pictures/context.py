@@ -34,7 +34,9 @@ def svg(job: Job) -> str:
     """The picture of how `job`'s layout deals out sequences, as an SVG document. Raises JobError without cp."""
     layout, tokens = job.layout, job.model.seq_len
     if layout.cp == 1:
-        raise JobError("layout.cp is 1: every rank holds whole sequences, and there is nothing to draw; such as cp=4")
+        raise JobError(
+            "layout.cp is 1: every rank holds whole sequences, so there is nothing to draw; set for example cp=4"
+        )
     matrices, bottom = _matrices(layout, job.model)
     bars, lowest = _bars(layout, job.model)
     height = int(max(bottom, lowest, _TOP + _SIDE)) + 16
@@ -66,7 +68,7 @@ def contiguous(layout: Layout, tokens: int, place: int) -> list[range]:
 
 
 def _caption(layout: Layout) -> Iterator[str]:
-    yield "A colour is a rank. In the matrix: who computes a query's scores with a key. Nobody sees later keys."
+    yield "A colour is a rank. The matrix shows which rank computes a query's score with a key; later keys are masked."
     if layout.ring > 1:
         groups = "rank" if layout.cp_ulysses == 1 else f"group of {layout.cp_ulysses} ranks"
         yield (

@@ -34,12 +34,12 @@ from phalanx.units import gib
 _DRAWN = 10  # layouts in the pictures of time and memory
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _EXPLAINED = {
-    "micro-batches": "micro-batches of a data rank and step, and sequences in each",
+    "accum × micro": "accumulation × micro-batch: micro-batches per step and data rank, and sequences in each",
     "step": "simulated time of an optimizer step",
-    "tps": "tokens a second and device",
+    "tps": "tokens per second and device",
     "MFU": "model FLOPs, attention counted in full, over the data sheet's peak",
-    "memory": "of the fullest rank at its fullest moment, and its share of what the device has",
-    "bubble": "waiting for other pipeline ranks, over the rest of the step",
+    "memory": "peak of the fullest rank, and its share of the device's memory",
+    "bubble": "idle time of the pipeline over the rest of the step",
 }
 
 
@@ -52,14 +52,14 @@ def html(plan: Plan, timeline_svg: str | None = None) -> str:
         *(_section("best", "The best layouts", _table(plan.best)) if plan.best else []),
         *(_section("parts", "Where time and memory go", _parts(shown)) if shown else []),
         *(_section("why", "Why" if plan.best else "More devices", _list(plan.notes)) if plan.notes else []),
-        *(_section("instead", "What one would take instead", _alternatives(plan)) if plan.alternatives else []),
+        *(_section("instead", "Alternatives", _alternatives(plan)) if plan.alternatives else []),
         *(
             _section("timeline", "The step of the best, simulated", _figure(timeline_svg, "wide"))
             if timeline_svg
             else []
         ),
         *(_section("space", "The space", _figure(space_picture(plan), "map")) if shown or plan.points else []),
-        *(_section("rejected", "Left out", _rejected(plan)) if plan.rejected else []),
+        *(_section("rejected", "Rejected", _rejected(plan)) if plan.rejected else []),
     ]
     return "\n".join(
         [
@@ -120,7 +120,7 @@ def _chosen(first: Candidate) -> Iterator[str]:
     share = prediction.fullest.peak / prediction.memory_limit
     figures = {
         duration(first.seconds): f"a step; {low} to {high}",
-        f"{first.tokens_per_s_per_device:,.0f}": "tokens/s a device",
+        f"{first.tokens_per_s_per_device:,.0f}": "tokens/s per device",
         f"{first.mfu:.1%}": "MFU",
         gib(prediction.fullest.peak): f"of a device's {gib(prediction.memory_limit)}, {share:.0%}",
         f"{prediction.bubble:.1%}": "bubble",

@@ -38,7 +38,7 @@ def time_picture(shown: Sequence[Candidate]) -> str:
         _LayoutRow(_label(rank, each), each.prediction.parts.items(), seconds(each.seconds), each.seconds)
         for rank, each in enumerate(shown, 1)
     ]
-    foot = "The parts are the cost model's; the upright mark is the time that the simulation finds."
+    foot = "The parts are predicted; the upright mark is the simulated time."
     return _stacked("Time of a step by part, in seconds", rows, 1.0, time_fill, seconds, 0.0, foot)
 
 
@@ -49,7 +49,7 @@ def memory_picture(shown: Sequence[Candidate]) -> str:
         for rank, each in enumerate(shown, 1)
     ]
     limit = shown[0].prediction.memory_limit
-    foot = f"Of the fullest rank of each at its fullest moment; the dashed line is what a device has, {gib(limit)}."
+    foot = f"Peak of the fullest rank; the dashed line is the memory of a device, {gib(limit)}."
     return _stacked("Memory of a device by part, in GiB", rows, 2.0**30, memory_fill, gib, limit, foot)
 
 

@@ -58,7 +58,7 @@ def _caption(spec: StepSpec, prediction: Prediction) -> Iterator[str]:
     yield from textwrap.wrap(spec.layout.line().replace(",", ", "), 140, break_on_hyphens=False)
     yield (
         f"{spec.batch.equation()}; {prediction.tokens_per_s_per_device:,.0f} tokens/s and "
-        f"{prediction.tflops_per_device:,.1f} TFLOP/s a device"
+        f"{prediction.tflops_per_device:,.1f} TFLOP/s per device"
     )
     yield f"MFU {prediction.mfu:.1%}, HFU {prediction.hfu:.1%}, bubble {prediction.bubble:.1%} of the rest of the step"
 

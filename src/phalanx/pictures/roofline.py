@@ -32,10 +32,11 @@ def draw(spec: StepSpec, top: float) -> tuple[list[str], float]:
     others = {p.products: roofline.reached(device, p.products, slowdown) for p in found if p.products != kind}
     height = max(300, 16 * len(found) + 8)
     words = [
-        f"Dashed: the data sheet, {_rates(paper)}; they meet at the ridge. Solid: what the best products and streaming "
-        f"kernels of the program reach, {_rates(real)}, which meet at {_number(real.ridge)} FLOP/byte.",
+        f"Dashed: the data sheet, {_rates(paper)}, with the ridge where they meet. Solid: what the best products and "
+        "streaming "
+        f"kernels of the framework reach, {_rates(real)}, with the ridge at {_number(real.ridge)} FLOP/byte.",
         "A number that a memory-bound operation reads or writes counts as one FLOP. Collectives: those right before "
-        "and after an operator, if nothing hid them; where they take longer, communication bounds it.",
+        "and after an operator, if fully exposed; where they take longer, the operator is bound by communication.",
     ]
     if others:
         words.append(f"Thin: in {', '.join(others)}, in which the prediction has some of the operators.")

@@ -55,12 +55,12 @@ SCHEDULES = {
     ),
     "interleaved_1f1b": Entry(
         interleaved_1f1b,
-        "1f1b with several stages a rank: less bubble",
+        "1f1b with several stages per rank: smaller bubble",
         "Narayanan et al. 2021, section 2.2",
         (2, MANY),
     ),
     "looped_bfs": Entry(
-        looped_bfs, "several stages a rank, all micro-batches through each", "Lamy-Poirier 2022, section 4", (2, MANY)
+        looped_bfs, "several stages per rank, all micro-batches through each", "Lamy-Poirier 2022, section 4", (2, MANY)
     ),
     "zb_h1": Entry(
         zb_h1, "1f1b with split backward passes: a third of its bubble", "Qi et al. 2023, section 2.1", splits=True
@@ -166,7 +166,7 @@ def _problems(name: str, ranks: int, micro_batches: int, chunks: int, slices: in
     least, most = entry.chunks
     if not least <= chunks_of(name, chunks) <= most:
         takes = f"{least} or more" if most == MANY else str(least)
-        yield f"{name}: chunks {chunks}, a rank has {takes} of its stages; nearest legal: {least}"
+        yield f"{name}: chunks {chunks}, it has {takes} stages per rank; nearest legal: {least}"
     if slices < 0:
         yield f"{name}: slices {slices}; nearest legal: 1"
     elif slices > 1 and not entry.sliced:

@@ -84,7 +84,7 @@ def _parsed(content: str, name: str) -> Schedule:
         elif line.strip() and not line.startswith("#"):
             programs.append(tuple(_row(line, f"line {number} (rank {len(programs)})", problems)))
     if not problems and not any(programs):
-        problems.append("no actions: a row a rank, with cells such as 0F0 and 0B0")
+        problems.append("no actions: expected one row per rank, with cells such as 0F0 and 0B0")
     if problems:
         raise refusal(problems)
     schedule = _inferred(name, tuple(programs), steps)
@@ -107,8 +107,8 @@ def _misread(word: str) -> str:
         return f"{word!r}: {found.group()} is not read, only F, B, I and W: write torch's file without communication"
     shown = word if len(word) <= 20 else word[:20] + "..."
     if _CELL.fullmatch(word.upper()):
-        return f"{shown!r} is no action: did you mean {word.upper()}?"
-    return f"{shown!r} is no action; one is stage, F, B, I or W, and micro-batch, such as 0F3 (with a slice 0F3.1)"
+        return f"{shown!r} is not an action: did you mean {word.upper()}?"
+    return f"{shown!r} is not an action; expected stage, F, B, I or W, and micro-batch, such as 0F3 (or 0F3.1, sliced)"
 
 
 def _inferred(name: str, programs: tuple[tuple[Action, ...], ...], steps: int) -> Schedule:

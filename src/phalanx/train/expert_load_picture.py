@@ -42,7 +42,7 @@ def svg(run: RunDirectory) -> str:
     if not rows:
         run.require()
         raise DataError(
-            f"{run.metrics} has no row about experts, so there is nothing to draw: they are written for models with "
+            f"{run.metrics} has no rows about experts, so there is nothing to draw: they are written for models with "
             "model.moe.n_experts, every train.log_every steps"
         )
     last = rows[-1]

@@ -209,9 +209,8 @@ class Trainer:
             f" (samples {first} to {first + self.batch.global_batch - 1})" if self.job.layout.sync == "bsp" else ""
         )
         return NotFiniteError(
-            f"{error}{samples}. The optimizer has not written it. Checkpoints in {self.directory.checkpoints} are from "
-            "before; a lower optimizer.lr, a longer optimizer.warmup_steps or train.precision=fp32 are what usually "
-            "helps"
+            f"{error}{samples}. The optimizer did not apply it, and checkpoints in {self.directory.checkpoints} "
+            "are older; a lower optimizer.lr, a longer optimizer.warmup_steps or train.precision=fp32 usually helps"
         )
 
     def _lr(self, step: int) -> float:

@@ -118,7 +118,7 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
         known = ", ".join(ACCELERATORS)
         meant = nearest(re.sub(r"nvidia|amd|intel|google|[^a-z0-9-]", "", text), ACCELERATORS) if text else None
         hint = f"; did you mean {meant}?" if meant else ""
-        cells.problem(f"gpu: {cells.text('gpu')!r} is no device that is known{hint} (known: {known})")
+        cells.problem(f"gpu: {cells.text('gpu')!r} is not a known device{hint} (known: {known})")
     if not machine or not devices:
         return None
     cluster = _sited(cells, machine)

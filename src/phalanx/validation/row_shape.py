@@ -81,7 +81,7 @@ def _unknown(cells: Cells, said: dict[str, int]) -> ModelConfig | None:
         meant = nearest(shapes.plain(name), shapes.SHAPES)
         hint = f"; did you mean {meant}?" if meant else ""
         cells.problem(
-            f"model_name: {name!r} is no model that is known{hint}; give n_layers, hidden and n_heads, or one of "
+            f"model_name: {name!r} is not a known model{hint}; give n_layers, hidden and n_heads, or one of "
             f"{', '.join(shapes.SHAPES)}"
         )
         return None

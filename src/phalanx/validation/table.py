@@ -179,7 +179,7 @@ def _rows(text: Iterable[str]) -> Iterator[Sequence[str]]:
         try:
             row = next(reader, None)
         except csv.Error as error:
-            raise JobError(f"line {reader.line_num} of the table is no CSV: {error}") from None
+            raise JobError(f"line {reader.line_num} of the table is not CSV: {error}") from None
         if row is None:
             return
         if row:

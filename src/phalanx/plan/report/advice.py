@@ -1,4 +1,4 @@
-"""What would make a layout fit that does not: every change of one setting, tried."""
+"""Changes that make a layout fit in memory: every change of one setting, tried."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_CHANGES = 5
 
 @dataclass(frozen=True)
 class Advice:
-    """One change, and what it would bring."""
+    """One change and its effect."""
 
     change: str
     peak: int
@@ -29,8 +29,8 @@ class Advice:
 
 
 def advice(spec: StepSpec) -> list[Advice]:
-    """Single changes that make it fit, the fastest first; where there is none, several at once: each time the one that
-    needs least, until it fits or nothing helps. World size and global batch stay as they are."""
+    """Returns single changes that make the layout fit, fastest first. If there is none, combines several: each time the
+    one that needs the least memory, until it fits or nothing helps. World size and global batch stay the same."""
     found = list(_tried(spec))
     good = sorted((one for one, _ in found if one.fits), key=lambda one: one.step_time_s)
     if good or not found:
@@ -96,7 +96,7 @@ def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
 
 
 def shortfall(spec: StepSpec) -> str:
-    """What to tell somebody whose layout does not fit: by how much, in which part, and what would help."""
+    """Describes a layout that does not fit: the excess, the moment, the largest part, and changes that help."""
     prediction = predict(spec)
     fullest = prediction.fullest
     over = fullest.needed - prediction.memory_limit

@@ -27,8 +27,9 @@ RULE, ROOM = "rule of thumb", "with headroom for"
 
 
 def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[Alternative, ...]:
-    """The rule of thumb first, then what fits, the fastest first, then the rest. A kind that has the best layout in it
-    is left out, and so is one whose layout was told already. `found` is what the search has seen."""
+    """Returns the rule of thumb first, then the alternatives that fit, fastest first, then the others. A kind that
+    contains the best layout is omitted, and so is one whose layout was listed already. `found` is what the search has
+    seen."""
     first = _rule(search, best)
     told = {_key(one.layout) for one in (best, first.candidate) if one}
     shown, weighed = list[Alternative](), [first.candidate] if first.candidate else []
@@ -49,17 +50,17 @@ def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[
 
 
 def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
-    """Of some alternatives the one without an axis, one of families.AXES."""
+    """Returns the alternative without an axis of families.AXES, or None."""
     return next((one for one in found if one.name == f"{WITHOUT}{AXES[axis]} parallelism"), None)
 
 
 def roomy(one: Candidate) -> bool:
-    """Whether it would still fit if it needed as much more than predicted as one step in ten does."""
+    """Returns whether the candidate still fits with the memory error that one step in ten has."""
     return one.prediction.fullest.needed * one.prediction.memory_spread[1] <= one.prediction.memory_limit
 
 
 def with_room(found: Sequence[Alternative]) -> Candidate | None:
-    """Of some alternatives the one with room, if there is one."""
+    """Returns the alternative with memory headroom, or None."""
     return next((one.candidate for one in found if one.name.startswith(ROOM)), None)
 
 
@@ -104,7 +105,7 @@ def _of(search: Search, family: Family, weighed: Sequence[Candidate], best: Cand
 
 
 def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
-    """A family in the words of a search: some pairs of its space, and which of their rows."""
+    """Expresses a family for a search: the pairs of its space, and a filter of their rows."""
     space = search.space
     columns = SimpleNamespace(
         **{name: space.column(name) for name in MeshDegrees._fields}, micro_batch=space.micro_batch.astype(np.int64)

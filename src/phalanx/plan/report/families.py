@@ -1,4 +1,4 @@
-"""The kinds of layouts that people take, as conditions on a space, each with an example of it."""
+"""The common kinds of layouts, as conditions on a search space, each with an example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WITHOUT = "without "
 
 
 class Family(NamedTuple):
-    """Layouts of one kind."""
+    """One kind of layouts."""
 
     name: str
     meshes: Callable[[Any], Any]
@@ -28,14 +28,14 @@ class Family(NamedTuple):
     """To say what is not legal about it where the space has none."""
 
     def has(self, layout: Layout) -> bool:
-        """Whether a layout is one of them."""
+        """Returns whether a layout belongs to this kind."""
         state = StateSharding(layout.zero, layout.reshard, layout.accumulate)
         scheduled = Scheduled(layout.schedule, layout.pp_chunks)
         return bool(self.meshes(layout)) and self.options(scheduled, state, layout.recompute)
 
 
 def families(space: Space, cluster: Cluster, best: Layout | None) -> Iterator[Family]:
-    """Those that go with a machine; the last ones are the best layout with one thing left out."""
+    """Yields the kinds for a machine; the last ones are the best layout with one feature removed."""
     world = space.meshes[0]
     devices = world.tp * world.cp * world.pp * world.dp_shard * world.dp_replicate
     if devices == 1:
@@ -59,7 +59,7 @@ def families(space: Space, cluster: Cluster, best: Layout | None) -> Iterator[Fa
 
 
 def neighbours(cluster: Cluster) -> tuple[int, str]:
-    """Devices that one thinks of as a node: those of a node, or of a rack with fast links throughout; and its name."""
+    """Returns the number of closely joined devices and their name: a node, or a rack with fast links throughout."""
     node = cluster.devices_per_node or 1
     return (cluster.joined, "rack") if cluster.joined > node else (node, "node")
 

@@ -1,9 +1,9 @@
-"""The lectures' rules of thumb as a decision: what one would take without a search, and the reasons in words.
+"""The rules of thumb as a decision: the usual layout without a search, with the reasons.
 
-One device: plain, or nothing. One node: data parallel, sharded as far as it must be; with slow links pipelines first.
-Several nodes: FSDP where the network is fast and it fits; otherwise tensor parallel inside a node, pipelines between
-nodes until the model fits, data parallel with ZeRO-1 over the rest. What is left of a batch is accumulated (ALCF, "AI
-at Scale" 2024; Inha ECE7115, "Parallelism" 2026, after Hugging Face's "Model parallelism").
+One device: plain, or nothing. One node: data parallel, sharded as much as needed; with slow links pipelines first.
+Several nodes: FSDP if the network is fast and it fits; otherwise tensor parallel inside a node, pipelines across nodes
+until the model fits, and data parallel with ZeRO-1 over the rest. The rest of a batch is accumulated (ALCF, "AI at
+Scale" 2024; Inha ECE7115, "Parallelism" 2026, after Hugging Face's "Model parallelism").
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FAST_NETWORK = 25
 
 
 def rule(request: PlanRequest) -> tuple[str, Layout]:
-    """What the rules of thumb take, and why in words; a layout that does not fit where nothing of theirs does. For the
-    first number of devices of a question."""
+    """Returns the reasons and the layout of the rules of thumb, for the first number of devices of a request. The
+    layout does not fit if none of the rules' layouts does."""
     world = request.devices[0]
     if world == 1:
         return _one_device(request)
@@ -36,13 +36,13 @@ def rule(request: PlanRequest) -> tuple[str, Layout]:
 
 
 def node_of(request: PlanRequest) -> int:
-    """Devices that the rules take for a node: of a rack with fast links throughout, all."""
+    """Returns the number of devices that the rules treat as a node: all of a rack with fast links throughout."""
     return neighbours(request.cluster)[0]
 
 
 def fitted(request: PlanRequest, layout: Layout) -> Layout | None:
-    """The layout with the least recomputation and, without a pipeline, the largest micro-batch with which it fits; None
-    where it is not legal or does not fit."""
+    """Returns the layout with the least recomputation and, without a pipeline, the largest micro-batch with which it
+    fits; None if it is illegal or does not fit."""
     kept = {name: value for name, value in request.fixed.items() if name not in OPEN}
     layout = replace(layout, **kept, micro_batch=1)
     if layout.pp > 1:

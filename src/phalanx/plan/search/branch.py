@@ -111,8 +111,8 @@ class Found:
         return self.known[spec]
 
 
-TOO_LARGE = "memory: the state and the activations of a rank are too large"
-SLOWER = "slower than the best, by what it computes and sends at least"
+TOO_LARGE = "memory: lower bound of state and activations exceeds the device"
+SLOWER = "time: lower bound exceeds the best layout"
 
 
 class Search:
