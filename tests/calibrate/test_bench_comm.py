@@ -42,7 +42,7 @@ def test_group_sizes_are_powers_of_two_and_all():
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        (SINGLE, "there is one: --nproc-per-node 2"),
+        (SINGLE, "there is one rank: --nproc-per-node 2"),
         (Ranks(0, 4, 0, None, None, "mpich"), "mpich does not say how many of the 4 ranks are on a node"),
         (Ranks(0, 5, 0, 2, 0, "torchrun"), "5 ranks with 2 on this node"),
     ],

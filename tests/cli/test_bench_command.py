@@ -68,7 +68,7 @@ def test_help_and_mistakes_need_no_torch():
         (["compute", "--save", "--no-save"], "--save and --no-save exclude each other"),
         (["compute", "--svg", "/no/where.svg"], "--svg: cannot write /no/where.svg: folder /no does not exist"),
         (["comm", "--collectives", "all_reduce,allgather"], "no collective 'allgather'; did you mean all_gather?"),
-        (["comm", "--nproc-per-node", "1"], "measures what goes from one rank to another; there is one"),
+        (["comm", "--nproc-per-node", "1"], "measures messages between ranks, and there is one rank"),
     ],
 )
 def test_mistakes_are_one_message_and_code_2(words, message, capsys, home):

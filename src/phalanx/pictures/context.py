@@ -1,10 +1,8 @@
-"""A picture of context parallelism: who holds which tokens of a sequence, who meets which keys when, and whether all
-have the same to do.
+"""A picture of context parallelism: the tokens of each rank, the keys that reach it in each step, and its work.
 
-    python -m phalanx.cost.context_picture cp=4 seq_len=64 > context.svg
+    python -m phalanx.pictures.context cp=4 seq_len=64 > context.svg
 
-Drawn from the arithmetic that training itself uses (partition/sequence.py), of a sequence that does not travel in
-slices.
+It is drawn from the arithmetic that training uses (partition/sequence.py), for a sequence without slices.
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ _LONGEST = 220  # bar
 
 
 def svg(job: Job) -> str:
-    """The picture of how `job`'s layout deals out sequences, as an SVG document. Raises JobError without cp."""
+    """Returns the picture of how a job's layout distributes sequences, as an SVG document. Raises JobError without
+    cp."""
     layout, tokens = job.layout, job.model.seq_len
     if layout.cp == 1:
         raise JobError(
@@ -57,12 +56,12 @@ def svg(job: Job) -> str:
 
 
 def pairs(runs: Sequence[range]) -> int:
-    """How many keys the queries at some positions see under a causal mask, all together."""
+    """Returns the number of query × key pairs of the queries at some positions under a causal mask."""
     return sum((run.start + 1 + run.stop) * len(run) // 2 for run in runs)
 
 
 def contiguous(layout: Layout, tokens: int, place: int) -> list[range]:
-    """What a place of the ring would hold if sequences were simply cut in as many runs."""
+    """Returns the positions of a ring position if sequences were cut into contiguous runs."""
     share = tokens // layout.ring
     return [range(place * share, (place + 1) * share)]
 
@@ -190,7 +189,7 @@ def _text(x: float, y: float, text: str, style: str = "") -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the picture of the job that `words` describe. Returns the exit code."""
+    """Prints the picture of the job that `words` describe. Returns the exit code."""
     try:
         print(svg(load_words(overrides.parse(words)).job), end="")
     except PhalanxError as error:

@@ -1,8 +1,8 @@
-"""A picture of productive time against the time between saves, for jobs of several sizes.
+"""A picture of productive time against the checkpoint interval, for jobs of several sizes.
 
-    python -m phalanx.simulate.goodput_picture > goodput.svg
+    python -m phalanx.pictures.goodput > goodput.svg
 
-With the failures of Llama 3's training and two costs of a save; a dot where a job trains most.
+It uses the failure rate of Llama 3's training and two checkpoint times; a dot marks the optimum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def svg(
     saves: Sequence[float] = SAVES,
     restart_s: float = RESTART,
 ) -> str:
-    """A panel for each cost of a save, in seconds, with a line for each number of devices, as an SVG document."""
+    """Returns one panel per checkpoint time in seconds, with one line per number of devices, as an SVG document."""
     panels = []
     for save in saves:
         lines: dict[str, list[tuple[float, float]]] = {}

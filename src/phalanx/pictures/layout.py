@@ -1,8 +1,9 @@
-"""A picture of a layout: who holds what of a block's matrices, and the bytes of state on a rank under each ZeRO stage.
+"""A picture of a layout: the part of a block's matrices on each rank, and the bytes of state per rank under each ZeRO
+stage.
 
-    python -m phalanx.cost.layout_picture model=gpt2 layout.tp=2 layout.dp_shard=2 layout.zero=3 > layout.svg
+    python -m phalanx.pictures.layout model=gpt2 layout.tp=2 layout.dp_shard=2 layout.zero=3 > layout.svg
 
-Drawn from the arithmetic that training itself uses (partition/tensor_slices.py, cost/memory/state.py).
+It is drawn from the arithmetic that training uses (partition/tensor_slices.py, cost/memory/state.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _STAND_IN_VOCABULARY = 256
 
 
 def svg(job: Job) -> str:
-    """The picture of `job`'s layout as an SVG document."""
+    """Returns the picture of a job's layout as an SVG document."""
     model, layout = job.model, job.layout
     vocab = vocabulary(model, model.vocab_size or _STAND_IN_VOCABULARY)
     drawn, bottom = _matrices(_drawn(model, vocab), job, vocab)
@@ -197,7 +198,7 @@ def _text(x: float, y: float, text: str, size: int = 12, weight: int = 400) -> s
 
 
 def main(words: Sequence[str]) -> None:
-    """Print the picture of the job that `words` describe."""
+    """Prints the picture of the job that `words` describe."""
     print(svg(load_words(overrides.parse(words)).job), end="")
 
 

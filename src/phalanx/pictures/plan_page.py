@@ -1,5 +1,5 @@
-"""The plan as one page for a browser: it loads nothing, is read without scripts, and is light or dark as the reader
-prefers."""
+"""The plan as one self-contained HTML page: it loads nothing, can be read without scripts, and follows the reader's
+light or dark preference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _EXPLAINED = {
 
 
 def html(plan: Plan, timeline_svg: str | None = None) -> str:
-    """The page. `timeline_svg` is the picture of the best layout's step (phalanx.simulate), an SVG document."""
+    """Returns the page. `timeline_svg` is the picture of the best layout's step (phalanx.simulate), an SVG document."""
     title = f"Plan: {headline(plan)}"
     shown = plan.best[:_DRAWN] or ([plan.nearest] if plan.nearest else [])
     sections = [
@@ -88,12 +88,12 @@ def html(plan: Plan, timeline_svg: str | None = None) -> str:
 
 
 def job_section(layout: Layout) -> str:
-    """The layout as a job file has it (YAML)."""
+    """Returns the layout section for a job file (YAML)."""
     return yaml.safe_dump({"layout": differing(layout)}, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def command(layout: Layout) -> str:
-    """What trains with that layout; JOB stands for the job file."""
+    """Returns the command that trains in that layout; JOB stands for the job file."""
     known = short_names()
     words = [
         f"{name if known.get(name) == f'layout.{name}' else f'layout.{name}'}={_word(value)}"

@@ -1,7 +1,5 @@
-"""Bars side by side of several layouts: the time of a step by part, the memory of the fullest rank by part.
-
-Without a background and in colours of middle lightness, so that a page may be light or dark.
-"""
+"""Bars of several layouts: the time of a step by part, the memory of the fullest rank by part. There is no background,
+and colours have middle lightness, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class _LayoutRow(NamedTuple):
 
 
 def time_picture(shown: Sequence[Candidate]) -> str:
-    """The parts of a step's time, a bar a layout, and a mark at the simulated time, as an SVG document."""
+    """Draws the parts of a step's time, one bar per layout, with a mark at the simulated time, as an SVG document."""
     rows = [
         _LayoutRow(_label(rank, each), each.prediction.parts.items(), seconds(each.seconds), each.seconds)
         for rank, each in enumerate(shown, 1)
@@ -43,7 +41,8 @@ def time_picture(shown: Sequence[Candidate]) -> str:
 
 
 def memory_picture(shown: Sequence[Candidate]) -> str:
-    """The memory of the fullest rank by part, a bar a layout, and the device's memory as a line, as an SVG document."""
+    """Draws the memory of the fullest rank by part, one bar per layout, with the device's memory as a line, as an SVG
+    document."""
     rows = [
         _LayoutRow(_label(rank, each), [*each.prediction.fullest.parts()], gib(each.prediction.fullest.peak))
         for rank, each in enumerate(shown, 1)
@@ -54,7 +53,7 @@ def memory_picture(shown: Sequence[Candidate]) -> str:
 
 
 def framed(title: str, width: float, height: float, parts: Iterable[str]) -> str:
-    """An SVG document of parts."""
+    """Returns an SVG document of parts."""
     return "\n".join(
         [
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
@@ -67,7 +66,7 @@ def framed(title: str, width: float, height: float, parts: Iterable[str]) -> str
 
 
 def shorten(words: str, letters: int) -> str:
-    """The beginning of what is longer than that."""
+    """Truncates a longer text."""
     return words if len(words) <= letters else words[: letters - 1] + "…"
 
 

@@ -1,4 +1,5 @@
-"""The roofline of a block as a picture: a dot an operator under the roof of a device, and a table of what bounds it."""
+"""The roofline of a block as a picture: one dot per operator under the roof of a device, and a table of what bounds
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _VERDICTS = {"compute": COLOURS[0], "memory": COLOURS[2], "launch": COLOURS[7], 
 
 
 def draw(spec: StepSpec, top: float) -> tuple[list[str], float]:
-    """The roofline of the last block on a device, its operators in a table beside it; and where they end."""
+    """Draws the roofline of the last block on a device, with a table of its operators; also returns where they end."""
     found = roofline.points(spec)
     device, kind = spec.cluster.accelerator, spec.products
     slowdown = roofline.block_slowdown(spec)
@@ -53,7 +54,7 @@ def draw(spec: StepSpec, top: float) -> tuple[list[str], float]:
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that suits it, to three digits."""
+    """Formats a time in a suitable unit, to three digits."""
     unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("µs", 1e-6))
     return f"{_number(value / size)} {unit}"
 

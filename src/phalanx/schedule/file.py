@@ -1,10 +1,10 @@
-"""Schedules as CSV files: a row a rank, its actions in order as cells such as `0F0`, `1B3`, `0I2`, `0W2`, with slices
-`0F0.1`.
+"""Schedules as CSV files: one row per rank with its actions in order, as cells such as `0F0`, `1B3`, `0I2`, `0W2`, with
+slices `0F0.1`.
 
-It is the form without communication that torch.distributed.pipelining reads and writes ("compute_only"), so that
-schedules travel both ways (slices do not: torch has none). Blank cells are bubbles, which say nothing. Lines that begin
-with `#` are comments, two of which are read: `# name: mine` (otherwise the file's name is the schedule's) and
-`# steps: 2`. Stages, micro-batches, slices and who holds which stage follow from the cells.
+This is the format without communication that torch.distributed.pipelining reads and writes ("compute_only"), so
+schedules can be exchanged (except slices, which torch does not have). Blank cells are bubbles without meaning. Lines
+that begin with `#` are comments, except `# name: mine` (default: the file's name) and `# steps: 2`. Stages,
+micro-batches, slices and the rank of each stage follow from the cells.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _OF_TORCH = re.compile(r"UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B
 
 
 def read(path: Path | str) -> Schedule:
-    """The schedule that a file holds, checked. Raises JobError with all that is wrong with the file, by line and cell,
-    or, where that is in order, with the schedule in it."""
+    """Reads and validates the schedule of a file. Raises JobError with every problem of the file, by line and cell, or,
+    if the file is well-formed, of its schedule."""
     path = Path(path)
     try:
         return _parsed(_text_of(path), path.stem)
@@ -36,19 +36,19 @@ def read(path: Path | str) -> Schedule:
 
 
 def write(schedule: Schedule, path: Path | str) -> None:
-    """Write a schedule to a file. `read` gives it the file's name. Raises JobError where it cannot be written."""
+    """Writes a schedule to a file; `read` names it after the file. Raises JobError if the file cannot be written."""
     save(text(schedule), path)
 
 
 def text(schedule: Schedule) -> str:
-    """A schedule as a file holds it. Comments only where they are needed, as torch reads none."""
+    """Returns the schedule in the file format, with comments only where necessary, because torch reads none."""
     steps = [f"# steps: {schedule.steps}"] if schedule.steps > 1 else []
     rows = [",".join(map(str, program)) for program in schedule.programs]
     return "\n".join([*steps, *rows]) + "\n"
 
 
 def save(content: str, path: Path | str) -> None:
-    """Write a text file. Raises JobError where that cannot be."""
+    """Writes a text file. Raises JobError if it cannot be written."""
     try:
         Path(path).write_text(content, encoding="utf-8")
     except OSError as error:

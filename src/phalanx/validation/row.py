@@ -1,7 +1,7 @@
-"""A row of a table of measured runs, as what is to be predicted and what was measured.
+"""A row of a table of measured runs, as a prediction request and its measurement.
 
-Tables are written for readers: columns are left out, models and devices go by many names, sources count FLOPs and
-memory in their own ways. What can be filled in is, and every such thing is named in `Reading.assumed`.
+Tables are written for readers: columns are missing, models and devices have many names, and sources count FLOPs and
+memory in their own ways. Missing values are filled in if possible, and `Reading.assumed` lists each of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LORA = 2 / 3
 
 @dataclass(frozen=True)
 class Reading:
-    """What a row says."""
+    """The contents of a row."""
 
     spec: StepSpec
     measured_s: float | None
@@ -59,16 +59,16 @@ class Reading:
         return self.spec.layout.world
 
     def tflops(self, seconds: float) -> float:
-        """TFLOP/s a device of a step that takes `seconds`, as the source counts."""
+        """Returns TFLOP/s per device of a step that takes `seconds`, in the convention of the source."""
         return self._flops(self.convention.tflops) / seconds / self.devices / 1e12
 
     def mfu_pct(self, seconds: float) -> float:
-        """MFU in percent, as the source counts."""
+        """Returns MFU in percent, in the convention of the source."""
         peak = peak_tflops(self.convention, self.spec.cluster.accelerator, self.spec.products)
         return 100 * self._flops(self.convention.mfu) / seconds / self.devices / 1e12 / peak
 
     def tokens_per_s(self, seconds: float) -> float:
-        """Tokens a second and device."""
+        """Returns tokens per second and device."""
         return self.spec.batch.global_batch * self.spec.model.seq_len / seconds / self.devices
 
     def _flops(self, counts: Counts) -> float:
@@ -76,7 +76,7 @@ class Reading:
 
 
 def read(row: Mapping[str, str]) -> Reading:
-    """Raises JobError with all that keeps the row from being expressed."""
+    """Reads a row. Raises JobError with every reason why it cannot be expressed."""
     cells = Cells(row)
     cells.check()
     program = row_machine.program_of(cells)
@@ -152,7 +152,7 @@ def _seconds(reading: Reading, name: str, value: float) -> float:
 
 
 def source_of(cells: Cells) -> str:
-    """A short name of the source: what the row's id begins with, else the first word of its source."""
+    """Returns a short name of the source: the prefix of the row's id, else the first word of its source."""
     named = re.sub(r"[-_]?[0-9]+$", "", cells.text("row_id"))
     return named or re.split(r"[ @,;]", cells.text("source"))[0] or "unnamed"
 

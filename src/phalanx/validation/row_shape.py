@@ -1,4 +1,4 @@
-"""The model of a table's row: a published shape by its name, what columns say besides, and what has to be solved."""
+"""The model of a table's row: a published shape by name, values of other columns, and values that have to be solved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _DROPOUT = ("megatron-2021", "megatron-2022", "megatron-deepspeed", "zero-bubble
 
 
 def model_of(cells: Cells, program: str, pp: int) -> ModelConfig | None:
-    """The row's model with its vocabulary and sequence length; None with a problem told where it is unknown."""
+    """Returns the row's model with its vocabulary and sequence length; None with a recorded problem if it is
+    unknown."""
     said = {name: cells.whole(name) for name in _COLUMNS}
     name = cells.text("model_name")
     key = shapes.key_of(name)
