@@ -95,7 +95,7 @@ def test_a_signal_stops_with_a_checkpoint_and_the_same_command_goes_on(here, pro
         _, error = process.communicate(timeout=60)
     assert process.returncode == 75, error
     assert "stopped by a signal at step" in error
-    assert error.count("run the same command again to go on") == 1
+    assert error.count("run the same command again to resume") == 1
     done = steps(run)
     again = phalanx("train", "job.yaml", f"train.steps={done[-1] + 2}", "--dp-replicate", processes)
     assert again.returncode == 0, again.stderr

@@ -10,6 +10,8 @@ from phalanx.cost.spec import StepSpec
 from phalanx.units import gib
 
 _BAR = 40  # letters of all bars of a breakdown together
+MOMENTS = {"loss": "at the loss", "backward": "in the backward pass", "optimizer": "in the optimizer step"}
+"""The moments of peak memory (RankMemory.moment) as a message names them."""
 
 
 def subject(spec: StepSpec, devices: int) -> str:
@@ -30,7 +32,7 @@ def memory_lines(prediction: Prediction) -> list[str]:
     rank = f", pipeline rank {prediction.memory.index(fullest)}" if len(prediction.memory) > 1 else ""
     compared, verdict = ("of", "fits") if prediction.fits else ("exceeds", "does not fit")
     whole = (
-        f"peak memory {gib(fullest.peak)} (at the {fullest.moment}{rank}) {compared} {gib(prediction.memory_limit)}: "
+        f"peak memory {gib(fullest.peak)} ({MOMENTS[fullest.moment]}{rank}) {compared} {gib(prediction.memory_limit)}: "
         f"{verdict}"
     )
     return [whole, *_bars({name: size for name, size in fullest.parts() if size}, gib)]

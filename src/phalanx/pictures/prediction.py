@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from phalanx.cost.breakdown import subject
+from phalanx.cost.breakdown import MOMENTS, subject
 from phalanx.cost.memory.rank_memory import PARTS
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
@@ -157,7 +157,7 @@ def _legend(prediction: Prediction, y: float) -> Iterator[str]:
     yield f"<line x1='{_LEGEND - 2}' y1='{y - 4:.1f}' x2='{_LEGEND + 14}' y2='{y - 4:.1f}' {dashes}/>"
     yield text(_LEGEND + 18, y, "limit")
     yield text(_RIGHT, y, gib(prediction.memory_limit), "text-anchor='end' font-size='11'")
-    yield text(_LEGEND, y + 24, f"fullest in the {fullest.moment}", "font-size='11'")
+    yield text(_LEGEND, y + 24, f"peak {MOMENTS[fullest.moment]}", "font-size='11'")
     yield text(_LEGEND, y + 39, f"{gib(least * fullest.peak)} to {gib(most * fullest.peak)}", "font-size='11'")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.config.layout import Layout
+from phalanx.cost.breakdown import MOMENTS
 from phalanx.cost.job_spec import stages
 from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
@@ -104,7 +105,7 @@ def shortfall(spec: StepSpec) -> str:
     rank = prediction.memory.index(fullest)
     where = f", pipeline rank {rank}" if spec.layout.pp > 1 else ""
     text = (
-        f"does not fit: peak memory {gib(fullest.needed)} (at the {fullest.moment}{where}) exceeds the "
+        f"does not fit: peak memory {gib(fullest.needed)} ({MOMENTS[fullest.moment]}{where}) exceeds the "
         f"{gib(prediction.memory_limit)} of {spec.cluster.accelerator.name} by {gib(over)}; the largest part is "
         f"{largest}, {gib(size)}"
     )

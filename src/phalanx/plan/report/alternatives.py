@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.config.layout import Layout
+from phalanx.cost.breakdown import MOMENTS
 from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.cost.predict import predict
 from phalanx.errors import JobError
@@ -126,7 +127,7 @@ def _why(one: Candidate, best: Candidate | None) -> str:
         fullest = prediction.fullest
         largest, size = max(fullest.parts(), key=lambda part: part[1])
         over = fullest.needed - prediction.memory_limit
-        return f"exceeds memory by {gib(over)} at the {fullest.moment}; the largest part is {largest}, {gib(size)}"
+        return f"exceeds memory by {gib(over)} {MOMENTS[fullest.moment]}; the largest part is {largest}, {gib(size)}"
     if best is None:
         return "fits"
     return f"the best is {explain(best.prediction, prediction, one.seconds / best.seconds)}"

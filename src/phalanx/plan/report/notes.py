@@ -116,7 +116,7 @@ def _ablations(first: Candidate, found: Sequence[Alternative]) -> Iterator[str]:
         which = f"without {' and '.join(names)} parallelism"
         if other.prediction.fits:
             told = explain(first.prediction, other.prediction, other.seconds / first.seconds)
-            yield f"The step is {told}, compared with the best layout found {which}."
+            yield f"Compared with the best layout found {which}, the step is {told}."
         else:
             needed, limit = gib(other.prediction.fullest.needed), gib(other.prediction.memory_limit)
             yield f"No layout found {which} fits: the smallest needs {needed} of {limit}."

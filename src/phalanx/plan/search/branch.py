@@ -138,7 +138,7 @@ class Search:
         chosen = np.ones(len(self.pair_seconds), bool) if pairs is None else pairs
         fits = self.pair_bytes <= self.limit
         for pair in np.flatnonzero(chosen & ~fits):
-            found.rejected["memory: too large even if everything is sharded and recomputed"] += len(
+            found.rejected["memory: too large even with everything sharded and recomputed"] += len(
                 self.space.options[pair]
             )
         order = np.flatnonzero(chosen & fits)
@@ -151,7 +151,7 @@ class Search:
             found.restart()
         near_pairs = self.pair_seconds[order] <= found.cutoff
         for pair in order[~near_pairs]:
-            found.rejected["slower than the best, even without bubble and without reducing gradients"] += len(
+            found.rejected["time: lower bound without bubble and gradient reduction exceeds the best layout"] += len(
                 self.space.options[pair]
             )
         # By length of pipeline: whose layouts are bounded together.
