@@ -29,27 +29,27 @@ def problems(model: ModelConfig = MODEL, train: Train | None = None, **layout) -
         (
             MODEL,
             {"cp": 4, "cp_ulysses": 3},
-            "layout.cp_ulysses: cp 4 / cp_ulysses 3 is not whole; nearest cp_ulysses: 1, 2, 4",
+            "layout.cp_ulysses: cp 4 / cp_ulysses 3 is not an integer; nearest cp_ulysses: 1, 2, 4",
         ),
         (
             MODEL,
             {"cp": 2, "cp_ulysses": 4},
-            "layout.cp_ulysses: cp 2 / cp_ulysses 4 is not whole; nearest cp_ulysses: 1, 2",
+            "layout.cp_ulysses: cp 2 / cp_ulysses 4 is not an integer; nearest cp_ulysses: 1, 2",
         ),
         (
             MODEL,
             {"cp": 8, "cp_ulysses": 8},
-            "layout.cp_ulysses: n_heads 12 / (tp 1 × cp_ulysses 8) is not whole; nearest cp_ulysses: 1, 2, 4",
+            "layout.cp_ulysses: n_heads 12 / (tp 1 × cp_ulysses 8) is not an integer; nearest cp_ulysses: 1, 2, 4",
         ),
         (
             MODEL,
             {"cp": 24, "cp_ulysses": 24},
-            "layout.cp_ulysses: n_heads 12 / (tp 1 × cp_ulysses 24) is not whole; nearest cp_ulysses: 2, 4, 12",
+            "layout.cp_ulysses: n_heads 12 / (tp 1 × cp_ulysses 24) is not an integer; nearest cp_ulysses: 2, 4, 12",
         ),
         (
             MODEL,
             {"cp": 4, "cp_ulysses": 4, "tp": 4},
-            "layout.cp_ulysses: n_heads 12 / (tp 4 × cp_ulysses 4) is not whole; nearest cp_ulysses: 1",
+            "layout.cp_ulysses: n_heads 12 / (tp 4 × cp_ulysses 4) is not an integer; nearest cp_ulysses: 1",
         ),
         (
             MODEL,
@@ -93,40 +93,40 @@ def test_context_parallel_layouts_that_go_together_are_legal(layout):
         (
             48,
             {"cp": 16},
-            "layout.cp: seq_len 48 / (2 × ring 16) is not whole, and each of the ring's groups has a chunk from either "
+            "layout.cp: seq_len 48 / (2 × ring 16) is not an integer: each ring group holds a chunk from either "
             "end; nearest cp: 8, 12, 24",
         ),
         (
             6,
             {"cp": 6, "cp_ulysses": 3},
-            "layout.cp: seq_len 6 / (2 × ring 2) is not whole, and each of the ring's groups has a chunk from either "
+            "layout.cp: seq_len 6 / (2 × ring 2) is not an integer: each ring group holds a chunk from either "
             "end; nearest cp: 3",
         ),
         (
             3,
             {"cp": 4, "cp_ulysses": 2},
-            "layout.cp: seq_len 3 / cp 4 is not whole; nearest cp: 1 (and cp_ulysses the same)",
+            "layout.cp: seq_len 3 / cp 4 is not an integer; nearest cp: 1 (and cp_ulysses the same)",
         ),
         (
             32,
             {"cp": 3, "cp_ulysses": 3},
-            "layout.cp: seq_len 32 / cp 3 is not whole; nearest cp: 1, 2, 4 (and cp_ulysses the same)",
+            "layout.cp: seq_len 32 / cp 3 is not an integer; nearest cp: 1, 2, 4 (and cp_ulysses the same)",
         ),
         (
             48,
             {"cp": 8, "tp": 4, "sp": True},
-            "layout.cp: seq_len 48 / (cp 8 × tp 4 (sp)) is not whole; nearest cp: 4, 6, 12, or sp=false",
+            "layout.cp: seq_len 48 / (cp 8 × tp 4 (sp)) is not an integer; nearest cp: 4, 6, 12, or sp=false",
         ),
         (
             48,
             {"cp": 4, "pp": 2, "schedule": "terapipe", "pp_slices": 8},
-            "layout.cp: a slice of 6 tokens (seq_len 48 / 8) / cp 4 is not whole; nearest cp: 1, 3",
+            "layout.cp: a slice of 6 tokens (seq_len 48 / 8) / cp 4 is not an integer; nearest cp: 1, 3",
         ),
         (
             48,
             {"cp": 2, "pp": 2, "schedule": "terapipe", "pp_slices": 8},
-            "layout.cp: a slice of 6 tokens (seq_len 48 / 8) / (2 × ring 2) is not whole, and each of the ring's "
-            "groups has a chunk from either end; nearest cp: 1, 3",
+            "layout.cp: a slice of 6 tokens (seq_len 48 / 8) / (2 × ring 2) is not an integer: each "
+            "ring group holds a chunk from either end; nearest cp: 1, 3",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_context_parallel_ranks_hold_equal_parts_of_a_sequence(seq_len, layout, 
 
 def test_a_sequence_that_cp_does_not_cut_is_told_once_however_many_slices():
     (found,) = problems(cp=5, pp=2, schedule="terapipe", pp_slices=4)
-    assert found.startswith("layout.cp: seq_len 48 / cp 5 is not whole")
+    assert found.startswith("layout.cp: seq_len 48 / cp 5 is not an integer")
     assert problems(cp=2, pp=2, schedule="terapipe", pp_slices=4) == []
 
 
@@ -175,14 +175,15 @@ def test_what_is_legal_deals_out_equal_parts_and_the_nearest_choice_is_legal(seq
             MODEL,
             {"dp_shard": 2, "ep": 2},
             [
-                "layout.ep: ep 2 deals out experts, the model has none (n_experts 0); nearest legal: ep=1, or a model "
+                "layout.ep: ep 2 distributes experts, the model has none (n_experts 0); nearest legal: ep=1, or a "
+                "model "
                 "with experts"
             ],
         ),
         (
             EXPERTS,
             {"dp_shard": 6, "ep": 6},
-            ["layout.ep: n_experts 8 / ep 6 is not whole; nearest ep: 1, 2"],
+            ["layout.ep: n_experts 8 / ep 6 is not an integer; nearest ep: 1, 2"],
         ),
         (
             EXPERTS,
@@ -195,7 +196,7 @@ def test_what_is_legal_deals_out_equal_parts_and_the_nearest_choice_is_legal(seq
             EXPERTS,
             {"tp": 3},
             [
-                "layout.tp: an expert's width 32 / tp 3 is not whole; nearest tp: 1, 2, 4",
+                "layout.tp: an expert's width 32 / tp 3 is not an integer; nearest tp: 1, 2, 4",
                 "layout.tp: tp 3 neither divides the n_kv_heads 4 nor is a multiple of them; nearest tp: 1, 2, 4",
             ],
         ),
@@ -203,7 +204,7 @@ def test_what_is_legal_deals_out_equal_parts_and_the_nearest_choice_is_legal(seq
             EXPERTS,
             {"dp_shard": 2, "tiles": 2},
             [
-                "layout.tiles: tiles 2 are of dense MLPs, the model has n_experts 8; nearest legal: tiles=1, or "
+                "layout.tiles: tiles 2 apply to dense MLPs, the model has n_experts 8; nearest legal: tiles=1, or "
                 "n_experts 0"
             ],
         ),
@@ -216,7 +217,7 @@ def test_experts_are_dealt_out_in_equal_parts(model, layout, messages):
 @pytest.mark.parametrize("values", [{"dp_replicate": 2, "zero": 2}, {"pp": 2}, {"tp": 2}], ids=str)
 def test_gradients_are_sharded_among_ranks(values):
     assert problems(**values, accumulate="sharded") == [
-        "layout.accumulate: dp_shard 1 × cp 1 = 1 rank, which has nobody to shard gradients with; nearest legal: "
+        "layout.accumulate: dp_shard 1 × cp 1 = 1 rank cannot shard gradients; nearest legal: "
         "accumulate=local, or dp_shard=2"
     ]
     assert problems(**values, accumulate="local") == []
@@ -229,7 +230,7 @@ def test_experts_that_are_dealt_out_are_legal():
     odd = replace(EXPERTS, d_ff=97)
     assert problems(odd, tp=2) == [], "no layer has a dense MLP"
     (found,) = problems(replace(odd, moe=replace(odd.moe, n_dense_layers=1)), tp=2)
-    assert found == "layout.tp: MLP width 97 / tp 2 is not whole; nearest tp: 1, 97"
+    assert found == "layout.tp: MLP width 97 / tp 2 is not an integer; nearest tp: 1, 97"
 
 
 def test_what_counts_tokens_of_whole_sequences_does_not_go_with_slices():
@@ -248,14 +249,16 @@ def test_what_counts_tokens_of_whole_sequences_does_not_go_with_slices():
 def test_what_the_compiler_does_not_see_is_refused_of_context_and_experts():
     compiled = Train(compile=True)
     (found,) = problems(MODEL, compiled, cp=2)
-    assert found.startswith("train.compile: the compiler does not see through context parallel's collectives: cp 1")
+    assert found.startswith(
+        "train.compile: the compiler cannot trace context-parallel collectives; nearest legal: cp 1"
+    )
     (found,) = problems(EXPERTS, compiled)
-    assert found.startswith("train.compile: how many tokens each of the n_experts 8 gets differs from step to step")
+    assert found.startswith("train.compile: the tokens per expert (n_experts 8) change from step to step")
 
 
 def test_a_parameter_server_serves_whole_models_and_sequences():
     assert problems(dp_replicate=2, cp=2, sync="asp") == [
-        "layout.sync: a parameter server serves replicas that hold whole models and see whole sequences, cp 2 cuts "
+        "layout.sync: asp needs replicas with whole models and whole sequences, cp 2 cuts "
         "them; nearest legal: sync=bsp, or cp=1"
     ]
     (found,) = problems(EXPERTS, dp_replicate=2, dp_shard=2, ep=2, sync="asp")
@@ -267,7 +270,7 @@ def test_latent_attention_has_keys_for_every_head():
     assert problems(replace(latent, positions="rope"), tp=3) == []
     assert problems(replace(latent, positions="rope"), cp=3, cp_ulysses=3) == []
     (found,) = problems(replace(latent, positions="rope"), tp=8)
-    assert found == "layout.tp: n_heads 12 / tp 8 is not whole; nearest tp: 4, 6, 12"
+    assert found == "layout.tp: n_heads 12 / tp 8 is not an integer; nearest tp: 4, 6, 12"
 
 
 @pytest.mark.parametrize("field", ["cp", "cp_ulysses", "ep"])
@@ -286,12 +289,12 @@ def test_degrees_are_at_least_one(field):
         ({"recompute_cut": "1*full+1*none"}, "1*full+1*none = 2 layers, the model has 4; nearest legal: 1*full+3*none"),
         (
             {"recompute_cut": "1*full+3*none", "recompute": "selective"},
-            "says what each layer recomputes, recompute=selective says it of all; nearest legal: recompute=none with "
-            "it, or recompute alone",
+            "sets recomputation per layer, recompute=selective for all layers; nearest legal: recompute=none, or no "
+            "recompute_cut",
         ),
         (
             {"recompute_cut": "1*full+3*some"},
-            "3*some: 'some' is nothing that a layer does (known: none, selective, full)",
+            "3*some: 'some' is not a recomputation mode (known: none, selective, full)",
         ),
     ],
 )

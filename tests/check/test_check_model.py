@@ -35,7 +35,8 @@ def test_presets_are_legal(name: str):
         (
             {"top_k": 1},
             "renormalise",
-            "with top_k 1 the one gate would always be 1 and the router learn nothing from the loss: renormalise=false",
+            "with top_k 1 the gate is always 1 and the router gets no gradient from the loss; nearest legal: "
+            "renormalise=false",
         ),
         ({"n_groups": 3}, "n_groups", "must divide n_experts 8, is 3; nearest: 1, 2, 4"),
         ({"n_groups": 0}, "n_groups", "must be at least 1, is 0"),
@@ -86,7 +87,7 @@ def test_latent_attention_that_makes_no_sense(mla: dict[str, int], path: str, me
 
 def test_latent_attention_needs_rotary_positions():
     assert list(model_problems(ModelConfig(mla=_LATENT))) == [
-        ("model.positions", "latent attention goes with rotary positions: rope, is learned")
+        ("model.positions", "latent attention needs rotary positions: rope, is learned")
     ]
 
 

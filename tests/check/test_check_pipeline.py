@@ -75,16 +75,17 @@ def test_the_micro_batches_come_from_the_batch_equation():
 @pytest.mark.parametrize(
     ("layers", "layout", "message"),
     [
-        (6, {"pp": 8}, "layout.pp: pp 8 stages need as many layers, the model has 6; nearest legal: pp 6"),
+        (6, {"pp": 8}, "layout.pp: pp 8 stages need at least as many layers, the model has 6; nearest legal: pp 6"),
         (
             6,
             {"pp": 4, "schedule": "interleaved_1f1b", "pp_chunks": 2},
-            "layout.pp: pp 4 × chunks 2 = 8 stages need as many layers, the model has 6; nearest legal: pp 3",
+            "layout.pp: pp 4 × chunks 2 = 8 stages need at least as many layers, the model has 6; nearest legal: pp 3",
         ),
         (
             6,
             {"pp": 2, "schedule": "interleaved_1f1b", "pp_chunks": 4},
-            "layout.pp: pp 2 × chunks 4 = 8 stages need as many layers, the model has 6; nearest legal: pp 1, or "
+            "layout.pp: pp 2 × chunks 4 = 8 stages need at least as many layers, the model has 6; nearest legal: pp 1, "
+            "or "
             "pp_chunks 3",
         ),
         (
@@ -95,7 +96,7 @@ def test_the_micro_batches_come_from_the_batch_equation():
         (
             3,
             {"pp": 4, "schedule": "dualpipe"},
-            "layout.pp: pp 4 stages need as many layers, the model has 3; nearest legal: pp 3",
+            "layout.pp: pp 4 stages need at least as many layers, the model has 3; nearest legal: pp 3",
         ),
     ],
 )
@@ -110,16 +111,18 @@ def test_a_cut_of_the_users_own_fits_the_stages_and_the_layers():
         "layout.pp_cut: 1+3+3 = 7 layers, the model has 8; legal: 2+2+2+2",
     ]
     (found,) = problems(pp=4, pp_cut="2,2,2,2")
-    assert found.startswith("layout.pp_cut: '2,2,2,2' is no list of layers a stage")
+    assert found.startswith("layout.pp_cut: '2,2,2,2' is not a list of layers per stage")
 
 
 def test_slices_are_equal_parts_of_a_sequence():
     for slices in (0, 1, 16):
         assert problems(pp=2, schedule="terapipe", pp_slices=slices) == []
     (found,) = problems(pp=2, schedule="terapipe", pp_slices=5)
-    assert found == "layout.pp_slices: seq_len 64 / (slices 5) is not whole; nearest pp_slices: 2, 4, 8"
+    assert found == "layout.pp_slices: seq_len 64 / (slices 5) is not an integer; nearest pp_slices: 2, 4, 8"
     (found,) = problems(pp=2, schedule="terapipe", pp_slices=32, tp=4, sp=True)
-    assert found == "layout.pp_slices: seq_len 64 / (slices 32 × tp 4 (sp)) is not whole; nearest pp_slices: 4, 8, 16"
+    assert (
+        found == "layout.pp_slices: seq_len 64 / (slices 32 × tp 4 (sp)) is not an integer; nearest pp_slices: 4, 8, 16"
+    )
     assert problems(pp=2, schedule="terapipe", cp=2) == []
 
 
@@ -137,7 +140,7 @@ def test_a_schedule_without_flush_keeps_whole_weights():
 
 def test_a_parameter_server_trains_whole_models():
     assert problems(pp=2, dp_replicate=2, sync="asp") == [
-        "layout.sync: a parameter server trains whole models, pp 2 cuts them; nearest legal: sync=bsp, or pp=1"
+        "layout.sync: asp needs replicas with whole models, pp 2 cuts them; nearest legal: sync=bsp, or pp=1"
     ]
     assert problems(pp=2, dp_replicate=2, sync="local_sgd") == []
     assert problems(pp=2, dp_replicate=2, sync="diloco") == []
@@ -153,12 +156,15 @@ def test_a_schedule_in_a_file_says_its_own_numbers(tmp_path):
         f"layout.pp: {path} is for pp 2, pp is 4; nearest legal: pp 2, or another schedule"
     ]
     assert problems(pp=2, schedule=path, accumulation=8) == [
-        f"layout.schedule: {path} is for 4 micro-batches a step, but global batch 16 = micro-batch 2 × accumulation 8 "
+        f"layout.schedule: {path} is for 4 micro-batches per step, but global batch 16 = micro-batch 2 × accumulation "
+        "8 "
         "× data ranks 1; nearest legal: accumulation 4 with a global batch that is a multiple of 4"
     ]
-    assert problems(**layout, pp_chunks=3) == [f"layout.pp_chunks: {path} has 2, pp_chunks is 3: leave it out"]
+    assert problems(**layout, pp_chunks=3) == [
+        f"layout.pp_chunks: {path} has 2, pp_chunks is 3; nearest legal: pp_chunks=0"
+    ]
     assert problems(shallow(3), **layout) == [
-        f"layout.pp: {path}: 4 stages need as many layers, the model has 3; nearest legal: n_layers 4"
+        f"layout.pp: {path}: 4 stages need at least as many layers, the model has 3; nearest legal: n_layers 4"
     ]
 
 
@@ -166,7 +172,7 @@ def test_what_is_wrong_in_a_file_is_told(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n1F0,1X0\n")
     (found,) = problems(pp=2, schedule=str(path), accumulation=1)
-    assert found.startswith(f"layout.schedule: {path}: line 2 (rank 1), cell 2: '1X0' is no action")
+    assert found.startswith(f"layout.schedule: {path}: line 2 (rank 1), cell 2: '1X0' is not an action")
 
 
 def test_a_file_without_a_flush_has_to_be_pipedreams(tmp_path):

@@ -153,10 +153,10 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("layout: {tp: 3}", "layout.tp: n_heads 4 / tp 3 is not whole; nearest tp: 1, 2, 4"),
+        ("layout: {tp: 3}", "layout.tp: n_heads 4 / tp 3 is not an integer; nearest tp: 1, 2, 4"),
         ("cluster: {device: gpu}", "cluster.device: expected one of auto, cpu, cuda, found 'gpu'"),
-        ("layout: {pp: 5}", "layout.pp: pp 5 stages need as many layers, the model has 4"),
-        ("layout: {cp: 3}", "layout.cp: seq_len 256 / cp 3 is not whole; nearest cp: 1, 2, 4"),
+        ("layout: {pp: 5}", "layout.pp: pp 5 stages need at least as many layers, the model has 4"),
+        ("layout: {cp: 3}", "layout.cp: seq_len 256 / cp 3 is not an integer; nearest cp: 1, 2, 4"),
         ("layout: {ep: 2}", "nearest ep: 1"),
         (
             "layout: {tp: 4}\nmodel: {n_heads: 12, n_kv_heads: 6, d_model: 96}",
@@ -164,21 +164,27 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
         ),
         (
             "layout: {tp: 4, sp: true}\nmodel: {seq_len: 30}",
-            "layout.sp: sequence parallel: seq_len 30 / tp 4 is not whole",
+            "layout.sp: sequence parallel: seq_len 30 / tp 4 is not an integer",
         ),
         ("layout: {tp: 4, sp: true}\nmodel: {seq_len: 30}", "nearest tp: 2, 3, 5, or sp=false"),
-        ("layout: {tp: 2, sp_regather: true}", "layout.sp_regather: is a part of sequence parallel: sp=true"),
+        (
+            "layout: {tp: 2, sp_regather: true}",
+            "layout.sp_regather: is a part of sequence parallelism; nearest legal: sp=true",
+        ),
         (
             "layout: {dp_shard: 2, zero: 1, accumulate: sharded}",
-            "layout.accumulate: sharded gradients need zero 2 or 3, zero is 1; local goes with any",
+            "layout.accumulate: sharded accumulation needs zero 2 or 3, zero is 1; nearest legal: accumulate=local",
         ),
         (
             "layout: {tp: 2}\ntrain: {compile: true}",
-            "train.compile: the compiler does not see through tensor parallel's collectives: tp 1, or compile off",
+            "train.compile: the compiler cannot trace tensor-parallel collectives; nearest legal: tp 1, or compile off",
         ),
-        ("layout: {tp: 4}\nmodel: {d_ff: 510}", "layout.tp: MLP width 510 / tp 4 is not whole; nearest tp: 2, 3, 5"),
-        ("model: {n_heads: 3}", "d_model 128 / n_heads 3 is not whole; nearest n_heads: 1, 2, 4"),
-        ("model: {n_kv_heads: 3}", "n_heads 4 / n_kv_heads 3 is not whole; nearest n_kv_heads: 1, 2, 4"),
+        (
+            "layout: {tp: 4}\nmodel: {d_ff: 510}",
+            "layout.tp: MLP width 510 / tp 4 is not an integer; nearest tp: 2, 3, 5",
+        ),
+        ("model: {n_heads: 3}", "d_model 128 / n_heads 3 is not an integer; nearest n_heads: 1, 2, 4"),
+        ("model: {n_kv_heads: 3}", "n_heads 4 / n_kv_heads 3 is not an integer; nearest n_kv_heads: 1, 2, 4"),
         ("model: {dropout: 1}", "model.dropout: must be below 1"),
         ("model: {n_layers: 0}", "model.n_layers: must be at least 1, is 0"),
         ("layout: {dp_replicate: 4}\ncluster: {devices_per_node: 2}", "= 2; dp_replicate=2 makes it 2"),
@@ -188,7 +194,7 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
         ("data: text", "corpus text needs the path"),
         ("data: {corpus: random, document_mask: true}", "nearest legal: document_mask=false, or corpus=stdlib"),
         ("optimizer: {warmup_steps: 900}", "warmup_steps 900 is more than train.steps 200"),
-        ("optimizer: {batch_scaling: sqrt}", "needs the batch for which lr was chosen"),
+        ("optimizer: {batch_scaling: sqrt}", "needs the global batch for which lr was chosen"),
         ("optimizer: {betas: [0.9, 1.0]}", "must lie in [0, 1)"),
     ],
 )
@@ -248,8 +254,8 @@ def test_an_open_layout_is_checked_as_far_as_it_is_fixed(tmp_path):
     text = "cluster: dgx-h100\ntrain: {global_batch: 7}\nlayout: {auto: true, dp_replicate: 2, pp: 3, sync: diloco}"
     assert load(tmp_path, text).job.layout.pp == 3
     assert problems(tmp_path, "layout: {auto: true, tp: 3}") == [
-        f"{tmp_path}/job.yaml:1: layout.tp: n_heads 4 / tp 3 is not whole; nearest tp: 1, 2, 4",
-        f"{tmp_path}/job.yaml:1: layout.tp: MLP width 512 / tp 3 is not whole; nearest tp: 1, 2, 4",
+        f"{tmp_path}/job.yaml:1: layout.tp: n_heads 4 / tp 3 is not an integer; nearest tp: 1, 2, 4",
+        f"{tmp_path}/job.yaml:1: layout.tp: MLP width 512 / tp 3 is not an integer; nearest tp: 1, 2, 4",
     ]
     assert "must be at least 1, is 0" in problems(tmp_path, "layout: {auto: true, pp: 0}")[0]
 

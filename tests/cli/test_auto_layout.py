@@ -86,7 +86,7 @@ def test_the_verb_goes_on_with_what_the_planner_chose(measured, asked, capsys):
 
 
 def test_a_choice_that_leaves_no_room_says_so(measured, asked, capsys):
-    asked.notes = ("Of a step 99% is computing.", f"{NO_ROOM}: one step in ten needs 5% more than predicted.")
+    asked.notes = ("Step time: 99% computing.", f"{NO_ROOM}: one step in ten needs 5% more than predicted.")
     parse("layout=auto", VOCAB)
     _, first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("layout: dp_replicate=2")
@@ -152,7 +152,7 @@ def test_a_verb_that_does_not_measure_says_what_to_do(home, asked):
 
 
 def test_figures_of_another_device_are_refused(measured, asked):
-    with pytest.raises(JobError, match="cuda is asked for, but .* is of cpu"):
+    with pytest.raises(JobError, match="cluster.device is cuda, but .* describes cpu"):
         parse("layout=auto", "cluster.device=cuda", VOCAB)
 
 
@@ -214,7 +214,7 @@ def test_the_ranks_that_were_started_are_the_devices(measured, asked, monkeypatc
 
 def test_one_rank_speaks_and_none_measures(home, asked, monkeypatch, capsys):
     of_torchrun(monkeypatch, rank=1, world=2, local_world=2)
-    with pytest.raises(JobError, match="has to know the devices"):
+    with pytest.raises(JobError, match="the planner needs the devices"):
         parse("layout=auto", VOCAB, verb=train.VERB)
     (home / "home" / "cluster.yaml").write_text(MACHINE + LINKS)
     parse("layout=auto", VOCAB, verb=train.VERB)
@@ -242,7 +242,7 @@ def test_a_run_keeps_the_layout_of_its_checkpoint(measured, asked, checkpoint, c
     assert words.job.layout == Layout(tp=2, sp=True)
     where = "the checkpoint of runs/job at step 7"
     assert words.loaded.origins["layout.tp"] == where
-    assert capsys.readouterr().err == f"layout: tp=2,sp=true  (of {where}; layout=LINE goes on in another)\n"
+    assert capsys.readouterr().err == f"layout: tp=2,sp=true  (from {where}; layout=LINE resumes in another)\n"
     assert len(asked.calls) == 1
 
 
@@ -291,5 +291,5 @@ def test_a_job_is_trained_as_planned_and_goes_on_so(measured):
     (measured / "home" / "cluster.yaml").write_text(MACHINE + LINKS.replace("50.0", "60.0"))
     again = phalanx("train", "job.yaml", "train.steps=6")
     assert again.returncode == 0, again.stderr
-    assert f"layout: {line}  (of the checkpoint of runs/job at step 4; " in again.stderr
+    assert f"layout: {line}  (from the checkpoint of runs/job at step 4; " in again.stderr
     assert "resuming with a change: layout" not in again.stderr

@@ -43,7 +43,7 @@ def test_page_for_a_terminal_and_for_a_browser(tmp_path, capsys):
     for word in (
         "gpt2 on 8 × h100-80gb",
         "global batch 32",
-        "the first:",
+        "best layout:",
         "searched",
         f"written: {page} and {picture}",
     ):
@@ -74,7 +74,7 @@ def test_what_is_set_beside_auto_or_on_the_command_line_is_kept(tmp_path, capsys
     assert main(["plan", job_file(tmp_path, layout), *words, "--json"]) == 0
     out, err = capsys.readouterr()
     assert {one["layout"]["tp"] for one in json.loads(out)["candidates"]} == {4}
-    assert "kept of the layout: tp=4; the rest is open" in err
+    assert "fixed layout fields: tp=4; the planner chooses the others" in err
 
 
 def test_a_whole_line_leaves_nothing_open(capsys):
@@ -96,8 +96,8 @@ def test_where_nothing_fits_it_ends_with_three_and_says_what_is_missing(capsys):
     big = ["plan", "model=llama3-70b", "cluster=dgx-h100:1", "train.global_batch=8", "train.precision=bf16"]
     assert main(big) == 3
     out = capsys.readouterr().out
-    assert "no layout fits; the one that needs least is" in out
-    assert "too much" in out
+    assert "no layout fits; the one that needs the least memory is" in out
+    assert "exceeds the " in out
     document = planned(capsys, *big, code=3)
     assert document["best"] is None
     assert not document["nearest"]["prediction"]["fits"]
@@ -109,7 +109,7 @@ def test_where_nothing_fits_it_ends_with_three_and_says_what_is_missing(capsys):
         (["cluster=dgx-h10:1"], "did you mean dgx-h100:1?"),
         (["--framework", "megatron-cor"], "did you mean megatron-core?"),
         (["--top", "0"], "--top: must be at least 1, is 0"),
-        (["--html", "no/such/folder/plan.html"], "there is no folder no/such/folder"),
+        (["--html", "no/such/folder/plan.html"], "folder no/such/folder does not exist"),
         (["tp=7"], "nearest tp"),
         (["dp_shard=5"], "no layout of 8 devices is legal for this model with global batch 32 and dp_shard=5"),
         (["--htm", "x"], "html"),

@@ -64,7 +64,7 @@ def test_what_does_not_fit_ends_with_three_and_says_what_would(capsys: pytest.Ca
     assert main([*JOB, "recompute=none", "micro_batch=2"]) == 3
     out, err = capsys.readouterr()
     assert "does not fit" in out
-    assert "too much" in err
+    assert "exceeds the " in err
     assert "fits with layout." in err
     assert main([*JOB, "recompute=none", "micro_batch=2", "--json"]) == 3
     document = json.loads(capsys.readouterr().out)

@@ -100,7 +100,7 @@ def test_files_are_written_and_read_again(capsys, tmp_path):
     assert file.read(csv) == catalogue.build("zb_v", 4, 8)
     again = json.loads(output(capsys, "show", csv, "--json"))
     assert {**again, "written": found["written"]} == found
-    assert output(capsys, "check", csv).startswith(f"{csv}: a schedule that runs\nzb_v: 4 ranks")
+    assert output(capsys, "check", csv).startswith(f"{csv}: valid\nzb_v: 4 ranks")
     assert json.loads(output(capsys, "check", csv, "--json"))["ok"] is True
 
 
@@ -114,7 +114,7 @@ def test_files_are_written_and_read_again(capsys, tmp_path):
         (["show", "1f1b", "zb_v"], "takes a schedule's name or a file, found 1f1b zb_v"),
         (["show", "1f1"], "did you mean 1f1b?"),
         (["show", "none.csv"], "none.csv: cannot be read: No such file or directory"),
-        (["show", "none.csv", "--pp", "2"], "--stages: a file says itself how large its schedule is"),
+        (["show", "none.csv", "--pp", "2"], "--stages: a file states the size of its schedule"),
         (["show", "1f1b", "--stags", "2"], "unknown option --stags; did you mean --stages?"),
         (["show", "1f1b", "--micro-batch", "2"], "unknown option --micro-batch; did you mean --micro-batches?"),
         (["show", "1f1b", "--stages"], "--stages: needs a value"),

@@ -40,7 +40,7 @@ def test_page_picture_and_trace(tmp_path, capsys):
     picture, trace = tmp_path / "step.svg", tmp_path / "step.json"
     assert main([*JOB, "--svg", str(picture), "--trace", str(trace)]) == 0
     out, err = capsys.readouterr()
-    for word in ("gpt2 on 8 × h100-80gb", "simulated,", "by the cost model", "in flight", f"written: {picture} and"):
+    for word in ("gpt2 on 8 × h100-80gb", "simulated,", "predicted", "peak in flight", f"written: {picture} and"):
         assert word in out
     assert err == ""
     assert picture.read_text(encoding="utf-8").startswith("<svg")
@@ -84,7 +84,7 @@ def test_failures_are_counted_where_they_are_asked_about(capsys):
     assert never["fraction"] == 1
     assert never["interval_s"] is None
     main([*JOB, "--restart-s", "60"])
-    assert "of the time trains" in capsys.readouterr().out
+    assert "productive time" in capsys.readouterr().out
 
 
 def test_failures_are_drawn_for_the_job_s_devices(capsys, tmp_path):
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_simulated_all_the_same(capsys):
     assert main([*big, "train.precision=bf16", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"] is False
-    assert "simulated all the same, but it does not fit" in err
+    assert "warning: exceeds memory; simulated anyway: does not fit" in err
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_simulated_all_the_same(capsys):
         (["--slow-link", "1-2=fast"], "expected a factor"),
         (["--checkpoint-s", "-3"], "0 or more is needed"),
         (["--checkpoint-s", "soon"], "expected a number"),
-        (["--svg", "no/such/folder/x.svg", "--trace", "."], "there is no folder no/such/folder"),
+        (["--svg", "no/such/folder/x.svg", "--trace", "."], "folder no/such/folder does not exist"),
         (["--framework", "megatron-cor"], "did you mean megatron-core?"),
         (["cluster=dgx-h10:1"], "did you mean dgx-h100:1?"),
         (["layout=dp_replicate=8,sync=diloco"], "sync=bsp"),

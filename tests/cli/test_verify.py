@@ -51,13 +51,13 @@ def test_the_main_example_under_many_techniques():
 @pytest.mark.parametrize(
     ("argv", "messages"),
     [
-        (["--steps", "0", "tp=3"], ["--steps: must be at least 1, is 0", "n_heads 4 / tp 3 is not whole"]),
+        (["--steps", "0", "tp=3"], ["--steps: must be at least 1, is 0", "n_heads 4 / tp 3 is not an integer"]),
         (["--layouts", "tp=3", "tpp=2"], ["layout 'tp=3': layout.tp: n_heads 4", "did you mean tp?"]),
         (["--layot", "tp=2"], ["unknown option --layot; did you mean --layouts?"]),
         (["--full", "--layouts", "tp=2"], ["--full and --layouts exclude each other"]),
-        (["--schedules", "--full"], ["--schedules goes with neither --full, which contains it, nor --layouts"]),
-        (["--schedules", "--layouts", "tp=2"], ["--schedules goes with neither"]),
-        (["model=tiny-moe", "--layouts", "dp_shard=3,ep=3"], ["n_experts 8 / ep 3 is not whole; nearest ep: 1"]),
+        (["--schedules", "--full"], ["--schedules excludes --full, which includes it, and --layouts"]),
+        (["--schedules", "--layouts", "tp=2"], ["--schedules excludes --full"]),
+        (["model=tiny-moe", "--layouts", "dp_shard=3,ep=3"], ["n_experts 8 / ep 3 is not an integer; nearest ep: 1"]),
     ],
 )
 def test_mistakes_are_one_message_and_the_code_2(argv, messages, capsys):

@@ -65,7 +65,7 @@ def test_all_mistakes_at_once():
         "unknown key tpp; did you mean tp?",
         "zero: expected one of 1, 2, 3, found '4'",
         "sp: expected true or false, found 'maybe'",
-        "model.n_layers is no part of a layout",
+        "model.n_layers is not a field of the layout",
         "unknown key tensor_parallel_degree; did you mean layout.tp?",
         "expected key=value with commas between, found 'tp'",
         "pp is given twice",

@@ -32,11 +32,11 @@ def test_without_a_cut_every_layer_does_what_the_layout_says():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("8", r"'8' is no list of runs of layers; write how many do what with a plus between them, such as 8\*full"),
-        ("full+none", r"'full\+none' is no list of runs"),
-        ("2*full+", r"'2\*full\+' is no list of runs"),
-        ("2*ful+2*none", r"2\*ful: 'ful' is nothing that a layer does; did you mean full\? \(known: none, selective"),
-        ("2*full+0*none", r"0\*none is no layer: leave it out"),
+        ("8", r"'8' is not a list of runs of layers; write counts and modes joined by plus signs, such as 8\*full"),
+        ("full+none", r"'full\+none' is not a list of runs"),
+        ("2*full+", r"'2\*full\+' is not a list of runs"),
+        ("2*ful+2*none", r"2\*ful: 'ful' is not a recomputation mode; did you mean full\? \(known: none, selective"),
+        ("2*full+0*none", r"0\*none has no layers: remove it"),
     ],
 )
 def test_what_is_no_list_of_runs(text, message):

@@ -258,7 +258,7 @@ def test_a_full_disk_says_so(data: Data, monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(DataError, match=r"stopped: writing: No space left on device\. What is finished is kept"):
+    with pytest.raises(DataError, match=r"stopped: writing: No space left on device\. Finished shards are kept"):
         prepare(data)
 
 

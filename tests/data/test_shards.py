@@ -117,7 +117,7 @@ def test_another_tokenizer_is_found_by_verify(folder: Path) -> None:
 
 def test_unfinished_shards_are_not_opened(folder: Path) -> None:
     change(folder, complete=False)
-    with pytest.raises(DataError, match=r"not finished\. Go on with: phalanx data prepare data\.corpus=text"):
+    with pytest.raises(DataError, match=r"not finished\. Resume with: phalanx data prepare data\.corpus=text"):
         open_shards(folder)
 
 

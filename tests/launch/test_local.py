@@ -136,7 +136,7 @@ def test_the_user_s_threads_stay(
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert launch("say", processes=1) == 0
     assert facts(tmp_path, 0)["environment"]["OMP_NUM_THREADS"] == "5"
-    assert "OMP_NUM_THREADS=5 is set and stays, instead of 3 a rank" in capfd.readouterr().err
+    assert "OMP_NUM_THREADS=5 is set and kept, instead of 3 threads per rank" in capfd.readouterr().err
 
 
 def test_a_bug_is_shown_once_and_peers_do_not_wait(

@@ -209,7 +209,7 @@ def test_shapes_that_make_no_sense_are_refused_all_at_once():
         Transformer(model)
     assert len(caught.value.problems) == 2
     assert "model.moe.top_k: must lie between 1 and n_experts 4, is 5" in str(caught.value)
-    assert "model.positions: latent attention goes with rotary positions: rope, is learned" in str(caught.value)
+    assert "model.positions: latent attention needs rotary positions: rope, is learned" in str(caught.value)
 
 
 def test_more_tokens_than_learned_positions_are_refused():

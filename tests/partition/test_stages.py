@@ -14,7 +14,7 @@ def test_layers_are_written_with_plus_signs():
     assert parse_cut("3+5 + 4+4") == (3, 5, 4, 4)
     assert parse_cut("7") == (7,)
     for text in ("", "3+", "3,4", "3+-1", "a+b", "3++4", "1.5+2"):
-        with pytest.raises(JobError, match="is no list of layers a stage"):
+        with pytest.raises(JobError, match="is not a list of layers per stage"):
             parse_cut(text)
 
 

@@ -28,7 +28,7 @@ def test_experts_are_dealt_out(preset):
     layout = Layout(dp_shard=8, cp=2, tp=2, ep=4)
     texts = [e.text or "" for e in ET.fromstring(svg(Job(model=PRESETS[preset], layout=layout), 256)).iter()]
     assert {"attn.wo", "moe.router", "moe.experts.up", "moe.experts.down"} <= set(texts)
-    assert "Of experts' matrices each row is an expert, which 4 ep ranks deal out: a shade is one of them." in texts
+    assert "In the matrices of experts each row is an expert, distributed over 4 ep ranks, one shade each." in texts
     assert [text for text in texts if text.startswith("ZeRO-3")] == ["ZeRO-3, N=16 ◂"]
 
 

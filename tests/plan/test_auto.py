@@ -64,9 +64,9 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help(asked):
         auto.choose(job_of("model=llama3-70b", "train.precision=bf16"), [], VOCAB)
     assert caught.value.exit_code == 3
     text = str(caught.value)
-    assert text.startswith("layout auto: none of 43 layouts fits. The one that needs least, dp_replicate=8,")
+    assert text.startswith("layout auto: none of 43 layouts fits. The one that needs the least memory, dp_replicate=8,")
     assert " does not fit: " in text
-    assert " too much" in text
+    assert " exceeds the " in text
     assert "layout.dp_replicate=1 layout.dp_shard=8" in text
 
 

@@ -11,12 +11,12 @@ from plan.answers import planned, request, slow_network
 
 
 def test_the_fabric_is_named() -> None:
-    assert any("8 devices of a node have links of 450 GB/s" in note for note in _notes("dgx-h100:4"))
+    assert any("Links of 450 GB/s per device join the 8 devices of a node" in note for note in _notes("dgx-h100:4"))
     aurora = " ".join(_notes("aurora:4"))
-    assert "Of a node's 12 devices only 2 neighbours have links of 185 GB/s" in aurora
-    assert "beyond, a device has 16.7 GB/s" in aurora
+    assert "Links of 185 GB/s per device join only 2 neighbours of the 12 devices of a node" in aurora
+    assert "beyond, there are 16.7 GB/s per device" in aurora
     assert any("72 devices of a rack" in note for note in _notes("gb200-nvl72:36"))
-    assert any(note.startswith("All 8 devices") for note in _notes("dgx-h100:1"))
+    assert any("join all 8 devices" in note for note in _notes("dgx-h100:1"))
 
 
 def test_every_axis_says_where_it_lies() -> None:
@@ -30,7 +30,7 @@ def test_every_axis_says_where_it_lies() -> None:
 
 def test_tensor_ranks_on_fast_links_say_what_the_network_would_take() -> None:
     plan = search(request("llama3-70b", slow_network(8), 128, schedule="1f1b", tp=8))
-    (note,) = [note for note in plan.notes if note.startswith("tp 8 lies")]
+    (note,) = [note for note in plan.notes if note.startswith("tp 8 runs")]
     assert "on the fast links (450 GB/s)" in note
     here, there = (float(found.replace(",", "")) for found in re.findall(r"([\d.,]+) s\b", note))
     assert there > 10 * here
@@ -45,7 +45,7 @@ def test_what_goes_wrong_without_an_axis_is_told() -> None:
 
 def test_what_bounds_a_step_adds_up() -> None:
     first, *_ = planned("llama3-70b", "polaris:16", 128).notes
-    shares = [float(share) for share in re.findall(r"([\d.]+)% is", first)]
+    shares = [float(share) for share in re.findall(r"([\d.]+)% (?:computing|exposed|pipeline)", first)]
     assert 98.5 < sum(shares) < 100.2
 
 
@@ -54,14 +54,14 @@ def test_recomputation_says_what_it_saves() -> None:
     assert plan.best
     layout = plan.best[0].layout
     assert layout.recompute != "none" or layout.recompute_cut
-    assert any("recomputation" in note and "and would need" in note for note in plan.notes)
+    assert any("without recomputation it would be" in note for note in plan.notes)
 
 
 def test_where_nothing_fits_so_many_devices_would_be_enough() -> None:
     plan = search(request("llama3-70b", "dgx-h100:1", 16))
     assert not plan.best
     (note,) = plan.notes
-    found = re.match(r"It would fit on (\d+) of these devices, (\d+) times as many", note)
+    found = re.match(r"It fits on (\d+) of these devices, (\d+) times as many", note)
     assert found
     world, more = map(int, found.groups())
     assert world == 8 * more
@@ -84,7 +84,7 @@ def test_a_full_device_is_told_with_what_leaves_room() -> None:
     assert first.fullest.needed * first.memory_spread[1] > first.memory_limit
     assert room is not None
     assert room.prediction.fullest.needed * first.memory_spread[1] <= first.memory_limit
-    (told,) = [note for note in plan.notes if "leaves no room" in note]
+    (told,) = [note for note in plan.notes if "No memory headroom" in note]
     assert f"{room.seconds / plan.best[0].seconds - 1:.1%} slower" in told
 
 

@@ -34,13 +34,13 @@ def test_lines_stay_in_the_width() -> None:
     notes = ("a sentence that is long " * 12, *plan().notes)
     shown = text(replace(plan(), best=(first, *plan().best[1:]), notes=notes))
     for line in shown.splitlines():
-        assert len(line) <= WIDTH or line.startswith("the first: "), line
+        assert len(line) <= WIDTH or line.startswith("best layout: "), line
 
 
 def test_parts_notes_alternatives_and_reasons_are_there() -> None:
     shown = text(plan())
     assert "matrix products" in shown
-    assert "memory: " in shown
+    assert "peak memory " in shown
     for sentence in (*plan().notes, *plan().rejected):
         assert sentence in shown
     assert "not legal" in shown
@@ -52,7 +52,7 @@ def test_parts_notes_alternatives_and_reasons_are_there() -> None:
 def test_where_nothing_fits_it_says_by_how_much_and_what_is_largest() -> None:
     shown = text(hopeless())
     assert "no layout fits" in shown
-    assert "too much" in shown
+    assert "exceeds the " in shown
     assert "the largest part is optimizer" in shown
     assert "no layout is legal" in text(replace(hopeless(), nearest=None))
 

@@ -47,7 +47,7 @@ def test_all_problems_are_told_at_once():
     assert problems("1f1b", ranks=0, micro_batches=-1, chunks=2, slices=4, steps=3) == [
         "1f1b: 0 ranks; nearest legal: 1",
         "1f1b: -1 micro-batches; nearest legal: 1",
-        "1f1b: chunks 2, a rank has 1 of its stages; nearest legal: 1",
+        "1f1b: chunks 2, it has 1 stages per rank; nearest legal: 1",
         "1f1b: slices 4, it takes whole sequences; nearest legal: 1, or schedule terapipe",
         "1f1b: steps 3, it flushes after each; nearest legal: 1, or schedule pipedream",
     ]
@@ -56,12 +56,10 @@ def test_all_problems_are_told_at_once():
 def test_stages_a_rank_are_the_schedules_own_or_in_its_range():
     assert problems("interleaved_1f1b", 4, 8, chunks=3) == []
     assert problems("interleaved_1f1b", 4, 8, chunks=1) == [
-        "interleaved_1f1b: chunks 1, a rank has 2 or more of its stages; nearest legal: 2",
+        "interleaved_1f1b: chunks 1, it has 2 or more stages per rank; nearest legal: 2",
     ]
-    assert problems("zb_v", 4, 8, chunks=3) == ["zb_v: chunks 3, a rank has 2 of its stages; nearest legal: 2"]
-    assert problems("dualpipe", 4, 8, chunks=-1) == [
-        "dualpipe: chunks -1, a rank has 2 of its stages; nearest legal: 2"
-    ]
+    assert problems("zb_v", 4, 8, chunks=3) == ["zb_v: chunks 3, it has 2 stages per rank; nearest legal: 2"]
+    assert problems("dualpipe", 4, 8, chunks=-1) == ["dualpipe: chunks -1, it has 2 stages per rank; nearest legal: 2"]
 
 
 def test_two_versions_of_the_weights_need_a_micro_batch_for_each_rank():

@@ -52,11 +52,14 @@ def test_blank_cells_comments_and_other_line_ends_say_nothing(given):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (GOOD.replace("0F1", "0X1"), "line 1 (rank 0), cell 2: '0X1' is no action; one is stage, F, B, I or W, and"),
-        (GOOD.replace("1B0", "1b0"), "line 2 (rank 1), cell 3: '1b0' is no action: did you mean 1B0?"),
+        (
+            GOOD.replace("0F1", "0X1"),
+            "line 1 (rank 0), cell 2: '0X1' is not an action; expected stage, F, B, I or W, and",
+        ),
+        (GOOD.replace("1B0", "1b0"), "line 2 (rank 1), cell 3: '1b0' is not an action: did you mean 1B0?"),
         (GOOD.replace("1B0", "1SEND_F0"), "cell 3: '1SEND_F0': SEND_F is not read, only F, B, I and W: write torch's"),
         (GOOD.replace("1B0", "(0F1;1B0)OVERLAP_F_B"), "OVERLAP_F_B is not read"),
-        (GOOD.replace("0F1", "9" * 40), f"'{'9' * 20}...' is no action"),
+        (GOOD.replace("0F1", "9" * 40), f"'{'9' * 20}...' is not an action"),
         (GOOD.replace("0F1", "0F99999999"), "2 stages x 100000000 micro-batches = 200000000 forward passes, and as"),
         (GOOD.replace("1F", "2F").replace("1B", "2B"), "stage 1 has no forward pass on any rank"),
         (
@@ -68,7 +71,7 @@ def test_blank_cells_comments_and_other_line_ends_say_nothing(given):
         (GOOD.replace("1B0,1F1", "1F1,1F1"), "rank 1: 1F1 is there more than once"),
         ("# steps: two\n" + GOOD, "line 1: steps must be a whole number of at least 1, is 'two'"),
         ("# steps: 3\n" + GOOD, "micro_batches 2 % steps 3 = 2"),
-        ("", "no actions: a row a rank, with cells such as 0F0 and 0B0"),
+        ("", "no actions: expected one row per rank, with cells such as 0F0 and 0B0"),
         ("# nothing\n,,\n", "no actions"),
         (GOOD + ",,\n", "rank 2 has no actions"),
         ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "the ranks wait in a circle, rank 0 -> rank 1 -> rank 0"),

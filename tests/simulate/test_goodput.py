@@ -145,8 +145,8 @@ def test_impossible_figures_are_all_named():
 def test_the_text_has_the_figures():
     lines = goodput.text(best(16384, LLAMA_3, 30, 600)).splitlines()
     assert [line.split("  ")[-1].strip() for line in lines] == [
-        "7.76 a day, one in 3h05m",
-        "13m17s, each save 30.0s",
+        "7.76 per day, one every 3h05m",
+        "13m17s, each checkpoint 30.0s",
         "88.0%",
         "saving 3.31%, rework 3.48%, restarting 5.25%",
     ]

@@ -238,7 +238,7 @@ def test_no_disturbance_is_none() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("dp_replicate=4,sync=asp", "layout.sync: asp replicas do not meet"),
+        ("dp_replicate=4,sync=asp", "layout.sync: asp replicas do not synchronise"),
         ("dp_replicate=4,sync=diloco", "layout.sync: diloco"),
         ("dp_replicate=4,data_parallel=threads", "layout.data_parallel: threads"),
     ],

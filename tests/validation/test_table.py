@@ -71,7 +71,7 @@ def test_tflops_and_mfu_of_a_row_count_the_same_flops(source, gpu, precision, pe
 def test_a_bad_row_says_why_and_the_others_go_on():
     rows, summary = written(HEAD + "a-1,llama3-8b,RTX,8,1,8,16,1,x\n" + GOOD + "a-3,llama3-8b,H100,8,3,8,16,1,y\n")
     assert [bool(one["pred_step_time_s"]) for one in rows] == [False, True, False]
-    assert rows[0]["pred_note"].startswith("gpu: 'RTX' is no device that is known")
+    assert rows[0]["pred_note"].startswith("gpu: 'RTX' is not a known device")
     assert rows[2]["pred_note"].startswith("dp: tp 3")
     assert summary.refused == {"gpu": 1, "dp": 1}
 

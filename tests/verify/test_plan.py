@@ -33,7 +33,7 @@ def test_the_matrix_by_default():
     assert "one update late" in stale
     cases = [plan.case(layout) for layout in plan.layouts]
     deep = sum(case.model.n_layers > 2 and not case.layout.recompute_cut for case in cases)
-    assert deepened == f"model.n_layers: 2 in the job, a layer a stage in {deep} layouts with more stages than that"
+    assert deepened == f"model.n_layers: 2 in the job, one layer per stage in {deep} layouts with more stages than that"
     mixed = [case.model.moe for case in cases if case.layout.ep > 1]
     assert experts == (
         f"model.moe: no experts in the job, 8 of width 16 in {len(mixed)} layouts with ep above 1, "
@@ -69,7 +69,7 @@ def test_illegal_layouts_of_the_matrix_are_skipped_with_the_reason():
     plan = make(replace(JOB, model=replace(JOB.model, n_heads=2)))
     reasons = {skipped.layout: skipped.reason for skipped in plan.skipped}
     assert set(reasons) == {line for line in matrix.MATRIX if "tp=4" in line}
-    assert "n_heads 2 / tp 4 is not whole; nearest tp: 1, 2" in reasons["tp=4,sp=true,recompute=full"]
+    assert "n_heads 2 / tp 4 is not an integer; nearest tp: 1, 2" in reasons["tp=4,sp=true,recompute=full"]
     assert "needs 4 processes, more than --max-ranks 2" in [
         skipped.reason for skipped in make(JOB, max_ranks=2).skipped
     ]
@@ -98,7 +98,7 @@ def test_all_mistakes_of_named_layouts_at_once():
     with pytest.raises(JobError) as caught:
         make(JOB, lines=["tp=3", "tpp=2", "dp_shard=16", "tp=0"])
     text = "\n".join(caught.value.problems)
-    assert "layout 'tp=3': layout.tp: n_heads 4 / tp 3 is not whole; nearest tp: 1, 2, 4" in text
+    assert "layout 'tp=3': layout.tp: n_heads 4 / tp 3 is not an integer; nearest tp: 1, 2, 4" in text
     assert "layout 'tpp=2': unknown key tpp; did you mean tp?" in text
     assert "layout 'dp_shard=16': needs 16 processes, more than --max-ranks 8" in text
     assert "layout 'tp=0': layout.tp: must be at least 1, is 0" in text
@@ -129,7 +129,10 @@ def test_a_model_as_it_is_gets_no_layers():
     plan = make(JOB, schedules=True, max_ranks=4, as_is=True)
     assert {plan.case(layout).model.n_layers for layout in plan.layouts} == {2}
     reasons = {skipped.layout: skipped.reason for skipped in plan.skipped}
-    assert "pp 3 stages need as many layers, the model has 2; nearest legal: pp 2" in reasons["pp=3,accumulation=6"]
+    assert (
+        "pp 3 stages need at least as many layers, the model has 2; nearest legal: pp 2"
+        in reasons["pp=3,accumulation=6"]
+    )
     assert not any("n_layers" in note for note in plan.notes)
 
 
@@ -206,8 +209,8 @@ def test_a_model_as_it_is_gets_no_experts():
     plan = make(JOB, as_is=True)
     assert not any(plan.case(layout).model.moe.n_experts for layout in plan.layouts)
     reasons = {skipped.layout: skipped.reason for skipped in plan.skipped}
-    assert "ep 2 deals out experts, the model has none" in reasons["dp_shard=2,ep=2"]
-    with pytest.raises(JobError, match="ep 2 deals out experts, the model has none"):
+    assert "ep 2 distributes experts, the model has none" in reasons["dp_shard=2,ep=2"]
+    with pytest.raises(JobError, match="ep 2 distributes experts, the model has none"):
         make(JOB, lines=["dp_shard=2,ep=2"], as_is=True)
 
 

@@ -1,4 +1,4 @@
-"""What a resolved job gets wrong: every problem at once, each with its equation and the nearest legal values."""
+"""The problems of a resolved job: all at once, each with its equation and the nearest legal values."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
     if not model.head_dim and not model.mla.kv_rank and model.d_model % model.n_heads:
         yield (
             "model.n_heads",
-            f"d_model {model.d_model} / n_heads {model.n_heads} is not whole; nearest n_heads: "
+            f"d_model {model.d_model} / n_heads {model.n_heads} is not an integer; nearest n_heads: "
             f"{nearest_divisors(model.d_model, model.n_heads)} (or set head_dim)",
         )
     if model.n_heads % model.kv_heads:
         yield (
             "model.n_kv_heads",
-            f"n_heads {model.n_heads} / n_kv_heads {model.kv_heads} is not whole; nearest n_kv_heads: "
+            f"n_heads {model.n_heads} / n_kv_heads {model.kv_heads} is not an integer; nearest n_kv_heads: "
             f"{nearest_divisors(model.n_heads, model.kv_heads)}",
         )
     if model.positions == "rope" and not model.mla.kv_rank and model.head_size % 2:
@@ -100,7 +100,7 @@ def _sources(data: Data) -> Iterator[Problem]:
     if data.document_mask and data.corpus == "random":
         yield (
             "data.document_mask",
-            "corpus random is tokens without documents; nearest legal: document_mask=false, or corpus=stdlib",
+            "corpus random has no documents; nearest legal: document_mask=false, or corpus=stdlib",
         )
 
 
@@ -120,19 +120,26 @@ def _data(job: Job) -> Iterator[Problem]:
 def _train(job: Job) -> Iterator[Problem]:
     train = job.train
     if train.compile and job.layout.tp > 1:
-        yield "train.compile", "the compiler does not see through tensor parallel's collectives: tp 1, or compile off"
+        yield (
+            "train.compile",
+            "the compiler cannot trace tensor-parallel collectives; nearest legal: tp 1, or compile off",
+        )
     if train.compile and job.layout.cp > 1:
-        yield "train.compile", "the compiler does not see through context parallel's collectives: cp 1, or compile off"
+        yield (
+            "train.compile",
+            "the compiler cannot trace context-parallel collectives; nearest legal: cp 1, or compile off",
+        )
     if train.compile and job.model.moe.n_experts:
         yield (
             "train.compile",
-            f"how many tokens each of the n_experts {job.model.moe.n_experts} gets differs from step to step, the "
-            "compiler would begin anew each time; nearest legal: compile off, or n_experts 0",
+            f"the tokens per expert (n_experts {job.model.moe.n_experts}) change from step to step, which would "
+            "recompile "
+            "the blocks each time; nearest legal: compile off, or n_experts 0",
         )
     if train.cpu_linear == "onednn" and (train.precision != "fp32" or train.compile or job.cluster.device == "cuda"):
         yield (
             "train.cpu_linear",
-            "onednn goes with precision fp32 on a CPU, without compile; auto takes it where it can",
+            "onednn needs precision fp32 on a CPU, without compile; auto uses it where it can",
         )
 
 
@@ -146,5 +153,5 @@ def _optimizer(job: Job) -> Iterator[Problem]:
     if optimizer.batch_scaling != "none" and not optimizer.base_batch:
         yield (
             "optimizer.base_batch",
-            f"batch_scaling {optimizer.batch_scaling} needs the batch for which lr was chosen",
+            f"batch_scaling {optimizer.batch_scaling} needs the global batch for which lr was chosen",
         )

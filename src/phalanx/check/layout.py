@@ -1,4 +1,4 @@
-"""What a job gets wrong about its layout: the degrees of the axes against the model, the devices and the batch."""
+"""The problems of a layout: the degrees of the axes against the model, the devices and the batch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ Problem = tuple[str, str]
 
 
 def layout_problems(job: Job) -> Iterator[Problem]:
-    """Each problem with its equation and the nearest legal choice. What is about pipelines is in check_pipeline.py."""
+    """Yields each problem with its equation and the nearest legal choice. Those of pipelines are in
+    check/pipeline.py."""
     layout = job.layout
     yield from tensor_problems(job)
     if layout.sp_regather and not layout.sp:
-        yield "layout.sp_regather", "is a part of sequence parallel: sp=true, or leave it out"
+        yield "layout.sp_regather", "is a part of sequence parallelism; nearest legal: sp=true, or sp_regather=false"
     yield from _tiles(job)
     if layout.accumulate == "sharded" and layout.zero == 1:
-        yield "layout.accumulate", "sharded gradients need zero 2 or 3, zero is 1; local goes with any"
+        yield (
+            "layout.accumulate",
+            "sharded accumulation needs zero 2 or 3, zero is 1; nearest legal: accumulate=local, or zero=2",
+        )
     if layout.accumulate == "sharded" and layout.shard_ranks == 1:
         yield (
             "layout.accumulate",
-            f"dp_shard {layout.dp_shard} × cp {layout.cp} = 1 rank, which has nobody to shard gradients with; nearest "
-            "legal: accumulate=local, or dp_shard=2",
+            f"dp_shard {layout.dp_shard} × cp {layout.cp} = 1 rank cannot shard gradients; nearest legal: "
+            "accumulate=local, or dp_shard=2",
         )
     yield from _ulysses(layout, job.model)
     yield from context_problems(job)
@@ -40,33 +44,32 @@ def layout_problems(job: Job) -> Iterator[Problem]:
         axis = "cp" if layout.cp > 1 else "ep"
         yield (
             "layout.sync",
-            f"a parameter server serves replicas that hold whole models and see whole sequences, {axis} "
-            f"{getattr(layout, axis)} cuts them; nearest legal: sync=bsp, or {axis}=1",
+            f"asp needs replicas with whole models and whole sequences, {axis} {getattr(layout, axis)} cuts them; "
+            "nearest "
+            f"legal: sync=bsp, or {axis}=1",
         )
     if layout.data_parallel == "threads" and layout.world != layout.dp_replicate:
-        yield "layout.data_parallel", f"threads goes with dp_replicate alone, not with {layout.line()}"
+        yield "layout.data_parallel", f"threads works with dp_replicate alone, not with {layout.line()}"
     yield from _world(layout, job.cluster.nodes, job.cluster.devices_per_node)
     yield from _batch(job)
 
 
 def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
-    """Whether context-parallel ranks get equal parts of every sequence, or of each of the `slices` equal parts in which
-    sequences travel a pipeline. At most one problem, the first."""
+    """Yields at most one problem if context-parallel ranks cannot get equal parts of every sequence, or of each of the
+    `slices` equal parts in which sequences are pipelined."""
     layout, tokens = job.layout, job.model.seq_len // slices
     told = (
         f"seq_len {tokens}" if slices == 1 else f"a slice of {tokens} tokens (seq_len {job.model.seq_len} / {slices})"
     )
     tp, other = layout.tp if layout.sp else 1, ""
     if tokens % layout.cp:
-        equation = f"{told} / cp {layout.cp} is not whole"
+        equation = f"{told} / cp {layout.cp} is not an integer"
     elif layout.cp % layout.cp_ulysses or layout.cp == 1:
         return  # the first has its own message
     elif not _evenly(tokens, layout, 1):
-        equation = (
-            f"{told} / (2 × ring {layout.ring}) is not whole, and each of the ring's groups has a chunk from either end"
-        )
+        equation = f"{told} / (2 × ring {layout.ring}) is not an integer: each ring group holds a chunk from either end"
     elif not _evenly(tokens, layout, tp):
-        equation, other = f"{told} / (cp {layout.cp} × tp {tp} (sp)) is not whole", ", or sp=false"
+        equation, other = f"{told} / (cp {layout.cp} × tp {tp} (sp)) is not an integer", ", or sp=false"
         if tokens % tp:
             return  # so would it be without cp: that has its own message
     else:
@@ -99,19 +102,19 @@ def _exchanges(layout: Layout, model: ModelConfig) -> bool:
 
 
 def tensor_problems(job: Job) -> Iterator[Problem]:
-    """Heads, widths and sequences against tp."""
+    """Yields the problems of heads, widths and sequences against tp."""
     layout, model = job.layout, job.model
     if model.n_heads % layout.tp:
         yield (
             "layout.tp",
-            f"n_heads {model.n_heads} / tp {layout.tp} is not whole; nearest tp: "
+            f"n_heads {model.n_heads} / tp {layout.tp} is not an integer; nearest tp: "
             f"{nearest_divisors(model.n_heads, layout.tp)}",
         )
     for width, name in _widths(model):
         if width % layout.tp:
             yield (
                 "layout.tp",
-                f"{name} {width} / tp {layout.tp} is not whole; nearest tp: {nearest_divisors(width, layout.tp)}",
+                f"{name} {width} / tp {layout.tp} is not an integer; nearest tp: {nearest_divisors(width, layout.tp)}",
             )
     kv_heads = model.n_heads if model.mla.kv_rank else model.kv_heads
     if model.n_heads % layout.tp == 0 and kv_heads % layout.tp and layout.tp % kv_heads:
@@ -124,7 +127,7 @@ def tensor_problems(job: Job) -> Iterator[Problem]:
     if layout.sp and model.seq_len % layout.tp:
         yield (
             "layout.sp",
-            f"sequence parallel: seq_len {model.seq_len} / tp {layout.tp} is not whole; nearest tp: "
+            f"sequence parallel: seq_len {model.seq_len} / tp {layout.tp} is not an integer; nearest tp: "
             f"{nearest_divisors(model.seq_len, layout.tp)}, or sp=false",
         )
 
@@ -140,17 +143,17 @@ def _widths(model: ModelConfig) -> Iterator[tuple[int, str]]:
 def _tiles(job: Job) -> Iterator[Problem]:
     layout, model = job.layout, job.model
     if layout.tiles > 1 and layout.tp > 1:
-        yield "layout.tiles", f"tiles {layout.tiles} go with tp 1, tp is {layout.tp}: tiles=1, or tp=1"
+        yield "layout.tiles", f"tiles {layout.tiles} need tp 1, tp is {layout.tp}; nearest legal: tiles=1, or tp=1"
     if layout.tiles > 1 and model.moe.n_experts:
         yield (
             "layout.tiles",
-            f"tiles {layout.tiles} are of dense MLPs, the model has n_experts {model.moe.n_experts}; nearest legal: "
+            f"tiles {layout.tiles} apply to dense MLPs, the model has n_experts {model.moe.n_experts}; nearest legal: "
             "tiles=1, or n_experts 0",
         )
     elif model.ff_size % layout.tiles:
         yield (
             "layout.tiles",
-            f"MLP width {model.ff_size} / tiles {layout.tiles} is not whole; nearest tiles: "
+            f"MLP width {model.ff_size} / tiles {layout.tiles} is not an integer; nearest tiles: "
             f"{nearest_divisors(model.ff_size, layout.tiles)}",
         )
 
@@ -159,11 +162,11 @@ def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     """How many of the cp ranks exchange heads."""
     ranks = layout.cp_ulysses
     if layout.cp % ranks:
-        equation = f"cp {layout.cp} / cp_ulysses {ranks} is not whole"
+        equation = f"cp {layout.cp} / cp_ulysses {ranks} is not an integer"
     elif _exchanges(layout, model):
         return
     elif model.n_heads % (layout.tp * ranks):
-        equation = f"n_heads {model.n_heads} / (tp {layout.tp} × cp_ulysses {ranks}) is not whole"
+        equation = f"n_heads {model.n_heads} / (tp {layout.tp} × cp_ulysses {ranks}) is not an integer"
     else:
         keys = max(1, model.kv_heads // layout.tp)
         equation = (
@@ -185,7 +188,7 @@ def _experts(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     if layout.ep > 1 and not experts:
         yield (
             "layout.ep",
-            f"ep {layout.ep} deals out experts, the model has none (n_experts 0); nearest legal: ep=1, or a model "
+            f"ep {layout.ep} distributes experts, the model has none (n_experts 0); nearest legal: ep=1, or a model "
             "with experts",
         )
     if ranks % layout.ep:
@@ -195,7 +198,7 @@ def _experts(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
             f"divide; nearest ep: {legal}",
         )
     if experts % layout.ep:
-        yield "layout.ep", f"n_experts {experts} / ep {layout.ep} is not whole; nearest ep: {legal}"
+        yield "layout.ep", f"n_experts {experts} / ep {layout.ep} is not an integer; nearest ep: {legal}"
 
 
 def _recompute(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
@@ -205,8 +208,9 @@ def _recompute(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     if layout.recompute != "none":
         yield (
             "layout.recompute_cut",
-            f"says what each layer recomputes, recompute={layout.recompute} says it of all; nearest legal: "
-            "recompute=none with it, or recompute alone",
+            f"sets recomputation per layer, recompute={layout.recompute} for all layers; nearest legal: "
+            "recompute=none, or "
+            "no recompute_cut",
         )
     try:
         recompute.modes(layout.recompute_cut, model.n_layers)
@@ -221,7 +225,7 @@ def _world(layout: Layout, nodes: int, devices_per_node: int) -> Iterator[Proble
     )
     if not devices_per_node:
         if layout.world % nodes:
-            yield "cluster.nodes", f"{product} devices do not divide by nodes {nodes}"
+            yield "cluster.nodes", f"{product} devices are not divisible by nodes {nodes}"
         return
     devices = nodes * devices_per_node
     if layout.world != devices:

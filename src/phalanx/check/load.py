@@ -1,4 +1,4 @@
-"""From job files and overrides to one checked Job. Later wins: default < preset < files in order < command line."""
+"""Loads one checked Job from job files and overrides. Later wins: default < preset < files in order < command line."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from phalanx.nearest import nearest
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A resolved job, and where each value came from, such as "job.yaml:12", "preset gpt2" or "default"."""
+    """A resolved job with the origin of each value, such as "job.yaml:12", "preset gpt2" or "default"."""
 
     job: Job
     origins: dict[str, str]
 
 
 def load_words(words: overrides.CommandLine, opens: str = "") -> LoadedJob:
-    """The job that a command line describes. With `opens`, the name of who wants it so, its layout is left to the
-    planner but for what the command line sets, unless a job file says itself what is left to it.
+    """Returns the job of a command line.
 
-    Raises JobError with every problem of files, overrides and values."""
+    If `opens` is set (the name of the command that asks for it), the layout is left to the planner except for the
+    fields set on the command line, unless a job file says itself what is open. Raises JobError with every problem of
+    files, overrides and values.
+    """
     problems: list[str] = []
     settings: list[Setting] = []
     for path in words.files:
@@ -61,7 +63,7 @@ def _leaves_layout(settings: list[Setting]) -> bool:
 
 
 def load_file(path: Path, argv: Sequence[str] = ()) -> LoadedJob:
-    """The job in a file, with overrides such as ["train.steps=10"]. Raises JobError."""
+    """Returns the job of a file with overrides such as ["train.steps=10"]. Raises JobError."""
     words = overrides.parse(argv)
     words.files.insert(0, path)
     return load_words(words)
@@ -70,8 +72,8 @@ def load_file(path: Path, argv: Sequence[str] = ()) -> LoadedJob:
 def resolve(
     settings: Sequence[Setting], problems: Sequence[str] = (), default_name: str = "job", *, presets: bool = True
 ) -> LoadedJob:
-    """Apply settings in order to the default job, then check the whole. Without `presets`, the names of presets are
-    values like any other. Raises JobError with all problems."""
+    """Applies settings in order to the default job, then checks the result. Without `presets`, the names of presets are
+    plain values. Raises JobError with all problems."""
     found = list(problems)
     job, origins = _start(settings, found) if presets else (Job(), dict.fromkeys(leaves(), "default"))
     for setting in settings:
@@ -141,8 +143,8 @@ def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
         problems.append(f"layout.{open_axes[0]}: -1 means the rest of the devices; set cluster.devices_per_node")
     elif known < 1 or devices % known:
         problems.append(
-            f"layout.{open_axes[0]}: -1 means the rest of the devices, but {devices} devices do not divide by the "
-            f"other axes' product {known}"
+            f"layout.{open_axes[0]}: -1 means the rest of the devices, but {devices} devices are not divisible by the "
+            f"product of the other axes, {known}"
         )
     else:
         closed = dataclasses.replace(closed, **{open_axes[0]: devices // known})
@@ -159,8 +161,9 @@ def _at(path: str, message: str, origins: dict[str, str]) -> str:
 
 
 def from_dict(values: Mapping[str, Any], origin: str) -> Job:
-    """The job that `show.as_dict` turned into nested plain values. It has every value, so no preset is looked up: what
-    was trained on `cluster=local` is read where nothing is measured. Raises JobError."""
+    """Returns the job of nested plain values, the inverse of `show.as_dict`. All values are present, so no preset is
+    looked up, and a run trained on `cluster=local` can be read on a machine that was never measured. Raises
+    JobError."""
     return resolve(list(_flatten(values, "", origin)), presets=False).job
 
 

@@ -10,7 +10,7 @@ from phalanx.nearest import nearest_divisors, nearest_of
 
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """The dotted path of each field at fault, and the message."""
+    """Yields the dotted path of each wrong field, and the message."""
     if model.moe.n_experts:
         yield from _experts(model.moe, model.n_layers)
     if model.mla.kv_rank:
@@ -24,7 +24,8 @@ def _experts(moe: MoE, n_layers: int) -> Iterator[tuple[str, str]]:
     elif moe.top_k == 1 and moe.renormalise:
         yield (
             "model.moe.renormalise",
-            "with top_k 1 the one gate would always be 1 and the router learn nothing from the loss: renormalise=false",
+            "with top_k 1 the gate is always 1 and the router gets no gradient from the loss; nearest legal: "
+            "renormalise=false",
         )
     if moe.bias_balanced and not moe.bias_rate:
         yield "model.moe.bias_rate", f"must be above 0 with bias_balanced, is {moe.bias_rate}"
@@ -65,4 +66,4 @@ def _latent_attention(mla: MLA, positions: str) -> Iterator[tuple[str, str]]:
             f"rotary positions turn pairs: must be even, is {mla.rope_head_dim}; nearest: {even}",
         )
     if positions != "rope":
-        yield "model.positions", f"latent attention goes with rotary positions: rope, is {positions}"
+        yield "model.positions", f"latent attention needs rotary positions: rope, is {positions}"

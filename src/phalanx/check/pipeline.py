@@ -1,4 +1,4 @@
-"""What a job gets wrong about its pipeline: the schedule, the stages, and what does not go with them."""
+"""The problems of a job's pipeline: the schedule, the stages, and options that exclude it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pipeline_problems(job: Job) -> Iterator[Problem]:
     if layout.sync == "asp":
         yield (
             "layout.sync",
-            f"a parameter server trains whole models, pp {layout.pp} cuts them; nearest legal: sync=bsp, or pp=1",
+            f"asp needs replicas with whole models, pp {layout.pp} cuts them; nearest legal: sync=bsp, or pp=1",
         )
     if is_file(layout.schedule):
         yield from _file(job)
@@ -82,14 +82,14 @@ def _file(job: Job) -> Iterator[Problem]:
     if equation is not None and equation.accumulation != micro_batches:
         yield (
             "layout.schedule",
-            f"{path} is for {micro_batches} micro-batches a step, but {equation.equation()}; nearest legal: "
+            f"{path} is for {micro_batches} micro-batches per step, but {equation.equation()}; nearest legal: "
             f"accumulation {micro_batches} with a global batch that is a multiple of "
             f"{micro_batches * equation.data_ranks}",
         )
     for name, own in (("pp_chunks", len(schedule.held(0))), ("pp_slices", schedule.slices)):
         said = getattr(layout, name)
         if said and said != own:
-            yield f"layout.{name}", f"{path} has {own}, {name} is {said}: leave it out"
+            yield f"layout.{name}", f"{path} has {own}, {name} is {said}; nearest legal: {name}=0"
     yield from _stages(job, schedule.stages, f"{path}: {schedule.stages}", f"n_layers {schedule.stages}")
     yield from _slices(job, schedule.slices)
     if schedule.steps > 1:
@@ -108,7 +108,7 @@ def _compiled(job: Job, unseen: bool) -> Iterator[Problem]:
     if job.train.compile and unseen:
         yield (
             "train.compile",
-            f"the compiler does not see what {job.layout.schedule} does besides whole forward and backward passes; "
+            f"torch.compile handles whole forward and backward passes only, {job.layout.schedule} splits them; "
             "nearest legal: compile off, or schedule=1f1b",
         )
 
@@ -119,7 +119,7 @@ def _stages(job: Job, stages: int, equals: str, legal: str) -> Iterator[Problem]
     if stages > layers:
         yield (
             "layout.pp",
-            f"{equals} stages need as many layers, the model has {layers}; nearest legal: {legal}",
+            f"{equals} stages need at least as many layers, the model has {layers}; nearest legal: {legal}",
         )
     if text:
         try:
@@ -137,7 +137,7 @@ def _slices(job: Job, slices: int) -> Iterator[Problem]:
     if tokens % (slices * ranks):
         tp = f" × tp {ranks} (sp)" if ranks > 1 else ""
         legal = f"pp_slices: {nearest_divisors(tokens // ranks, slices)}" if tokens % ranks == 0 else "sp=false"
-        yield "layout.pp_slices", f"seq_len {tokens} / (slices {slices}{tp}) is not whole; nearest {legal}"
+        yield "layout.pp_slices", f"seq_len {tokens} / (slices {slices}{tp}) is not an integer; nearest {legal}"
     if tokens % slices == 0 and not any(context_problems(job)):  # else the whole sequence has its own message
         yield from context_problems(job, slices)
     moe = job.model.moe
@@ -157,14 +157,13 @@ def _without_flush(job: Job) -> Iterator[Problem]:
     if layout.sync in ("local_sgd", "diloco"):
         yield (
             "layout.sync",
-            f"{name} has no moment between two steps in which replicas could agree by {layout.sync}; nearest legal: "
+            f"{name} has no flush between steps at which replicas could synchronise by {layout.sync}; nearest legal: "
             "sync=bsp, or schedule=1f1b",
         )
     if job.train.precision == "fp16":
         yield (
             "train.precision",
-            f"{name} cannot take back a step whose fp16 gradients overflow; nearest legal: precision=bf16, or "
-            "schedule=1f1b",
+            f"{name} cannot skip a step whose fp16 gradients overflow; nearest legal: precision=bf16, or schedule=1f1b",
         )
     if layout.accumulate == "sharded":
         yield (

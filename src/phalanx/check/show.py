@@ -1,4 +1,4 @@
-"""A job as YAML: what a run directory keeps (config.yaml) and what --print-config shows."""
+"""A job as YAML, for the run directory (config.yaml) and for --print-config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.partition.batch import solve
 
 
 def as_dict(job: Job) -> dict[str, Any]:
-    """The job as nested plain values, tuples as lists: what JSON and YAML hold."""
+    """Returns the job as nested plain values, with tuples as lists, for JSON and YAML."""
     return json.loads(json.dumps(dataclasses.asdict(job)))
 
 

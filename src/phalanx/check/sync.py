@@ -1,4 +1,4 @@
-"""What a job gets wrong about `layout.sync`: how replicas agree."""
+"""The problems of `layout.sync`: how replicas synchronise."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from phalanx.config.job import Job
 
 
 def sync_problems(job: Job) -> Iterator[tuple[str, str]]:
-    """The dotted path of each field at fault, and the message with the nearest legal choice."""
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
     layout, sync = job.layout, job.layout.sync
     if sync == "bsp":
         return
     if layout.dp_replicate < 2:
         yield (
             "layout.sync",
-            f"{sync} is an agreement among replicas, dp_replicate {layout.dp_replicate} has no second one; nearest "
+            f"{sync} synchronises replicas, dp_replicate is {layout.dp_replicate}; nearest "
             "legal: dp_replicate=2, or sync=bsp",
         )
     if layout.data_parallel == "threads":
         yield (
             "layout.sync",
-            f"{sync} needs replicas with parameters of their own, threads share theirs; nearest legal: "
+            f"{sync} needs replicas with their own parameters, threads share them; nearest legal: "
             "data_parallel=ddp, or sync=bsp",
         )
     if job.train.precision == "fp16":
         yield (
             "layout.sync",
-            f"{sync} does not go with fp16, whose loss scale all replicas would have to share in every step; nearest "
+            f"{sync} does not work with fp16, whose loss scale all replicas would share in every step; nearest "
             "legal: precision=bf16, or sync=bsp",
         )
     if sync != "asp":
@@ -39,6 +39,7 @@ def sync_problems(job: Job) -> Iterator[tuple[str, str]]:
                 legal = f"{below} or {below + layout.sync_every}" if below else f"{layout.sync_every}"
                 yield (
                     path,
-                    f"replicas agree every sync_every {layout.sync_every} steps, what is validated or saved in between "
-                    f"would be one replica's own; {every} is no multiple of it, nearest: {legal}",
+                    f"replicas synchronise every sync_every {layout.sync_every} steps and differ in between; {every} "
+                    "is not a "
+                    f"multiple of it, nearest: {legal}",
                 )

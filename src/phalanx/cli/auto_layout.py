@@ -57,7 +57,7 @@ def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
         layout, step = kept
         where = f"the checkpoint of {RunDirectory.of(loaded.job).path} at step {step}"
         if speaks:
-            print(f"layout: {layout.line()}  (of {where}; layout=LINE goes on in another)", file=sys.stderr)
+            print(f"layout: {layout.line()}  (from {where}; layout=LINE resumes in another)", file=sys.stderr)
         return _with_layout(loaded, layout, worlds, where)
     check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=speaks)
     return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), speaks)
@@ -82,7 +82,7 @@ def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, speaks: bool
     if speaks:
         print(
             f"layout: {best.layout.line()}  (planned: {plan.searched:,} layouts searched in {seconds(plan.seconds)}; "
-            f"predicted {_step(best.seconds)} a step)",
+            f"predicted {_step(best.seconds)} per step)",
             file=sys.stderr,
         )
         for note in (note for note in plan.notes if note.startswith(NO_ROOM)):
@@ -173,14 +173,14 @@ def on_known_devices(loaded: LoadedJob, measures: bool) -> LoadedJob:
     except JobError as error:
         raise JobError(
             [
-                "layout auto: the planner has to know the devices; name a machine, such as cluster=dgx-h100:8, or "
+                "layout auto: the planner needs the devices; name a machine, such as cluster=dgx-h100:8, or "
                 f"measure this one with {BY_HAND}",
                 *error.problems,
             ]
         ) from None
     if wanted.device not in ("auto", machine.device):
         raise JobError(
-            f"cluster.device: {wanted.device} is asked for, but {_file()} is of {machine.device}: name a machine, or "
+            f"cluster.device is {wanted.device}, but {_file()} describes {machine.device}: name a machine, or "
             f"measure with `phalanx bench compute --device {wanted.device}` and the same for comm"
         )
     stated = {path for path in leaves() if path.startswith("cluster.") and loaded.origins[path] != "default"}

@@ -43,16 +43,24 @@ examples:
 """
 
 BOTH = {
-    "device": Option(Literal["auto", "cpu", "cuda"], "auto", "auto takes the accelerator where there is one"),
+    "device": Option(Literal["auto", "cpu", "cuda"], "auto", "auto uses the accelerator if there is one"),
     "nproc_per_node": Option(
-        int, 0, "processes that measure together; 2 on a CPU, on accelerators 1 (compute) or all (comm)", at_least=1
+        int,
+        0,
+        "processes that measure together (default: 2 on a CPU; on accelerators 1 for compute, all for comm)",
+        at_least=1,
     ),
-    "threads": Option(int, 0, "CPU threads of a process; the cores divided among the processes", at_least=1),
-    "svg": Option(str, "", "write the picture of the fit to a file"),
+    "threads": Option(int, 0, "CPU threads per process (default: the cores divided among the processes)", at_least=1),
+    "svg": Option(str, "", "write a picture of the fit to a file"),
     "out": Option(str, "", "write the cluster to this file instead"),
 }
 COMMANDS: dict[str, dict[str, Option]] = {
-    "compute": {"precision": Option(Literal["fp32", "bf16", "fp16"], "fp32", "of the products and attention"), **BOTH},
+    "compute": {
+        "precision": Option(
+            Literal["fp32", "bf16", "fp16"], "fp32", "precision of the matrix products and of attention"
+        ),
+        **BOTH,
+    },
     "comm": {
         "collectives": Option(str, "", "comma-separated; all_reduce,all_gather,reduce_scatter,all_to_all,send"),
         **BOTH,
@@ -61,8 +69,8 @@ COMMANDS: dict[str, dict[str, Option]] = {
 SWITCHES = {
     "quick": "fewer sizes and repeats: seconds instead of minutes",
     "json": "print one JSON document on standard output and nothing else",
-    "save": "write the cluster (as by default)",
-    "no_save": "do not write the cluster",
+    "save": "write the cluster file (the default)",
+    "no_save": "do not write the cluster file",
 }
 STOPPED = "before everything was measured; nothing was written."
 BUSY = 0.5
@@ -127,7 +135,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], set[str]]:
         flag, equals, value = word.partition("=")
         name = flag[2:].replace("-", "_")
         if not word.startswith("--"):
-            problems.append(f"unexpected {word!r}: bench takes no job, only options")
+            problems.append(f"unexpected {word!r}: bench takes options only, no job")
         elif name in SWITCHES and not equals:
             switches.add(name)
         elif name not in known:
@@ -157,7 +165,7 @@ def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> N
         fields_of(path)
     folder = Path(options["svg"]).expanduser().absolute().parent
     if options["svg"] and not folder.is_dir():
-        raise JobError(f"--svg: cannot write {options['svg']}: there is no folder {folder}")
+        raise JobError(f"--svg: cannot write {options['svg']}: folder {folder} does not exist")
     if command == "comm":
         _collectives(options["collectives"])
 

@@ -9,11 +9,11 @@ from phalanx.errors import JobError
 
 VERB = JobVerb(
     "data prepare",
-    "Prepare a job's corpus: tokenize it into memory-mapped shards with an index and checksums. `phalanx train` does "
-    "this too, where it is not done yet. A preparation that was stopped goes on where it was.",
+    "Prepares a job's corpus: tokenizes it into memory-mapped shards with an index and checksums. `phalanx train` does "
+    "this too if it has not been done. A stopped preparation resumes where it was.",
     {
-        "force": "Make all shards again, even those that are there.",
-        "verify": "Read every shard and compare it with its digest.",
+        "force": "Rebuild all shards, including existing ones.",
+        "verify": "Read every shard and compare its checksum.",
     },
     auto="open",
 )

@@ -15,9 +15,9 @@ def check_folders(options: Mapping[str, Any], *names: str) -> None:
     for name in names:
         path = Path(options[name])
         if options[name] and not path.parent.is_dir():
-            problems.append(f"--{name} {path}: there is no folder {path.parent}; make it, or name another")
+            problems.append(f"--{name} {path}: folder {path.parent} does not exist; create it, or name another")
         elif options[name] and path.is_dir():
-            problems.append(f"--{name} {path}: that is a folder; name a file in it")
+            problems.append(f"--{name} {path} is a folder; name a file in it")
     if problems:
         raise JobError(problems)
 

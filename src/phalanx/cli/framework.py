@@ -16,7 +16,9 @@ from phalanx.plan.search.request import PlanRequest
 
 OPTIONS = {
     "products": Option(
-        Literal["job", "bf16", "fp8", "fp4"], "job", "number format of the blocks' matrix products; the job's own"
+        Literal["job", "bf16", "fp8", "fp4"],
+        "job",
+        "number format of the matrix products in blocks; job: that of train.precision",
     ),
     "framework": Option(str, "phalanx", f"predict another training framework: {', '.join(FRAMEWORKS)}"),
 }

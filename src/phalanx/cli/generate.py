@@ -26,23 +26,23 @@ class Generate:
     run: tyro.conf.Positional[Path]
     """The run's directory, such as runs/main."""
     prompt: str = "\n"
-    """What the text begins with."""
+    """Beginning of the text."""
     max_new_tokens: int = 200
     """Tokens to generate."""
     temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token each time (greedy)."""
+    """Divides the logits; 0 takes the most likely token each time (greedy)."""
     top_k: int = 0
-    """Draw from the k likeliest tokens only; 0 draws from all."""
+    """Sample from the k most likely tokens only; 0 samples from all."""
     top_p: float = 1.0
-    """Draw from the fewest tokens whose probabilities reach p; 1 draws from all."""
+    """Sample from the smallest set of tokens whose probabilities sum to p; 1 samples from all."""
     seed: int = 1337
-    """Of the draws."""
+    """Seed of the sampling."""
     step: int = 0
     """The checkpoint of this step; 0 means the newest."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the accelerator where there is one."""
+    """auto uses the accelerator if there is one."""
     pp: int = 1
-    """Processes that share the model's layers (a pipeline), for a model that no single device holds."""
+    """Pipeline ranks that share the layers, for a model that does not fit on one device."""
     json: bool = False
     """Print one JSON document on standard output and nothing else."""
 

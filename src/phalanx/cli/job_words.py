@@ -24,7 +24,7 @@ from phalanx.errors import JobError
 
 COMMON_SWITCHES = {
     "json": "Print one JSON document on standard output and nothing else.",
-    "print_config": "Show the resolved job and where each value came from, and stop.",
+    "print_config": "Print the resolved job with the origin of each value, and exit.",
 }
 
 

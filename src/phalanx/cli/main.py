@@ -14,9 +14,9 @@ from phalanx.errors import JobError, PhalanxError
 from phalanx.nearest import nearest
 
 VERBS = {
-    "train": "run a job: start its processes, train, validate, save; resumes where it stopped",
-    "verify": "prove that a job computes the same under every layout as on one process",
-    "generate": "text from a checkpoint of a run",
+    "train": "train a job: start its processes, train, validate, save checkpoints; resumes an existing run",
+    "verify": "check that every layout computes what one process computes, in float64",
+    "generate": "generate text from the newest checkpoint of a run",
     "data": "prepare a corpus: tokenize it into memory-mapped shards",
     "plan": "choose the layout of a job: the fastest that fits, and why",
     "predict": "time, memory and traffic of a step on any machine, without it",
@@ -34,7 +34,7 @@ usage: phalanx VERB [JOB.yaml ...] [key=value ...] [--key value ...]
 {verbs}
 
 examples:
-  phalanx train examples/main.yaml                   two processes of this machine, a few minutes
+  phalanx train examples/main.yaml                   two processes on this machine, a few minutes
   phalanx train examples/main.yaml train.steps=50 --dp-replicate 1
   phalanx train examples/main.yaml layout=auto       in the layout that the planner chooses
   phalanx verify examples/main.yaml                  every technique against one process, about a minute
@@ -48,7 +48,7 @@ examples:
 
 `phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.
 Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data or checkpoint invalid, 5 stopped on NaN,
-75 stopped cleanly (run the same command again to go on), 128+n ended by signal n.
+75 stopped cleanly (run the same command again to resume), 128+n ended by signal n.
 """
 
 

@@ -28,13 +28,13 @@ LEGIBLE = 120
 
 VERB = JobVerb(
     "plan",
-    "The fastest layout that fits, of all that are legal. What the command line sets of the layout is kept, and what a "
-    "job file sets beside `auto: true`; the rest of the layout is open. Exit code 3 where nothing fits.",
+    "Finds the fastest legal layout that fits in memory. Layout fields set on the command line, or beside `auto: true` "
+    "in a job file, stay fixed; the planner chooses the others. Exit code 3: no layout fits.",
     switches={},
     options={
-        "html": Option(str, "", "write the answer as a page with pictures to a file"),
-        "svg": Option(str, "", "write the map of the space, a dot a layout, to a file"),
-        "top": Option(int, 10, "show so many layouts at most", at_least=1),
+        "html": Option(str, "", "write the plan as an HTML page with pictures to a file"),
+        "svg": Option(str, "", "write a map of the search space, one dot per layout, to a file"),
+        "top": Option(int, 10, "number of layouts to show", at_least=1),
         **OPTIONS,
     },
     auto="always",
@@ -82,9 +82,9 @@ def _told(loaded: LoadedJob) -> str:
     if not kept:
         return ""
     if not layout.auto:
-        return f"the whole layout is given, {layout.line()}: open is the batch at most"
+        return f"fixed: the whole layout, {layout.line()}; the planner chooses at most the batch"
     said = ",".join(f"{name}={str(getattr(layout, name)).lower()}" for name in kept)
-    return f"kept of the layout: {said}; the rest is open"
+    return f"fixed layout fields: {said}; the planner chooses the others"
 
 
 def _map(plan: Plan) -> str:

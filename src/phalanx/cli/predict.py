@@ -30,7 +30,7 @@ from phalanx.validation import table
 
 VERB = JobVerb(
     "predict",
-    "Time, memory and traffic of one step of a job, on any machine, without it. Exit code 3 where it does not fit.",
+    "Predicts time, memory and traffic of one step of a job on any machine, from formulas. Exit code 3: does not fit.",
     switches={},
     options={
         "svg": Option(str, "", "write a picture to a file"),
@@ -41,8 +41,8 @@ VERB = JobVerb(
             "parameters (layout); or which tokens each context-parallel rank holds and computes (context)",
         ),
         **OPTIONS,
-        "table": Option(str, "", "predict every row of a CSV file of configurations instead of a job"),
-        "out": Option(str, "", "table: the CSV file to write; standard output where none is named"),
+        "table": Option(str, "", "predict every row of a CSV file of configurations instead of one job"),
+        "out": Option(str, "", "with --table: the CSV file to write (default: standard output)"),
     },
     auto="measure",
 )
@@ -124,7 +124,7 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
         "",
         *memory_lines(prediction),
     ]
-    lines += ["", "traffic a step, sent by the first rank:" if traffic else "traffic: none"]
+    lines += ["", "bytes sent per step by rank 0:" if traffic else "bytes sent per step by rank 0: none"]
     for axis, collectives in traffic.items():
         for collective, sent in collectives.items():
             lines.append(f"  {axis:<14} {collective.replace('_', '-'):<16} {gib(sent)}")

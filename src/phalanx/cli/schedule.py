@@ -18,17 +18,17 @@ from phalanx.schedule.check import in_flight
 from phalanx.schedule.schedule import Schedule
 
 PAGE = """\
-phalanx schedule: pipeline schedules, as what each rank does in which order
+phalanx schedule: pipeline schedules, as the order of actions on each rank
 
-usage: phalanx schedule list [--json]                     the schedules there are
-       phalanx schedule show NAME|FILE [--option value]   one of them, drawn and measured
-       phalanx schedule check FILE [--json]               whether a file of your own holds a schedule that runs
+usage: phalanx schedule list [--json]                     list all schedules
+       phalanx schedule show NAME|FILE [--option value]   draw one and print its figures
+       phalanx schedule check FILE [--json]               validate a schedule in a file of your own
 
 options of show:
 {options}
 
-A FILE is CSV, a row a rank, cells such as 0F3 (stage 0, forward pass, micro-batch 3), with B for a backward pass, I and
-W for its halves. It says itself how many ranks, micro-batches and slices it has.
+A FILE is CSV with one row per rank and cells such as 0F3 (stage 0, forward pass, micro-batch 3). B is a backward pass;
+I and W are its input-gradient and weight-gradient halves. The file states its ranks, micro-batches and slices.
 
 examples:
   phalanx schedule show 1f1b --stages 4 --microbatches 8
@@ -38,15 +38,15 @@ examples:
 
 SIZES = {
     "stages": Option(int, 4, "ranks of the pipeline (also --ranks, --pp)", at_least=1),
-    "microbatches": Option(int, 8, "micro-batches of an optimizer step (also --micro-batches)", at_least=1),
-    "chunks": Option(int, None, "stages a rank; the schedule's own number", at_least=1),
-    "slices": Option(int, None, "parts of each sequence; the schedule's own number", at_least=1),
-    "steps": Option(int, None, "optimizer steps without a flush in between; the schedule's own number", at_least=1),
+    "microbatches": Option(int, 8, "micro-batches per optimizer step (also --micro-batches)", at_least=1),
+    "chunks": Option(int, None, "stages per rank (default: the schedule's own)", at_least=1),
+    "slices": Option(int, None, "parts of each sequence (default: the schedule's own)", at_least=1),
+    "steps": Option(int, None, "optimizer steps without a flush in between (default: the schedule's own)", at_least=1),
 }
 FILES = {
     "svg": Option(str, "", "write the picture to a file"),
     "trace": Option(str, "", "write trace events to a file, for ui.perfetto.dev"),
-    "csv": Option(str, "", "write the schedule to a file, for you and torch.distributed.pipelining to read"),
+    "csv": Option(str, "", "write the schedule as CSV, in the format of torch.distributed.pipelining"),
 }
 COMMANDS = {
     "list": Command(),
@@ -104,7 +104,7 @@ def _check(words: CommandWords) -> None:
     if words.as_json:
         print(json.dumps({"ok": True, **_figures(timing.time(schedule))}))
     else:
-        print(f"{words.subject}: a schedule that runs\n{_report(timing.time(schedule))}")
+        print(f"{words.subject}: valid\n{_report(timing.time(schedule))}")
 
 
 def _show(words: CommandWords) -> None:
@@ -133,7 +133,7 @@ def _schedule(subject: str, sizes: dict[str, int]) -> Schedule:
         return catalogue.build(subject, chosen.pop("stages"), chosen.pop("microbatches"), **chosen)
     if sizes:
         given = ", ".join(f"--{name}" for name in sizes)
-        raise JobError(f"{given}: a file says itself how large its schedule is; leave it out, or name a schedule")
+        raise JobError(f"{given}: a file states the size of its schedule; omit the option, or name a schedule")
     return file.read(subject)
 
 
@@ -164,8 +164,8 @@ def _report(timed: timing.Timing) -> str:
         [
             f"{schedule.name}: {schedule_picture.size(schedule)}",
             schedule_picture.summary(timed),
-            f"idle time by rank: {', '.join(f'{timed.idle(rank):g}' for rank in range(schedule.ranks))}",
-            f"activations kept by rank, at most: {', '.join(map(str, in_flight(schedule)))}",
-            "sends: " + ("must wait in the background, or ranks wait for each other" if waits else "may block"),
+            f"idle time per rank: {', '.join(f'{timed.idle(rank):g}' for rank in range(schedule.ranks))}",
+            f"peak live activations per rank: {', '.join(map(str, in_flight(schedule)))}",
+            "sends: " + ("must be asynchronous; blocking sends would deadlock" if waits else "may block"),
         ]
     )

@@ -40,27 +40,29 @@ ROWS = 16
 
 VERB = JobVerb(
     "simulate",
-    "One step of a job, event by event, as the schedule orders it: what every pipeline rank computes, sends and waits "
-    "for, as figures, a picture and a trace for Perfetto.",
+    "Simulates one step of a job event by event: what every pipeline rank computes, sends and waits for, as figures, a "
+    "picture and a trace for Perfetto.",
     switches={},
     options={
-        "svg": Option(str, "", "write the picture of the step to a file"),
-        "trace": Option(str, "", "write trace events for ui.perfetto.dev or chrome://tracing to a file"),
+        "svg": Option(str, "", "write a picture of the step to a file"),
+        "trace": Option(str, "", "write a trace for ui.perfetto.dev or chrome://tracing to a file"),
         "straggler": Option(
-            str, (), "RANK=FACTOR: the passes of a pipeline rank take so much longer; several", many=True, like=r"\d+="
+            str, (), "RANK=FACTOR ...: slow the passes of these pipeline ranks by a factor", many=True, like=r"\d+="
         ),
         "slow_link": Option(
             str,
             (),
-            f"A-B=FACTOR: messages between two pipeline ranks take so much longer; AXIS=FACTOR: the collectives of an "
-            f"axis ({', '.join(AXES)}), as the first word only",
+            f"A-B=FACTOR ...: slow the messages between two pipeline ranks; AXIS=FACTOR, as the first word only: slow "
+            "the "
+            f"collectives of an axis ({', '.join(AXES)})",
             many=True,
             like=r"\d+-\d+=",
         ),
         "failures_per_device_day": Option(
             float,
             None,
-            f"add the time lost to failures; {LLAMA_3:.3g}, Llama 3's, where only the next two are said",
+            f"report the time lost to failures at this rate (default with one of the next two: {LLAMA_3:.3g}, Llama "
+            "3's)",
         ),
         "checkpoint_s": Option(float, None, f"seconds for which a save holds training up; {CHECKPOINT_S:g}"),
         "restart_s": Option(float, None, f"seconds from a failure to the next step; {RESTART_S:g}"),
@@ -100,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
         if files := " and ".join(options[name] for name in ("svg", "trace", "failures_svg") if options[name]):
             print(f"\nwritten: {files}")
     if not result.prediction.fits:
-        print(f"\nphalanx: simulated all the same, but it {shortfall(spec)}", file=sys.stderr)
+        print(f"\nphalanx: warning: exceeds memory; simulated anyway: {shortfall(spec)}", file=sys.stderr)
     return 0
 
 
@@ -220,18 +222,18 @@ def report(result: Simulated, lost: Goodput | None) -> str:
         f"{subject(spec, spec.layout.world)}: {spec.layout.line()}",
         spec.batch.equation(),
         "",
-        f"step time: {duration(found.step_time_s)} simulated, {duration(predicted)} by the cost model  "
+        f"step time: {duration(found.step_time_s)} simulated, {duration(predicted)} predicted  "
         f"bubble: {found.bubble:.1%}",
     ]
     if result.disturbance != Disturbance():
         more = found.step_time_s / result.undisturbed_s - 1
         compared = f"{abs(more):.1%} {'faster' if more < 0 else 'slower'} than undisturbed"
-        lines.append(f"{_said(result.disturbance)}: {compared}, {duration(result.undisturbed_s)}")
+        lines.append(f"{_said(result.disturbance)}: {compared} ({duration(result.undisturbed_s)})")
     lines += ["", *_rank_lines(result)]
     if lost:
         lines += ["", goodput.text(lost)]
         if lost.fraction > 0:
-            lines.append(f"{'a step, failures counted':<28} {duration(found.step_time_s / lost.fraction)}")
+            lines.append(f"{'step time with failures':<28} {duration(found.step_time_s / lost.fraction)}")
     return "\n".join(lines)
 
 
@@ -249,7 +251,7 @@ def _rank_lines(result: Simulated) -> Iterator[str]:
     shown = _shown(result)
     steps = result.timeline.schedule.steps
     whole = result.timeline.seconds
-    yield f"{'rank':>6}  {'computes':>17}  {'communicates':>17}  {'idle':>17}  in flight, at most"
+    yield f"{'rank':>6}  {'computes':>17}  {'communicates':>17}  {'idle':>17}  peak in flight"
     for number in shown:
         figures = ranks[number]
         times = "  ".join(
@@ -258,7 +260,7 @@ def _rank_lines(result: Simulated) -> Iterator[str]:
         )
         yield f"{number:>6}  {times}  {figures['peak_in_flight']:g}"
     if len(shown) < len(ranks):
-        yield f"        {len(shown)} of {len(ranks)} pipeline ranks, with those that are idle longest and shortest"
+        yield f"        {len(shown)} of {len(ranks)} pipeline ranks, among them the most and the least idle"
 
 
 def _shown(result: Simulated) -> list[int]:

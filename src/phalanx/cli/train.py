@@ -19,9 +19,10 @@ from phalanx.train.run_directory import RunDirectory
 
 VERB = JobVerb(
     "train",
-    "Train a job: start its processes on this machine (unless torchrun, srun or mpiexec already did), train, validate, "
-    "save, and print a sample of text. A run that was stopped goes on where it was.",
-    {"fresh": "Start over; the run that is there is kept beside it under another name."},
+    "Trains a job: starts its processes on this machine (unless torchrun, srun or mpiexec already did), trains, "
+    "validates, "
+    "saves checkpoints and prints a sample of text. A stopped run resumes where it was.",
+    {"fresh": "Start over; the existing run is renamed."},
     auto="train",
 )
 
@@ -61,7 +62,7 @@ def _launch(job: Job, directory: RunDirectory, as_json: bool) -> int:
     processes = job.layout.processes
     if job.cluster.nodes > 1:
         raise JobError(
-            f"cluster.nodes is {job.cluster.nodes}, and nobody started the processes: run this command on every node "
+            f"cluster.nodes is {job.cluster.nodes}, but no launcher started processes: run this command on every node "
             f"with torchrun, srun or mpiexec, {processes // job.cluster.nodes} processes each"
         )
     argv = ["train", str(directory.config), *(["--json"] if as_json else [])]
@@ -124,7 +125,7 @@ def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
     print(
         f"{directory.path} is finished: step {manifest.step} of {job.train.steps}"
         + (f", validation loss {loss:.4f}" if loss is not None else "")
-        + f".\n  go on:       train.steps={2 * manifest.step}\n  start over:  --fresh (this run is kept beside it)\n"
+        + f".\n  continue:    train.steps={2 * manifest.step}\n  start over:  --fresh (the existing run is renamed)\n"
         f"  text:        phalanx generate {directory.path} --prompt ..."
     )
     return True

@@ -25,22 +25,24 @@ VERB = JobVerb(
     "sequence, context, expert and pipeline parallelism, recomputation). A large model is compared as a small one of "
     "the same kind; one without experts gets some where a layout has ep above 1.",
     {
-        "full": "Compare every product of dp_replicate, dp_shard, cp (1, 2) and tp too, with every sp, zero and "
-        "recompute, and every pipeline schedule.",
-        "schedules": "Compare the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
-        "micro-batches, and nothing else.",
-        "as_is": "Compare the model as it is, however large.",
+        "full": "Also compare every product of dp_replicate, dp_shard, cp (1, 2) and tp, with every sp, zero and "
+        "recompute, "
+        "and every pipeline schedule.",
+        "schedules": "Compare only the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
+        "micro-batches.",
+        "as_is": "Compare the job's model at full size.",
     },
     {
         "layouts": Option(
             str,
             (),
-            "Layouts to compare instead of these, each in one word such as tp=2,sp=true or cp=4,cp_ulysses=2 or "
-            "dp_shard=2,ep=2; they end at the next --option or job file.",
+            "Layouts to compare instead, each as one word, such as tp=2,sp=true or cp=4,cp_ulysses=2 or "
+            "dp_shard=2,ep=2. "
+            "The list ends at the next --option or job file.",
             many=True,
         ),
         "steps": Option(int, 2, "Optimizer steps to compare.", at_least=1),
-        "max_ranks": Option(int, 8, "Most processes to start at once.", at_least=1),
+        "max_ranks": Option(int, 8, "Maximum number of processes to start at once.", at_least=1),
     },
 )
 
@@ -52,10 +54,12 @@ def run(argv: Sequence[str]) -> int:
     steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
     full, schedules, as_is = (name in words.switches for name in ("full", "schedules", "as_is"))
     if lines and full:
-        raise JobError("--full and --layouts exclude each other: one is all layouts, the other those that you name")
+        raise JobError(
+            "--full and --layouts exclude each other: --full compares all layouts, --layouts those that it names"
+        )
     if schedules and (lines or full):
         raise JobError(
-            "--schedules goes with neither --full, which contains it, nor --layouts, which is the layouts that you name"
+            "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
     plan = make(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
     # Here, because it imports torch, for which --help and mistakes need not wait.

@@ -1,4 +1,4 @@
-"""When a run saves itself and how much it keeps."""
+"""When a run saves checkpoints, and how many it keeps."""
 
 from __future__ import annotations
 

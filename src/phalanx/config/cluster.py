@@ -13,7 +13,7 @@ from phalanx.hashed import Hashed, hashed_once
 @hashed_once
 @dataclass(frozen=True)
 class Accelerator(Hashed):
-    """One device, as its data sheet and one run of a matrix product describe it."""
+    """One device, described by its data sheet and a measured matrix product."""
 
     name: str = ""
     """What it is called; empty where nothing is known about it."""
@@ -66,13 +66,14 @@ class Link:
     """Bandwidth between two devices, one way, in GB/s, where links join pairs and not a switch; 0: there is a switch,
     and a pair has all of `gbs`."""
     reduces: bool = False
-    """The switch adds (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once instead of twice."""
+    """The switch reduces in the network (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once, not
+    twice."""
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Sharing(Hashed):
-    """How the processes of a CPU node share its cores, where they are its devices and were measured."""
+    """How the processes of a measured CPU node share its cores."""
 
     node_cores: Annotated[int, AtLeast(0)] = 0
     """Cores of the node."""
@@ -89,7 +90,7 @@ class Sharing(Hashed):
 @hashed_once
 @dataclass(frozen=True)
 class Cluster(Hashed):
-    """The machine: nodes × devices a node, and what they and their links can do."""
+    """The machine: nodes × devices per node, and the rates of devices and links."""
 
     preset: str = ""
     """Start from a known machine and its number of nodes, such as dgx-h100:64, or `local`, the machine that

@@ -1,4 +1,4 @@
-"""What a job reads: a corpus, a tokenizer, and where the token shards made of them lie."""
+"""The data of a job: a corpus, a tokenizer, and the folder of the token shards made from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Data:
-    """What is read: a corpus and a tokenizer."""
+    """The data: a corpus and a tokenizer."""
 
     corpus: str = "stdlib"
     """stdlib (the text of this Python's own library, nothing to download), shakespeare_char, text (your own: set
@@ -27,7 +27,7 @@ class Data:
     bpe_vocab: Annotated[int, AtLeast(1)] = 4096
     """Vocabulary size to train for tokenizer bpe."""
     document_mask: bool = False
-    """A token attends to tokens of its own document alone: those since the last separator, which is the tokenizer's
+    """A token attends only to tokens of its own document: those since the last separator, which is the tokenizer's
     end-of-text token or, where it has none (char, byte), a newline, so that every line is a document."""
     val_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.1
     """The share of the corpus, from its end, that is kept for validation."""

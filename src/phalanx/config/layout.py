@@ -1,4 +1,4 @@
-"""How a model is spread over devices: the degrees of each axis and what goes with them."""
+"""The layout of a model over devices: the degree of each axis, and the options that depend on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 @hashed_once
 @dataclass(frozen=True)
 class Layout(Hashed):
-    """How the model is spread over the devices."""
+    """The layout: how the model is spread over the devices."""
 
     auto: bool = False
     """Leave what is not set here to the planner (phalanx plan)."""
@@ -51,9 +51,9 @@ class Layout(Hashed):
     tiles: Annotated[int, AtLeast(1)] = 1
     """zero=3: run the MLP's matrices in this many tiles, so that only one is whole at a time."""
     sp: bool = False
-    """Sequence parallel: tp also cuts what lies between the matrices (norms, residuals, dropout) by tokens."""
+    """Sequence parallel: tp also shards the activations between the matrices (norms, residuals, dropout) by tokens."""
     sp_regather: bool = False
-    """sp: keep only this rank's part of a gathered input, and gather it again in the backward pass."""
+    """sp: save only this rank's part of a gathered input, and gather it again in the backward pass."""
     schedule: str = "1f1b"
     """Pipeline schedule: a name that `phalanx schedule list` shows, or a file with a schedule of your own."""
     pp_chunks: Annotated[int, AtLeast(0)] = 0
@@ -76,8 +76,9 @@ class Layout(Hashed):
     offload: Literal["none", "optimizer", "all"] = "none"
     """State kept in host memory instead of device memory."""
     data_parallel: Literal["ddp", "threads"] = "ddp"
-    """How dp_replicate runs: one process a replica (ddp), or one process with a thread a replica (threads: torch's
-    DataParallel, a baseline that shows what one interpreter costs)."""
+    """How dp_replicate runs: one process per replica (ddp), or one process with one thread per replica (threads:
+    torch's
+    DataParallel, a baseline that shows the cost of one interpreter)."""
     sync: Literal["bsp", "asp", "local_sgd", "diloco"] = "bsp"
     """How replicas (dp_replicate) agree: bsp sums gradients every step; asp sends each replica's to a parameter
     server and waits for nobody; local_sgd averages parameters, diloco takes an outer step, every sync_every steps."""
@@ -93,12 +94,13 @@ class Layout(Hashed):
 
     @property
     def data_ranks(self) -> int:
-        """Groups of ranks that read different samples."""
+        """Number of groups of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that shard the state among them: those of dp_shard, and of cp, which would hold the same parameters."""
+        """Number of ranks that share one sharded state: dp_shard × cp, because cp ranks would hold the same
+        parameters."""
         return self.dp_shard * self.cp
 
     @property
@@ -118,8 +120,9 @@ class Layout(Hashed):
         return self.world // self.dp_replicate if self.data_parallel == "threads" else self.world
 
     def line(self) -> str:
-        """The layout in one line, as every table and log prints it: what differs from the default; of one that is left
-        to the planner, `auto` and what is set besides."""
+        """Returns the layout in one line, as every table and log prints it: the fields that differ from the default;
+        for a
+        layout left to the planner, `auto` and the fields that are set."""
         default = Layout()
         shown = ["auto"] if self.auto else []
         shown += [

@@ -74,5 +74,5 @@ def _unknown(key: str, name: str) -> str:
     if meant := nearest(name, leaves(Layout)):
         return f"unknown key {key}; did you mean {meant}?"
     if path := resolve(name):
-        return f"{path} is no part of a layout"
+        return f"{path} is not a field of the layout"
     return f"unknown key {key}{suggestion(name)}"

@@ -46,7 +46,7 @@ class MoE:
     n_dense_layers: Annotated[int, AtLeast(0)] = 0
     """Leading layers that keep a dense MLP of width model.d_ff."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of logits: a softmax over the experts (Mixtral), or a sigmoid of each (DeepSeek-V3)."""
+    """Scores of the router: a softmax over the experts (Mixtral), or a sigmoid per expert (DeepSeek-V3)."""
     renormalise: bool = True
     """The gates of a token's experts add up to 1 (Mixtral, DeepSeek-V3); otherwise the scores themselves are the gates
     (Switch Transformer, which with top_k 1 needs them)."""
@@ -95,7 +95,7 @@ class MLA:
 @hashed_once
 @dataclass(frozen=True)
 class ModelConfig(Hashed):
-    """The model's shape."""
+    """The shape of a model."""
 
     preset: str = ""
     """Start from a known model (gpt2, llama3-8b, ... ; `phalanx train --help` lists them); other fields override it."""

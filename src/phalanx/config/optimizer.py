@@ -1,4 +1,4 @@
-"""The optimizer and how its learning rate moves."""
+"""The optimizer and its learning-rate schedule."""
 
 from __future__ import annotations
 

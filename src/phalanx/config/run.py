@@ -21,10 +21,10 @@ class RunOptions:
     timeout_s: Annotated[float, Above(0)] = 600.0
     """Seconds that a collective may wait before the run is called broken."""
     log_level: Literal["debug", "info", "warning"] = "info"
-    """What rank 0 prints; the other ranks write to their own log files."""
+    """Log level of rank 0 on the terminal; other ranks write to their own log files."""
     all_ranks: bool = False
     """Show the log lines of every rank, with the rank in front."""
     sample_tokens: Annotated[int, AtLeast(0)] = 200
     """Tokens of text to generate when training ends; 0 generates none."""
     sample_prompt: str = "\n"
-    """What that text begins with."""
+    """Beginning of that text."""

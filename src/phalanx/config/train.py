@@ -1,4 +1,4 @@
-"""What training does: how long, how large a batch, in which precision, and how often it looks up."""
+"""Settings of the training loop: steps, batch, precision, and how often it logs and validates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Train:
     compile: bool = False
     """Compile the blocks with torch.compile."""
     cpu_linear: Literal["auto", "mkl", "onednn"] = "auto"
-    """Library for fp32 matrix products on a CPU; auto takes oneDNN on processors with AVX-512 that are not Intel's."""
+    """Library for fp32 matrix products on a CPU; auto uses oneDNN on non-Intel processors with AVX-512."""
     deterministic: bool = False
     """Ask torch for deterministic kernels only (a CPU run is deterministic anyway)."""
     log_every: Annotated[int, AtLeast(1)] = 10

@@ -56,7 +56,7 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
                 _build(folder, data, show)
     except OSError as error:
         raise DataError(
-            f"preparing {folder} stopped: {error.filename or 'writing'}: {error.strerror}. What is finished is kept; "
+            f"preparing {folder} stopped: {error.filename or 'writing'}: {error.strerror}. Finished shards are kept; "
             "when the cause is gone, run the same command again"
         ) from error
     return folder

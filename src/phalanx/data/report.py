@@ -27,7 +27,7 @@ def prepare_and_report(data: Data, *, force: bool, verify: bool, as_json: bool) 
             folder = prepare(data, force=force, progress=progress)
             index = open_shards(folder, verify=verify)
     except KeyboardInterrupt:
-        print("stopped; finished shards are kept: the same command without --force goes on", file=sys.stderr)
+        print("stopped; finished shards are kept: the same command without --force resumes", file=sys.stderr)
         raise
     seconds = time.monotonic() - started
     if as_json:

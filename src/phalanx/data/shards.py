@@ -112,7 +112,7 @@ def open_shards(folder: Path, *, verify: bool = False) -> Index:
     index = read_index(folder)
     if not index.complete:
         raise DataError(
-            f"{folder}: the shards are not finished. Go on with: {repair_command(folder, index, force=False)}"
+            f"{folder}: the shards are not finished. Resume with: {repair_command(folder, index, force=False)}"
         )
     for shard in (shard for split in SPLITS for shard in index.splits[split]):
         problem = damage(folder, index, shard, verify=verify)

@@ -77,7 +77,9 @@ def launch_local(
 def _say_whose_threads(threads: int) -> None:
     theirs = os.environ.get("OMP_NUM_THREADS")
     if theirs not in (None, str(threads)):
-        print(f"phalanx: OMP_NUM_THREADS={theirs} is set and stays, instead of {threads} a rank", file=sys.stderr)
+        print(
+            f"phalanx: OMP_NUM_THREADS={theirs} is set and kept, instead of {threads} threads per rank", file=sys.stderr
+        )
 
 
 @contextmanager

@@ -130,5 +130,5 @@ def _no_group(ranks: Ranks, store: Store | None, timeout_s: float, error: Runtim
         )
     missing = [str(rank) for rank in range(ranks.world) if not store.check([_joined(rank)])]
     if missing:
-        return f"{failed}\nNot there: rank {', '.join(missing)}. Look at what its log says last."
-    return f"{failed}\nAll ranks came; look for the first error in their logs."
+        return f"{failed}\nNot there: rank {', '.join(missing)}. See the end of its log."
+    return f"{failed}\nAll ranks joined; see the first error in their logs."

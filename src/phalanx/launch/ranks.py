@@ -208,7 +208,7 @@ def _refuse_half_a_row(env: Mapping[str, str]) -> None:
             else f"Start it with the launcher's own command, or unset {rank}."
         )
         raise JobError(
-            f"The environment says that this is one of several processes, but not completely: {reason}.\n"
+            f"The environment describes one of several processes, but incompletely: {reason}.\n"
             f"  {row.source}: {_shown(row, env)}\n{hint}"
         )
 

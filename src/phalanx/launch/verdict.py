@@ -46,7 +46,7 @@ class End:
         return self.lost_peer, self.outcome.time if self.outcome else self.time
 
 
-SAVES = "before {} of {} ranks could write a checkpoint; the same command goes on from the last complete one."
+SAVES = "before {} of {} ranks could write a checkpoint; the same command resumes from the last complete one."
 """What to say of ranks that were stopped: how many of how many had not come to their end."""
 
 

@@ -53,7 +53,7 @@ class LatentAttention(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         """(batch, seq, d_model) to the same."""
-        assert rotary is not None, "latent attention goes with rotary positions"
+        assert rotary is not None, "latent attention needs rotary positions"
         q, k, v = (heads.transpose(1, 2) for heads in self.heads(x, rotary))
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)

@@ -1,1 +1,2 @@
-"""Who holds what: batch equation, stages and cuts, tensor slices, sequence parts, experts, recomputation by layer."""
+"""What each rank holds: batch equation, stages and cuts, tensor slices, sequence parts, experts, recomputation per
+layer."""

@@ -12,7 +12,7 @@ DEFAULT_GLOBAL_BATCH = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """The numbers of one optimizer step, in sequences."""
+    """The batch of one optimizer step, in sequences: global, micro-batch, accumulation and data ranks."""
 
     global_batch: int
     micro_batch: int
@@ -27,13 +27,13 @@ class Batch:
 
 
 def solve(global_batch: int, layout: Layout) -> Batch:
-    """Derive what was left open (0) in the batch equation.
+    """Solves the batch equation for the fields that are open (0).
 
-    Where both the micro-batch and the accumulation are open, a micro-batch is all of a data rank's sequences. A
-    pipeline would then stand still but for one rank at a time: it gets the smallest accumulation that is at least
-    2 × pp and divides those sequences, or, where none does, micro-batches of one sequence.
+    If both the micro-batch and the accumulation are open, the micro-batch is all of a data rank's sequences. In a
+    pipeline that would leave all ranks but one idle, so it gets the smallest accumulation that is at least 2 × pp and
+    divides those sequences, or, if there is none, micro-batches of one sequence.
 
-    Raises ValueError with the equation, its values and the nearest legal global batches where they do not agree.
+    Raises ValueError with the equation, its values and the nearest legal global batches if they disagree.
     """
     ranks = layout.data_ranks
     micro, accumulation = layout.micro_batch, layout.accumulation

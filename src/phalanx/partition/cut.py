@@ -1,8 +1,8 @@
-"""Where the layers of a model are cut into pipeline stages: so that the slowest stage is as fast as it can be.
+"""Cuts the layers of a model into pipeline stages such that the slowest stage is as fast as possible.
 
-A step of a pipeline takes as long as its slowest stage lets it. The last stage has the head and the loss besides its
-layers, so equal numbers of layers are not equal work: with a vocabulary of 50,257 the head of GPT-2 (768 wide) costs as
-much as four to five of its blocks.
+The slowest stage bounds the step of a pipeline. The last stage also has the head and the loss, so equal numbers of
+layers are not equal work: with a vocabulary of 50,257 the head of GPT-2 (768 wide) costs as much as four to five of its
+blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ROUNDING = 1e-9
 
 
 class LayerCosts(NamedTuple):
-    """What a token costs in each part of a model, in any one unit."""
+    """The cost per token of every block, of the first stage's embedding and of the last stage's head, in any one
+    unit."""
 
     layers: Sequence[float]
     first: float = 0
@@ -41,18 +42,16 @@ class LayerCosts(NamedTuple):
 
 
 def layer_costs(model: ModelConfig, vocab: int | None = None) -> LayerCosts:
-    """Forward FLOPs a token of every block and of the head. The backward pass costs twice that of each.
-
-    The embedding is a look-up, memory traffic without a multiplication, and counts nothing. `vocab` is the tokenizer's
-    vocabulary, where the model leaves it open; raises JobError where nothing says it."""
+    """Returns the forward FLOPs per token of every block and of the head; each backward pass costs twice that. The
+    embedding is a look-up without a multiplication and counts nothing. `vocab` is the tokenizer's vocabulary, used if
+    the model leaves it open; raises JobError if neither is set."""
     blocks = [block_flops_per_token(model, layer) for layer in range(model.n_layers)]
     return LayerCosts(blocks, 0, head_flops_per_token(model, vocab))
 
 
 def stages_of(model: ModelConfig, layout: Layout, stages: int, vocab: int | None = None) -> tuple[range, ...]:
-    """The layers of each of `stages` stages: `layout.pp_cut`'s where it is written, else by cost.
-
-    Raises JobError where the model has too few layers, or where pp_cut does not fit the model or the stages."""
+    """Returns the layers of each of `stages` stages: those of `layout.pp_cut` if it is set, else cut by cost. Raises
+    JobError if the model has too few layers, or if pp_cut does not match the model or the stages."""
     if layout.pp_cut:
         return written_stages(layout.pp_cut, stages, model.n_layers)
     costs = layer_costs(model, vocab)
@@ -60,17 +59,17 @@ def stages_of(model: ModelConfig, layout: Layout, stages: int, vocab: int | None
 
 
 def cut(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> tuple[range, ...]:
-    """Contiguous layers for each stage, at least one, so that the slowest stage costs least.
+    """Returns contiguous layers for each stage, at least one, such that the slowest stage costs least.
 
-    `costs` are the layers'; `first` and `last` come on top for the first and the last stage. Of the cuts with that
-    slowest stage it is the one with the smallest sum of squares, so that the rest is even too; of those the one with
-    the fewest layers in the early stages, which keep the most micro-batches in flight. Dynamic programming over stages
-    and layers (the linear partition problem), in stages × (layers - stages)² steps.
-
-    Raises JobError where there are more stages than layers."""
+    `costs` are per layer; `first` and `last` are added to the first and the last stage. Among equal cuts it returns the
+    one with the smallest sum of squares, which is the most even; among those the one with the fewest layers in the
+    early stages, which have the most micro-batches in flight. Dynamic programming over stages and layers (the linear
+    partition problem) takes stages × (layers - stages)² steps. Raises JobError if there are more stages than layers.
+    """
     if stages > len(costs):
         raise JobError(
-            f"{stages} stages need as many layers, the model has {len(costs)}; nearest legal: {len(costs)} stages"
+            f"{stages} stages need at least as many layers, the model has {len(costs)}; nearest legal: {len(costs)} "
+            "stages"
         )
     before = np.array(list(accumulate(costs, initial=0)), np.float64)
     extra = [0.0] * stages
@@ -84,8 +83,8 @@ def cut(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) 
 
 
 def cut_by(cost: StageCost, stages: int, layers: int) -> tuple[range, ...]:
-    """The same where a stage costs what `cost` says: infinity where it cannot have these layers. Empty where no cut
-    goes."""
+    """Returns such a cut for stage costs given by the function `cost`, which is infinite for layers that a stage cannot
+    hold. Empty if no cut is possible."""
     room = layers - stages
     slowest = _best(cost, stages, room, inf, squares=False)[0]
     if slowest == inf:
@@ -95,7 +94,7 @@ def cut_by(cost: StageCost, stages: int, layers: int) -> tuple[range, ...]:
 
 
 def stage_costs(stages: Sequence[range], costs: LayerCosts) -> list[float]:
-    """What each stage costs, in the unit of `costs`."""
+    """Returns the cost of each stage, in the unit of `costs`."""
     found = [sum(costs.layers[layer] for layer in stage) for stage in stages]
     found[0] += costs.first
     found[-1] += costs.last
@@ -103,7 +102,7 @@ def stage_costs(stages: Sequence[range], costs: LayerCosts) -> list[float]:
 
 
 def shown(stages: Sequence[range], costs: LayerCosts) -> str:
-    """One line for the log: `3 + 5 + 4 + 4 layers, slowest stage 1.07 × the mean`."""
+    """Formats a cut for the log: `3 + 5 + 4 + 4 layers, slowest stage 1.07 × the mean`."""
     each = stage_costs(stages, costs)
     slowest = max(each) * len(each) / sum(each)
     return f"{' + '.join(str(len(stage)) for stage in stages)} layers, slowest stage {slowest:.2f} × the mean"

@@ -1,4 +1,4 @@
-"""The pipeline schedule that a layout means: one with a name, or one in a file."""
+"""The pipeline schedule of a layout: one known by name, or one in a file."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from phalanx.schedule.schedule import Schedule
 
 
 def is_file(schedule: str) -> bool:
-    """Whether `layout.schedule` means a file and not one of the schedules with a name."""
+    """Returns whether `layout.schedule` is a path and not the name of a schedule."""
     return schedule not in catalogue.SCHEDULES and (
         schedule.endswith(".csv") or "/" in schedule or Path(schedule).is_file()
     )
 
 
 def schedule_of(layout: Layout, micro_batches: int) -> Schedule:
-    """The schedule itself, for `micro_batches` micro-batches a step (those of a file are its own).
-
-    Raises JobError where they do not go with it, or where the file is not a schedule."""
+    """Returns the schedule for `micro_batches` micro-batches per step (a file states its own). Raises JobError if they
+    do not match it, or if the file is not a schedule."""
     if is_file(layout.schedule):
         return file.read(layout.schedule)
     return catalogue.build(layout.schedule, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices)
 
 
 def flushes(layout: Layout) -> bool:
-    """Whether every step begins with an empty pipeline, if any. Raises JobError where a file is no schedule."""
+    """Returns whether every step begins with an empty pipeline; true without a pipeline. Raises JobError if a file is
+    not a schedule."""
     if layout.pp == 1:
         return True
     if is_file(layout.schedule):

@@ -1,4 +1,4 @@
-"""What the backward pass computes again of each layer: the one mode of a layout, or the runs of layers in its cut."""
+"""Recomputation per layer: the one mode of a layout, or the runs of layers in its recompute_cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class RecomputeRun(NamedTuple):
-    """Layers one after the other that do the same."""
+    """Consecutive layers with the same recomputation."""
 
     layers: int
     mode: Mode
@@ -26,30 +26,30 @@ class RecomputeRun(NamedTuple):
 
 
 def parse(text: str) -> tuple[RecomputeRun, ...]:
-    """The runs of `layout.recompute_cut`, "8*full+4*selective+20*none". Raises JobError where it is something else."""
+    """Parses `layout.recompute_cut` such as "8*full+4*selective+20*none". Raises JobError for any other form."""
     runs = []
     for part in text.replace(" ", "").split("+"):
         written = re.fullmatch(r"([0-9]{1,9})\*([a-z]+)", part)
         if not written:
             raise JobError(
-                f"{text!r} is no list of runs of layers; write how many do what with a plus between them, such as "
+                f"{text!r} is not a list of runs of layers; write counts and modes joined by plus signs, such as "
                 "8*full+4*selective+20*none"
             )
         layers, mode = int(written[1]), written[2]
         if mode not in MODES:
             meant = nearest(mode, MODES)
             hint = f"; did you mean {meant}?" if meant else ""
-            raise JobError(f"{part}: {mode!r} is nothing that a layer does{hint} (known: {', '.join(MODES)})")
+            raise JobError(f"{part}: {mode!r} is not a recomputation mode{hint} (known: {', '.join(MODES)})")
         if not layers:
-            raise JobError(f"{part} is no layer: leave it out")
+            raise JobError(f"{part} has no layers: remove it")
         runs.append(RecomputeRun(layers, cast(Mode, mode)))
     return tuple(runs)
 
 
 @lru_cache(1024)
 def modes(text: str, n_layers: int) -> tuple[Mode, ...]:
-    """Of every layer, by a cut or by one mode for all (`written`). Raises JobError with the nearest legal cut where it
-    is not about so many layers."""
+    """Returns the mode of every layer, from a cut or from one mode for all (`written`). Raises JobError with the
+    nearest legal cut if the cut has another number of layers."""
     if text in MODES:
         return (text,) * n_layers
     runs = parse(text)
@@ -60,17 +60,17 @@ def modes(text: str, n_layers: int) -> tuple[Mode, ...]:
 
 
 def written(layout: Layout) -> str:
-    """What a layout says of its layers: the cut where there is one."""
+    """Returns the recomputation as the layout states it: the cut if it is set, else the mode."""
     return layout.recompute_cut or layout.recompute
 
 
 def recompute_of(layout: Layout, layer: int, n_layers: int) -> Mode:
-    """What one layer of so many does. Raises JobError where the cut does not fit them."""
+    """Returns the mode of one layer. Raises JobError if the cut does not match the number of layers."""
     return modes(written(layout), n_layers)[layer]
 
 
 def alike(layout: Layout, mode: Mode) -> Layout:
-    """The layout with all layers doing the same."""
+    """Returns the layout with the same recomputation in all layers."""
     return replace(layout, recompute=mode, recompute_cut="") if layout.recompute_cut else layout
 
 

@@ -1,9 +1,9 @@
-"""Which tokens of a sequence a context-parallel rank holds: arithmetic on positions alone.
+"""The tokens of a sequence that a context-parallel rank holds, by arithmetic on positions alone.
 
-With a causal mask a later token sees more keys than an earlier one. Between the groups of a ring sequences are
-therefore dealt out in zig-zag: of 2 × ring equal chunks, group i holds the i-th from the start and the i-th from the
-end, which together see as many keys as any other such pair (Llama Team 2024, section 3.3.2). Within a group, which with
-Ulysses computes attention over all its tokens, each rank has an equal run of them.
+With a causal mask a later token attends to more keys than an earlier one. Sequences are therefore distributed over the
+groups of a ring in zig-zag: of 2 × ring equal chunks, group i holds the i-th from the start and the i-th from the end,
+whose keys sum to the same number for every i (Llama Team 2024, section 3.3.2). Within a group, which with Ulysses
+computes attention over all its tokens, each rank has an equal run of them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from phalanx.config.layout import Layout
 
 
 def places(layout: Layout, seq_len: int, rank: int, slices: int = 1) -> list[range]:
-    """The positions that context-parallel rank `rank` holds, in runs, in the order in which it holds them.
-
-    Sequences that travel a pipeline in `slices` equal parts are dealt out part by part. The layout has been checked."""
+    """Returns the positions that context-parallel rank `rank` holds, as ranges in storage order. Sequences that are
+    pipelined in `slices` equal parts are distributed part by part. The layout must be legal."""
     tokens = seq_len // slices
     runs = _within(layout, tokens, *grid(layout, rank))
     return [range(run.start + part * tokens, run.stop + part * tokens) for part in range(slices) for run in runs]
 
 
 def grid(layout: Layout, rank: int) -> tuple[int, int]:
-    """A context-parallel rank's place in the ring, and among the ranks that exchange heads."""
+    """Returns the rank's position in the ring, and its position among the ranks that exchange heads."""
     inner, outer = (
         (layout.cp_ulysses, layout.ring) if layout.cp_inner == "ulysses" else (layout.ring, layout.cp_ulysses)
     )
@@ -30,7 +29,7 @@ def grid(layout: Layout, rank: int) -> tuple[int, int]:
 
 
 def group_places(layout: Layout, tokens: int, place: int) -> list[range]:
-    """The positions that the ranks at one place of the ring hold together, of a sequence of `tokens` tokens."""
+    """Returns the positions that the ranks at one ring position hold together, of a sequence of `tokens` tokens."""
     if layout.ring == 1:
         return [range(tokens)]
     chunk = tokens // (2 * layout.ring)

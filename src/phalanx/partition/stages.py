@@ -1,7 +1,7 @@
-"""What a pipeline stage has of a model: a run of layers as a user writes it, and the parameters that go with it.
+"""The contents of a pipeline stage: its range of layers, and the parameters that belong to them.
 
-A stage is the range of its layers, at least one. The first has the embedding and the learned positions besides, the
-last the final norm and the head.
+A stage has at least one layer. The first stage also has the embedding and the learned positions, the last the final
+norm and the head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx.errors import JobError
 
 
 def parse_cut(text: str) -> tuple[int, ...]:
-    """Layers of each stage from `layout.pp_cut`: "3+5+4+4". Raises JobError where it is something else."""
+    """Parses `layout.pp_cut`, the layers of each stage, such as "3+5+4+4". Raises JobError for any other form."""
     plain = text.replace(" ", "")
     if not re.fullmatch(r"[0-9]{1,9}(\+[0-9]{1,9})*", plain):
         raise JobError(f"{text!r} is no list of layers a stage; write them with a plus between them, such as 3+5+4+4")
@@ -24,9 +24,8 @@ def parse_cut(text: str) -> tuple[int, ...]:
 
 
 def written_stages(text: str, stages: int, layers: int) -> tuple[range, ...]:
-    """The layers of each stage by `layout.pp_cut`, for a pipeline of `stages` stages and a model of `layers` layers.
-
-    Raises JobError with every reason why it does not fit them."""
+    """Returns the layers of each stage by `layout.pp_cut`, for a pipeline of `stages` stages and a model of `layers`
+    layers. Raises JobError with every reason why it does not match them."""
     sizes = parse_cut(text)
     problems = []
     if len(sizes) != stages:
@@ -42,20 +41,19 @@ def written_stages(text: str, stages: int, layers: int) -> tuple[range, ...]:
 
 
 def even(layers: int, stages: int) -> tuple[range, ...]:
-    """Layers dealt out as evenly as whole numbers allow, one more to the later stages, which keep fewer micro-batches
-    in flight."""
+    """Distributes layers as evenly as possible, with one more in the later stages, which have fewer micro-batches in
+    flight."""
     return tuple(range(s * layers // stages, (s + 1) * layers // stages) for s in range(stages))
 
 
 def ranges(sizes: Sequence[int]) -> tuple[range, ...]:
-    """The layers of each stage, where stage s has `sizes[s]` of them."""
+    """Returns the layers of each stage, if stage s has `sizes[s]` of them."""
     return tuple(range(start, end) for start, end in pairwise(accumulate(sizes, initial=0)))
 
 
 def stage_shapes(model: ModelConfig, stages: Iterable[range], vocab_size: int | None = None) -> Shapes:
-    """Name and whole shape of every parameter that a rank with these stages holds, in the order of the module tree.
-
-    Where the head is tied, the last stage holds `embed.weight` too: a copy, whose gradient the two ranks add up."""
+    """Returns name and whole shape of every parameter on a rank with these stages, in the order of the module tree. If
+    the head is tied, the last stage holds `embed.weight` too: a copy whose gradient the two ranks sum."""
     layers = {layer for stage in stages for layer in stage}
     first, last = 0 in layers, model.n_layers - 1 in layers
     outside = {"embed": first or (last and model.tied), "positions": first, "final_norm": last, "head": last}

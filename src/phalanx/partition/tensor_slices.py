@@ -1,12 +1,11 @@
 """Which part of every parameter a tensor-parallel rank holds: a view of the weights of phalanx.blocks.
 
 Matrices that read the residual stream are cut by rows (their outputs), those that write to it by columns (their
-inputs), so that a block needs no communication between the two (Shoeybi et al. 2019, section 3). The same holds for the
-matrices of experts, which are stacked along a leading dimension. Of latent attention (DeepSeek-V2, section 2.1) what
-makes heads is cut, an equal part of whole heads each; what compresses, and its norms, serve all heads. The vocabulary
-is cut by rows and padded to equal parts. What is in no list is whole on every rank.
-
-Expert parallelism deals out whole experts, in equal runs, whatever tensor parallelism holds of each.
+inputs), so that a block needs no communication between the two (Shoeybi et al. 2019, section 3). The matrices of
+experts, stacked along a leading dimension, are cut in the same way. In latent attention (DeepSeek-V2, section 2.1) the
+matrices that make heads are cut into equal numbers of whole heads; the compressing matrices and their norms serve all
+heads and stay whole. The vocabulary is cut by rows and padded to equal parts. Every parameter in no list is whole on
+every rank. Expert parallelism distributes whole experts, in equal runs, independently of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ STOP_MESSAGE_BYTES = 256
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """What one tensor rank holds of a parameter."""
+    """The part of a parameter that one tensor rank holds."""
 
     whole: tuple[int, ...]
     """Shape of the whole parameter."""
@@ -49,12 +48,12 @@ class TensorSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what is held."""
+        """Shape of this part."""
         return tuple(self.size if dim == self.dim else n for dim, n in enumerate(self.whole))
 
     @property
     def real(self) -> int:
-        """Rows (columns) held that exist in the whole: the rest is padding."""
+        """Rows (columns) of this part that exist in the whole parameter; the rest is padding."""
         assert self.dim is not None, "only a cut dimension is padded"
         return max(0, min(self.size, self.whole[self.dim] - self.start))
 
@@ -75,9 +74,8 @@ def piece(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: 
 
 
 def experts_of(n_experts: int, ep: int, rank: int) -> range:
-    """The routed experts that rank `rank` of `ep` expert-parallel ranks holds: equal runs in their order.
-
-    The layout has been checked: the experts divide by ep."""
+    """Returns the routed experts of rank `rank` of `ep` expert-parallel ranks: equal runs in order. ep must divide the
+    experts."""
     each = n_experts // ep
     return range(rank * each, (rank + 1) * each)
 
@@ -95,8 +93,8 @@ def tile(name: str, whole: tuple[int, ...], tiles: int, model: ModelConfig) -> t
 
 
 def groups(sizes: Sequence[int], least: float) -> list[list[int]]:
-    """Group parameters of `sizes` bytes, in their order and by their places, so that each group but the last reaches at
-    least `least` bytes."""
+    """Groups parameters of `sizes` bytes, by their indices and in order, so that each group but the last has at least
+    `least` bytes."""
     found: list[list[int]] = [[]]
     size = 0
     for place, more in enumerate(sizes):

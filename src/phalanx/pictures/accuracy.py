@@ -1,4 +1,4 @@
-"""Predicted against measured, each row a point: time and memory on logarithmic axes, a colour a source."""
+"""Predicted against measured time and memory: one point per row on logarithmic axes, one colour per source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AccuracyPanel:
 
 
 def svg(found: Sequence[GradedRow], title: str = "predicted against measured") -> str:
-    """The pictures as an SVG document. Raises ValueError where nothing was measured."""
+    """Returns the pictures as an SVG document. Raises ValueError if nothing was measured."""
     panels = [panel for panel in (_times(found), _memory(found)) if panel.points]
     if not panels:
         raise ValueError("no row with a measured time or memory")
@@ -36,7 +36,7 @@ def svg(found: Sequence[GradedRow], title: str = "predicted against measured") -
 
 
 def scatter(panels: Sequence[AccuracyPanel], title: str) -> str:
-    """The panels side by side under one legend, as an SVG document."""
+    """Returns the panels side by side under one legend, as an SVG document."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.points))
     legend = -(-len(names) // 4) * _LEGEND
     width = _LEFT + len(panels) * (_SIDE + _GAP)

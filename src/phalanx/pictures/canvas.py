@@ -1,6 +1,4 @@
-"""Line plots as SVG, by a small writer of its own. Without a background and in colours of middle lightness, so that a
-page may be light or dark.
-"""
+"""Line plots as SVG. They have no background and colours of middle lightness, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -33,7 +31,8 @@ class Panel:
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
-    """The panels side by side under one legend, as an SVG document. Raises ValueError where a panel has no points."""
+    """Returns the panels side by side under one legend, as an SVG document. Raises ValueError if a panel has no
+    points."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     each = _LEFT + _WIDTH + _RIGHT
     width, height = each * len(panels), _TOP + _HEIGHT + _BOTTOM
@@ -56,7 +55,7 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, about `count` of them: steps of 1, 2 or 5 times a power of ten."""
+    """Returns about `count` round numbers from `low` to `high`, in steps of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))

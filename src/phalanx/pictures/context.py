@@ -1,8 +1,7 @@
 """A picture of context parallelism: who holds which tokens of a sequence, who meets which keys when, and whether all
 have the same to do (`phalanx predict JOB --svg FILE --picture context`).
 
-Drawn from the arithmetic that training itself uses (partition/sequence.py), of a sequence that does not travel in
-slices.
+It is drawn from the arithmetic that training uses (partition/sequence.py), for a sequence without slices.
 """
 
 from __future__ import annotations
@@ -26,10 +25,13 @@ _LONGEST = 220  # bar
 
 
 def svg(job: Job) -> str:
-    """The picture of how `job`'s layout deals out sequences, as an SVG document. Raises JobError without cp."""
+    """Returns the picture of how a job's layout distributes sequences, as an SVG document. Raises JobError without
+    cp."""
     layout, tokens = job.layout, job.model.seq_len
     if layout.cp == 1:
-        raise JobError("layout.cp is 1: every rank holds whole sequences, and there is nothing to draw; such as cp=4")
+        raise JobError(
+            "layout.cp is 1: every rank holds whole sequences, so there is nothing to draw; set for example cp=4"
+        )
     matrices, bottom = _matrices(layout, job.model)
     bars, lowest = _bars(layout, job.model)
     height = int(max(bottom, lowest, _TOP + _SIDE)) + 16
@@ -50,18 +52,18 @@ def svg(job: Job) -> str:
 
 
 def pairs(runs: Sequence[range]) -> int:
-    """How many keys the queries at some positions see under a causal mask, all together."""
+    """Returns the number of query × key pairs of the queries at some positions under a causal mask."""
     return sum((run.start + 1 + run.stop) * len(run) // 2 for run in runs)
 
 
 def contiguous(layout: Layout, tokens: int, place: int) -> list[range]:
-    """What a place of the ring would hold if sequences were simply cut in as many runs."""
+    """Returns the positions of a ring position if sequences were cut into contiguous runs."""
     share = tokens // layout.ring
     return [range(place * share, (place + 1) * share)]
 
 
 def _caption(layout: Layout) -> Iterator[str]:
-    yield "A colour is a rank. In the matrix: who computes a query's scores with a key. Nobody sees later keys."
+    yield "A colour is a rank. The matrix shows which rank computes a query's score with a key; later keys are masked."
     if layout.ring > 1:
         groups = "rank" if layout.cp_ulysses == 1 else f"group of {layout.cp_ulysses} ranks"
         yield (

@@ -1,7 +1,5 @@
-"""Pictures of a measured machine beside its fit: dots are measurements, lines what the cost model makes of them.
-
-Axes are logarithmic, since sizes go over many powers of ten. Without a background, for a light or dark page.
-"""
+"""Pictures of a measured machine and its fit: dots are measurements, lines are the cost model. Axes are logarithmic.
+There is no background, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _CURVE = 6  # parts between two measured sizes
 
 
 class Series(NamedTuple):
-    """What was measured and what the model says, each as points (x, y) in the order of x."""
+    """Measured and modelled points (x, y), in the order of x."""
 
     measured: list[tuple[float, float]]
     fitted: list[tuple[float, float]]
@@ -50,9 +48,8 @@ def device_svg(
     streams: Sequence[StreamTiming],
     rows: Sequence[FitRow],
 ) -> str:
-    """What one device does: rates of products by size, of attention by length, of streams by bytes.
-
-    `rows` are fit.device_rows of the same measurements, in the same order."""
+    """Draws one device: rates of products by size, of attention by length, of streams by bytes. `rows` are
+    fit.device_rows of the same measurements, in the same order."""
     fits = iter(rows)
     rates, attention, memory = {}, {}, {}
     for p in products:
@@ -76,8 +73,8 @@ def device_svg(
 
 
 def link_svg(title: str, groups: Sequence[tuple[Cluster, Sequence[Transfer]]]) -> str:
-    """Collectives, a row each: the time by bytes, and the bytes a second that a rank sends; a line for each group, with
-    the machine that was fitted to it."""
+    """Draws collectives, one row each: time by bytes, and bytes per second sent per rank; one line per group, with the
+    fitted machine."""
     times: dict[str, dict[str, Series]] = {}
     buses: dict[str, dict[str, Series]] = {}
     for machine, transfers in groups:

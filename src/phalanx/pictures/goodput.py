@@ -30,5 +30,5 @@ def svg(sizes: Sequence[int], failures_per_device_day: float, saves: Sequence[fl
             top = best(devices, failures_per_device_day, save, restart_s)
             if minutes[0] <= top.interval_s / 60 <= _LONGEST:
                 marks[name] = top.interval_s / 60, 100 * top.fraction
-        panels.append(Panel(f"a save takes {save:g} s", "minutes between saves", "% of the time trains", lines, marks))
+        panels.append(Panel(f"a save takes {save:g} s", "minutes between saves", "% productive time", lines, marks))
     return canvas.svg(f"Productive time where a restart takes {restart_s / 60:g} minutes", panels)

@@ -1,7 +1,7 @@
 """A picture of a layout: which rank holds which part of a block's matrices, and the bytes of state per rank under each
 ZeRO stage (`phalanx predict JOB --svg FILE --picture layout`).
 
-Drawn from the arithmetic that training itself uses (partition/tensor_slices.py, cost/memory/state.py).
+It is drawn from the arithmetic that training uses (partition/tensor_slices.py, cost/memory/state.py).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _caption(job: Job) -> list[str]:
     layout = job.layout
     lines = ["The embedding and the matrices of the first block, outputs downwards (long sides are cut short)."]
     if job.model.moe.n_experts:
-        dealt = f", which {layout.ep} ep ranks deal out: a shade is one of them" if layout.ep > 1 else ""
-        lines.append(f"Of experts' matrices each row is an expert{dealt}.")
+        dealt = f", distributed over {layout.ep} ep ranks, one shade each" if layout.ep > 1 else ""
+        lines.append(f"In the matrices of experts each row is an expert{dealt}.")
     if layout.tp > 1:
         lines[0] += " A colour is a tensor rank."
     if layout.pp > 1:
@@ -75,7 +75,7 @@ def _caption(job: Job) -> list[str]:
     if layout.shard_ranks > 1:
         of = "dp_shard" if layout.cp == 1 else "dp_shard × cp"
         what = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
-        lines.append(f"A shade is what one of the {of} ranks keeps of the {what[layout.zero - 1]}.")
+        lines.append(f"A shade is the {what[layout.zero - 1]} of one of the {of} ranks.")
     return lines
 
 

@@ -1,5 +1,5 @@
-"""The plan as one page for a browser: it loads nothing, is read without scripts, and is light or dark as the reader
-prefers."""
+"""The plan as one self-contained HTML page: it loads nothing, can be read without scripts, and follows the reader's
+light or dark preference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from phalanx.units import gib
 _DRAWN = 10  # layouts in the pictures of time and memory
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _EXPLAINED = {
-    "micro-batches": "micro-batches of a data rank and step, and sequences in each",
+    "accum × micro": "accumulation × micro-batch: micro-batches per step and data rank, and sequences in each",
     "step": "simulated time of an optimizer step",
     "tps": "tokens per second and device",
     "tps_total": "tokens per second on all devices together",
@@ -45,7 +45,7 @@ _EXPLAINED = {
 
 
 def html(plan: Plan, timeline_svg: str | None = None) -> str:
-    """The page. `timeline_svg` is the picture of the best layout's step (phalanx.simulate), an SVG document."""
+    """Returns the page. `timeline_svg` is the picture of the best layout's step (phalanx.simulate), an SVG document."""
     title = f"Plan: {headline(plan)}"
     shown = plan.best[:_DRAWN] or ([plan.nearest] if plan.nearest else [])
     sections = [
@@ -53,14 +53,14 @@ def html(plan: Plan, timeline_svg: str | None = None) -> str:
         *(_section("best", "The best layouts", _table(plan.best)) if plan.best else []),
         *(_section("parts", "Where time and memory go", _parts(shown)) if shown else []),
         *(_section("why", "Why" if plan.best else "More devices", _list(plan.notes)) if plan.notes else []),
-        *(_section("instead", "What one would take instead", _alternatives(plan)) if plan.alternatives else []),
+        *(_section("instead", "Alternatives", _alternatives(plan)) if plan.alternatives else []),
         *(
             _section("timeline", "The step of the best, simulated", _figure(timeline_svg, "wide"))
             if timeline_svg
             else []
         ),
         *(_section("space", "The space", _figure(space_picture(plan), "map")) if shown or plan.points else []),
-        *(_section("rejected", "Left out", _rejected(plan)) if plan.rejected else []),
+        *(_section("rejected", "Rejected", _rejected(plan)) if plan.rejected else []),
     ]
     return "\n".join(
         [
@@ -89,12 +89,12 @@ def html(plan: Plan, timeline_svg: str | None = None) -> str:
 
 
 def job_section(layout: Layout) -> str:
-    """The layout as a job file has it (YAML)."""
+    """Returns the layout section for a job file (YAML)."""
     return yaml.safe_dump({"layout": differing(layout)}, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def command(layout: Layout) -> str:
-    """What trains with that layout; JOB stands for the job file."""
+    """Returns the command that trains in that layout; JOB stands for the job file."""
     known = short_names()
     words = [
         f"{name if known.get(name) == f'layout.{name}' else f'layout.{name}'}={_word(value)}"

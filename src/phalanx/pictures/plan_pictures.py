@@ -1,7 +1,5 @@
-"""Bars side by side of several layouts: the time of a step by part, the memory of the fullest rank by part.
-
-Without a background and in colours of middle lightness, so that a page may be light or dark.
-"""
+"""Bars of several layouts: the time of a step by part, the memory of the fullest rank by part. There is no background,
+and colours have middle lightness, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -33,28 +31,29 @@ class _LayoutRow(NamedTuple):
 
 
 def time_picture(shown: Sequence[Candidate]) -> str:
-    """The parts of a step's time, a bar a layout, and a mark at the simulated time, as an SVG document."""
+    """Draws the parts of a step's time, one bar per layout, with a mark at the simulated time, as an SVG document."""
     rows = [
         _LayoutRow(_label(rank, each), each.prediction.parts.items(), seconds(each.seconds), each.seconds)
         for rank, each in enumerate(shown, 1)
     ]
-    foot = "The parts are the cost model's; the upright mark is the time that the simulation finds."
+    foot = "The parts are predicted; the upright mark is the simulated time."
     return _stacked("Time of a step by part, in seconds", rows, 1.0, time_fill, seconds, 0.0, foot)
 
 
 def memory_picture(shown: Sequence[Candidate]) -> str:
-    """The memory of the fullest rank by part, a bar a layout, and the device's memory as a line, as an SVG document."""
+    """Draws the memory of the fullest rank by part, one bar per layout, with the device's memory as a line, as an SVG
+    document."""
     rows = [
         _LayoutRow(_label(rank, each), [*each.prediction.fullest.parts()], gib(each.prediction.fullest.peak))
         for rank, each in enumerate(shown, 1)
     ]
     limit = shown[0].prediction.memory_limit
-    foot = f"Of the fullest rank of each at its fullest moment; the dashed line is what a device has, {gib(limit)}."
+    foot = f"Peak of the fullest rank; the dashed line is the memory of a device, {gib(limit)}."
     return _stacked("Memory of a device by part, in GiB", rows, 2.0**30, memory_fill, gib, limit, foot)
 
 
 def framed(title: str, width: float, height: float, parts: Iterable[str]) -> str:
-    """An SVG document of parts."""
+    """Returns an SVG document of parts."""
     return "\n".join(
         [
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
@@ -67,7 +66,7 @@ def framed(title: str, width: float, height: float, parts: Iterable[str]) -> str
 
 
 def shorten(words: str, letters: int) -> str:
-    """The beginning of what is longer than that."""
+    """Truncates a longer text."""
     return words if len(words) <= letters else words[: letters - 1] + "…"
 
 

@@ -1,8 +1,6 @@
-"""Pictures of a prediction: where the time of a step goes, where the memory of each pipeline rank, and the roofline of
-a block (`phalanx predict JOB --svg FILE`).
-
-Without a background and in colours of middle lightness, so that a page may be light or dark.
-"""
+"""Pictures of a prediction: time of a step by part, memory of each pipeline rank by part, and the roofline of a block
+(`phalanx predict JOB --svg FILE`). There is no background, and colours have middle lightness, for light and dark
+pages."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from phalanx.cost.breakdown import subject
+from phalanx.cost.breakdown import MOMENTS, subject
 from phalanx.cost.memory.rank_memory import PARTS
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
@@ -32,7 +30,7 @@ _SHOWN = 5e-4  # of the step: a part that is at least that is not 0.0 %
 
 
 def svg(spec: StepSpec, prediction: Prediction) -> str:
-    """Time by part, memory by part and pipeline rank, and the roofline of a block, as an SVG document."""
+    """Draws time by part, memory by part and pipeline rank, and the roofline of a block, as an SVG document."""
     title = subject(spec, spec.layout.world)
     caption = list(_caption(spec, prediction))
     top = 40 + _LINE * len(caption) + 34
@@ -94,7 +92,7 @@ def _time(prediction: Prediction, top: float) -> tuple[list[str], float]:
 
 
 def time_fill(name: str) -> str:
-    """The colour of a part of a step's time, as attributes."""
+    """Returns the colour of a part of a step's time, as attributes."""
     if name == "bubble":
         return _fill(NEUTRAL, pale=True)
     return _fill(_EXPOSED if name.endswith("exposed") else _TIME_COLOURS.get(name, COLOURS[0]))
@@ -159,12 +157,12 @@ def _legend(prediction: Prediction, y: float) -> Iterator[str]:
     yield f"<line x1='{_LEGEND - 2}' y1='{y - 4:.1f}' x2='{_LEGEND + 14}' y2='{y - 4:.1f}' {dashes}/>"
     yield text(_LEGEND + 18, y, "limit")
     yield text(_RIGHT, y, gib(prediction.memory_limit), "text-anchor='end' font-size='11'")
-    yield text(_LEGEND, y + 24, f"fullest in the {fullest.moment}", "font-size='11'")
+    yield text(_LEGEND, y + 24, f"peak {MOMENTS[fullest.moment]}", "font-size='11'")
     yield text(_LEGEND, y + 39, f"{gib(least * fullest.peak)} to {gib(most * fullest.peak)}", "font-size='11'")
 
 
 def memory_fill(name: str) -> str:
-    """The colour of a part of the memory, as attributes."""
+    """Returns the colour of a part of the memory, as attributes."""
     return _fill(_MEMORY_COLOURS[name], pale=name == "reserved")
 
 
@@ -174,7 +172,7 @@ def _fill(colour: str, pale: bool = False) -> str:
 
 
 def box(x: float, y: float, width: float, height: float, style: str, tip: str = "") -> str:
-    """A rectangle; `tip` is what a pointer on it shows."""
+    """Returns a rectangle with the tooltip `tip`."""
     drawn = f"<rect x='{x:.1f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' {style}"
     return f"{drawn}><title>{escape(tip)}</title></rect>" if tip else f"{drawn}/>"
 

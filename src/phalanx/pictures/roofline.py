@@ -1,4 +1,5 @@
-"""The roofline of a block as a picture: a dot an operator under the roof of a device, and a table of what bounds it."""
+"""The roofline of a block as a picture: one dot per operator under the roof of a device, and a table of what bounds
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _VERDICTS = {"compute": COLOURS[0], "memory": COLOURS[2], "launch": COLOURS[7], 
 
 
 def draw(spec: StepSpec, top: float) -> tuple[list[str], float]:
-    """The roofline of the last block on a device, its operators in a table beside it; and where they end."""
+    """Draws the roofline of the last block on a device, with a table of its operators; also returns where they end."""
     found = roofline.points(spec)
     device, kind = spec.cluster.accelerator, spec.products
     slowdown = roofline.block_slowdown(spec)
@@ -32,10 +33,11 @@ def draw(spec: StepSpec, top: float) -> tuple[list[str], float]:
     others = {p.products: roofline.reached(device, p.products, slowdown) for p in found if p.products != kind}
     height = max(300, 16 * len(found) + 8)
     words = [
-        f"Dashed: the data sheet, {_rates(paper)}; they meet at the ridge. Solid: what the best products and streaming "
-        f"kernels of the program reach, {_rates(real)}, which meet at {_number(real.ridge)} FLOP/byte.",
+        f"Dashed: the data sheet, {_rates(paper)}, with the ridge where they meet. Solid: what the best products and "
+        "streaming "
+        f"kernels of the framework reach, {_rates(real)}, with the ridge at {_number(real.ridge)} FLOP/byte.",
         "A number that a memory-bound operation reads or writes counts as one FLOP. Collectives: those right before "
-        "and after an operator, if nothing hid them; where they take longer, communication bounds it.",
+        "and after an operator, if fully exposed; where they take longer, the operator is bound by communication.",
     ]
     if others:
         words.append(f"Thin: in {', '.join(others)}, in which the prediction has some of the operators.")
@@ -52,7 +54,7 @@ def draw(spec: StepSpec, top: float) -> tuple[list[str], float]:
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that suits it, to three digits."""
+    """Formats a time in a suitable unit, to three digits."""
     unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("µs", 1e-6))
     return f"{_number(value / size)} {unit}"
 

@@ -1,7 +1,5 @@
-"""A picture of a schedule: a row a rank, time to the right, a cell an action with the number of its micro-batch.
-
-Without a background and in colours of middle lightness, so that a page may be light or dark.
-"""
+"""A picture of a schedule: one row per rank, time to the right, one cell per action with the number of its micro-batch.
+There is no background, and colours have middle lightness, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ DIGIT = 6.2
 
 
 def svg(timing: Timing) -> str:
-    """The picture of a schedule that was run through, as an SVG document."""
+    """Draws a timed schedule as an SVG document."""
     schedule, duration = timing.schedule, timing.duration
     # As wide as the longest number needs in the shortest cell, in a picture that is not too wide.
     longest = max(len(number(action, schedule)) for program in schedule.programs for action in program)
@@ -76,8 +74,8 @@ def _used(schedule: Schedule) -> list[str]:
 
 
 def variants(schedule: Schedule) -> list[list[int]]:
-    """By direction and stage, which of the stages of its rank it is, those of a second direction after those of the
-    first: what is told apart by shades."""
+    """Returns, by direction and stage, the index of the stage on its rank, those of a second direction after those of
+    the first; shades distinguish them."""
     found: list[list[int]] = []
     first = 0
     for placement in schedule.placements:
@@ -92,7 +90,7 @@ def variants(schedule: Schedule) -> list[list[int]]:
 
 @cache
 def shade(kind: str, variant: int, count: int) -> tuple[str, str]:
-    """The colour of a cell and that of the text on it: the further the variant from the first, the lighter."""
+    """Returns the colours of a cell and of its text: the higher the variant, the lighter."""
     lighter = (0.5 if count == 2 else 0.66) * variant / max(1, count - 1)
     channels = (int(_KINDS[kind][0][place : place + 2], 16) for place in (1, 3, 5))
     fill = "#" + "".join(f"{round(channel + (255 - channel) * lighter):02x}" for channel in channels)
@@ -100,13 +98,13 @@ def shade(kind: str, variant: int, count: int) -> tuple[str, str]:
 
 
 def size(schedule: Schedule) -> str:
-    """How large a schedule is, in words."""
+    """Formats the size of a schedule."""
     batches = "1 micro-batch" if schedule.micro_batches == 1 else f"{schedule.micro_batches} micro-batches"
     words = [counted(schedule.ranks, "rank"), batches]
     if schedule.stages != schedule.ranks:
         words.append(counted(schedule.stages, "stage"))
     if schedule.slices > 1:
-        words.append(f"{schedule.slices} slices a sequence")
+        words.append(f"{schedule.slices} slices per sequence")
     if schedule.steps > 1:
         words.append(f"{schedule.steps} steps")
     return ", ".join(words)
@@ -118,7 +116,7 @@ def _foot(timing: Timing) -> str:
 
 
 def number(action: Action, schedule: Schedule) -> str:
-    """What stands in a cell."""
+    """Returns the label of a cell."""
     return f"{action.micro}.{action.slice}" if schedule.slices > 1 else str(action.micro)
 
 
@@ -175,7 +173,7 @@ def _update(x: float, top: float) -> str:
 
 
 def keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
-    """The legend of the passes: each entry and where it ends."""
+    """Yields the legend of the passes: each entry, and where it ends."""
     found = variants(schedule)
     count = 1 + max(found[-1])
     x = float(_MARGIN)

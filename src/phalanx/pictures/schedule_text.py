@@ -1,4 +1,5 @@
-"""A schedule as a grid of characters: a row a rank, each action as wide as its time, in bands as wide as the terminal.
+"""A schedule as a grid of characters: one row per rank, each action as wide as its time, in bands as wide as the
+terminal.
 
 `F3` is the forward pass of micro-batch 3, `F3b` that of the rank's second stage (or of the second direction), `F3.1`
 that of slice 1; dots are bubbles.
@@ -31,7 +32,7 @@ class _Piece(NamedTuple):
 
 
 def show(timing: Timing) -> None:
-    """Print the grid on standard output, in colours where that is a terminal."""
+    """Prints the grid on standard output, in colours on a terminal."""
     width = shutil.get_terminal_size((120, 24)).columns
     if not sys.stdout.isatty():
         print(text(timing, width))
@@ -54,7 +55,7 @@ def show(timing: Timing) -> None:
 
 
 def text(timing: Timing, width: int = 120) -> str:
-    """The grid in plain characters, in bands of at most `width` of them. For times in whole units."""
+    """Returns the grid in plain characters, in bands of at most `width` of them, for times in whole units."""
     return "\n".join("".join(words for words, _ in line).rstrip() for line in _lines(timing, width))
 
 

@@ -1,7 +1,5 @@
-"""The map of the space of layouts: time of a step to the right, memory of a device upwards, a dot a layout.
-
-Without a background and in colours of middle lightness, so that a page may be light or dark.
-"""
+"""The map of the search space: one dot per layout, time of a step to the right, memory of a device upwards. There is no
+background, and colours have middle lightness, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ Scale = Callable[[float], float]
 
 
 def space_picture(plan: Plan) -> str:
-    """Every point of the plan: hollow where it does not fit, its colour the family; the best and what somebody would
-    have taken instead are marked. An SVG document. Raises ValueError where the plan has neither points nor layouts."""
+    """Draws every point of the plan, hollow if it does not fit, coloured by family; the best layout and the
+    alternatives are marked. Returns an SVG document. Raises ValueError if the plan has neither points nor layouts."""
     marked = [*plan.best[:1], *([plan.nearest] if plan.nearest else [])]
     others = [each.candidate for each in plan.alternatives if each.candidate]
     weighed = [(each.seconds, float(each.prediction.fullest.peak)) for each in (*marked, *others)]
@@ -140,8 +138,8 @@ def _colours(points: Sequence[SpacePoint]) -> dict[str, str]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers for a logarithmic axis: 1, 2 and 5 times powers of ten, without 2 and 5 where those are too many;
-    where they are too few, as on a linear axis."""
+    """Returns round numbers for a logarithmic axis: 1, 2 and 5 times powers of ten, fewer if those are too many, and
+    linear ones if they are too few."""
     powers = range(floor(log10(low)) - 1, ceil(log10(high)) + 1)
     found = [factor * 10.0**power for power in powers for factor in _ROUND if low <= factor * 10.0**power <= high]
     if len(found) > 10:

@@ -1,7 +1,5 @@
-"""A picture of a simulated step: two rows a pipeline rank, above its device, below what it sends; time to the right.
-
-Without a background and in colours of middle lightness, so that a page may be light or dark.
-"""
+"""A picture of a simulated step: two rows per pipeline rank, its device above, its messages below; time to the right.
+There is no background, and colours have middle lightness, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -41,9 +39,8 @@ _DARKER = "fill='#000' fill-opacity='.38'"
 
 
 def svg(timeline: Timeline, begin: float | None = None, end: float | None = None) -> str:
-    """The picture of a step, or of its seconds from `begin` to `end`, as an SVG document of less than a megabyte.
-
-    Raises JobError where the window is empty."""
+    """Draws a step, or its seconds from `begin` to `end`, as an SVG document of less than a megabyte. Raises JobError
+    if the window is empty."""
     shown = Window(begin or 0.0, timeline.seconds if end is None else min(end, timeline.seconds), 1.0)
     if not 0 <= shown.begin < shown.end:
         raise JobError(

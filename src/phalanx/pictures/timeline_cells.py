@@ -1,4 +1,4 @@
-"""Spans as the cells of a picture: cut to a window of time, those too narrow to be seen put together."""
+"""Spans as the cells of a picture: cut to a window of time; cells too narrow to be seen are merged."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NARROWEST = 0.7
 
 @dataclass(frozen=True)
 class Window:
-    """The seconds of a step that are shown, and on how many pixels each."""
+    """The seconds of a step that are shown, and their scale in pixels."""
 
     begin: float
     end: float
     unit: float
 
     def cut(self, spans: Sequence[Span]) -> Iterator[Span]:
-        """What of the spans is inside. The exposed part of a pass is at its end."""
+        """Returns the spans inside the window. The exposed part of a pass is at its end."""
         for span in spans:
             start, end = max(span.start, self.begin), min(span.end, self.end)
             if start == span.start and end == span.end and span.seconds > 0:
@@ -36,7 +36,7 @@ class Window:
 
 
 class Cell(NamedTuple):
-    """A box of one colour. Lengths in pixels but for `top` and `height`, which are shares of the row's height."""
+    """A box of one colour. Lengths are in pixels, except `top` and `height`, which are shares of the row's height."""
 
     x: float
     width: float
@@ -49,8 +49,8 @@ class Cell(NamedTuple):
 
 
 def cells(spans: Sequence[Span], window: Window, narrow: float, colour: Callable[[Span], Hashable]) -> Iterator[Cell]:
-    """The cells of one row. Neighbours that are narrower than `narrow` pixels share a column a few pixels wide, in
-    which each colour is as high as its share of the time."""
+    """Returns the cells of one row. Neighbours narrower than `narrow` pixels share a column a few pixels wide, in which
+    the height of each colour is its share of the time."""
     column: list[Span] = []
     for span in window.cut(spans):
         is_narrow = span.seconds * window.unit < narrow

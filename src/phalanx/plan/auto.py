@@ -37,8 +37,8 @@ def choose(
         raise JobError(_nothing_legal(plan, request))
     nearest = plan.nearest.spec
     raise DoesNotFitError(
-        f"layout auto: none of {plan.searched:,} layouts fits. The one that needs least, {nearest.layout.line()}, "
-        + "\n  ".join([shortfall(nearest), *plan.notes])
+        f"layout auto: none of {plan.searched:,} layouts fits. The one that needs the least memory, "
+        f"{nearest.layout.line()}, " + "\n  ".join([shortfall(nearest), *plan.notes])
     )
 
 
@@ -49,6 +49,6 @@ def _nothing_legal(plan: Plan, request: PlanRequest) -> str:
     reasons = sorted(plan.rejected.items(), key=lambda item: -item[1])[:MOST_REASONS]
     return (
         f"layout auto{settled}: no such layout is legal for this model, global batch {request.global_batch} and "
-        f"{' or '.join(map(str, request.devices))} devices; leave more of it to the planner, or change the number of "
-        "devices (cluster.devices_per_node)" + "".join(f"\n  {count:,} layouts: {reason}" for reason, count in reasons)
+        f"{' or '.join(map(str, request.devices))} devices; fix fewer fields, or change the number of devices "
+        "(cluster.devices_per_node)" + "".join(f"\n  {count:,} layouts: {reason}" for reason, count in reasons)
     )

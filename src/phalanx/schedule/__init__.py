@@ -1,1 +1,2 @@
-"""Pipeline schedules as data: what each rank does, and when; generated, validated, timed and drawn without torch."""
+"""Pipeline schedules as data: the order of actions on each rank; generated, validated, timed and drawn without
+torch."""

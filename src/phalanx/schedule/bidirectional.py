@@ -8,11 +8,10 @@ from phalanx.schedule.order import Pass, times
 
 
 def passes(rank: int, ranks: int, micro_batches: int) -> Iterator[Pass]:
-    """The passes of one of `ranks` ranks that lead to a fold and back: in lane 0 micro-batches are on their way to the
-    fold at the last rank, in lane 1 on their way back. At least so many passes of each lane as `micro_batches`.
-
-    Backward passes are split where the ranks wait for them (at the start) or where their W can fill a bubble (at the
-    end); in between they stay whole, each next to a forward pass of the other lane."""
+    """Returns the passes of one of `ranks` ranks that lead to a fold and back: lane 0 has micro-batches on their way to
+    the fold at the last rank, lane 1 on their way back. Each lane has at least `micro_batches` passes. Backward passes
+    are split where the ranks wait for them (at the start) or where their W can fill a bubble (at the end); in between
+    they stay whole, each next to a forward pass of the other lane."""
     to_fold = ranks - 1 - rank
     yield from times(2 * to_fold, ("F", 0))
     yield from times(rank + 1, ("F", 0), ("F", 1))

@@ -1,7 +1,7 @@
-"""Whether a schedule also runs where a send blocks until its receive is posted, so that no message is ever under way.
+"""Tests whether a schedule also runs with sends that block until their receive is posted.
 
-Not every good schedule does: interleaved 1F1B sends round the ranks both ways at a time, and looped BFS makes what the
-next rank asks for only after all its micro-batches. Those need sends that wait in the background.
+Some good schedules do not. Interleaved 1F1B sends round the ranks in both directions at once, and looped BFS produces
+the next rank's input only after all its micro-batches. They need asynchronous sends.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from phalanx.schedule.schedule import Action, Schedule
 
 
 def blocked(schedule: Schedule) -> list[str]:
-    """Where ranks stand still with sends that block: who cannot do what, and the circle in which they wait. Empty for
-    a schedule that runs through. Only for one that has no problems (check.problems).
+    """Returns the lines that describe the deadlock with blocking sends; empty for a schedule that runs.
 
-    Before a rank sends a result it posts the receive of its next action's input, and with it those of all that the same
-    sender sends before. Messages from one rank to another keep the sender's order.
+    The schedule must have no problems (check.problems). Before a rank sends a result it posts the receive of its next
+    action's input, and with it those of all earlier messages of the same sender. Messages from one rank to another keep
+    the sender's order.
     """
     stuck = _stuck(schedule)
     return deadlock(stuck) if stuck else []

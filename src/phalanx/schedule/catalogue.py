@@ -277,7 +277,7 @@ def _problems(name: str, ranks: int, micro_batches: int, chunks: int, slices: in
     least, most = entry.chunks
     if not least <= chunks_of(name, chunks) <= most:
         takes = f"{least} or more" if most == MANY else str(least)
-        yield f"{name}: chunks {chunks}, a rank has {takes} of its stages; nearest legal: {least}"
+        yield f"{name}: chunks {chunks}, it has {takes} stages per rank; nearest legal: {least}"
     if slices < 0:
         yield f"{name}: slices {slices}; nearest legal: 1"
     elif slices > 1 and not entry.sliced:

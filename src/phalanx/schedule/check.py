@@ -1,7 +1,7 @@
-"""Whether a schedule is one: everything done once, on the right rank, in an order in which no rank waits for ever.
+"""Validates a schedule: every action once, on the right rank, in an order that cannot deadlock.
 
-Two passes over the actions, each with flat arrays of integers: 10^5 actions take a fraction of a second. Sends are
-taken to wait in the background until they are received; blocking.py asks what happens where they block.
+Two passes over the actions with flat arrays of integers: 10^5 actions take a fraction of a second. Sends are assumed to
+be asynchronous; blocking.py tests blocking ones.
 """
 
 from __future__ import annotations
@@ -22,41 +22,38 @@ _WHOLE, _HALVES = 1 | 2, 1 | 4 | 8
 
 
 def check(schedule: Schedule) -> None:
-    """Raises JobError with what is wrong with a schedule."""
+    """Raises JobError with every problem of a schedule."""
     if found := problems(schedule):
         raise refusal(found)
 
 
 def refusal(found: list[str]) -> JobError:
-    """The error that lists problems: all of them, or of very many the first."""
+    """Returns the error that lists the problems, or the first of very many."""
     rest = len(found) - _MOST
     return JobError([*found[:_MOST], f"and {rest} problems more"] if rest > 0 else found)
 
 
 def problems(schedule: Schedule) -> list[str]:
-    """Everything that is wrong with a schedule, in words that name the rank, the action and the reason.
-
-    Whether ranks wait for each other for ever is asked only of a schedule in which every action is there once, on its
-    rank: one that nobody does would be waited for in any case.
-    """
+    """Returns every problem of a schedule, with the rank, the action and the reason. Deadlocks are searched only if
+    every action is present once and on its rank, because a missing action would always be waited for."""
     return _outline(schedule) or list(_actions(schedule)) or _waits(schedule)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """By rank the most activations that it keeps at one time. An activation is that of one stage for one micro-batch
-    (one slice of it, where sequences are cut), kept from its F to the end of its B, or of its W."""
+    """Returns the peak live activations of each rank. An activation is that of one stage for one micro-batch (one slice
+    of it, if sequences are sliced), saved from its F to the end of its B, or of its W."""
     return tuple(int(schedule.peak(rank)) for rank in range(schedule.ranks))
 
 
 def homes_of(schedule: Schedule) -> list[int]:
-    """The rank of each (stage, micro-batch), at stage * micro_batches + micro."""
+    """Returns the rank of each (stage, micro-batch), at index stage * micro_batches + micro."""
     ways = [schedule.direction(micro) for micro in range(schedule.micro_batches)]
     return [ranks[way] for ranks in zip(*schedule.placements, strict=True) for way in ways]
 
 
 def deadlock(stuck: Mapping[int, tuple[int, str]]) -> list[str]:
-    """The lines that describe a deadlock. `stuck`: of each rank that stands still the rank for which it waits (one that
-    stands still too), and what it cannot do."""
+    """Returns the lines that describe a deadlock. `stuck` maps each blocked rank to the blocked rank it waits for, and
+    the action it cannot begin."""
     path = [min(stuck)]
     while (other := stuck[path[-1]][0]) not in path:
         path.append(other)

@@ -1,5 +1,7 @@
-"""When every action of a schedule begins: every rank does its actions in their order, each as soon as what it needs is
-there. The one event loop, for unit costs (timing.py) and for real stages on real links (phalanx.simulate)."""
+"""The event loop of schedules: every rank runs its actions in order, each as soon as its inputs have arrived.
+
+It serves unit costs (timing.py) and real stages on real links (phalanx.simulate).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ Durations = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Events:
-    """A schedule run through."""
+    """The begin of every action of a schedule."""
 
     schedule: Schedule
     starts: tuple[tuple[float, ...], ...]
@@ -26,8 +28,8 @@ class Events:
     where the next stage needs it."""
 
     def arrivals_of(self, rank: int) -> list[float]:
-        """By action of a rank, when the result of the pass is on the rank that needs it; of a W, which nobody needs,
-        that of its I."""
+        """Returns, per action of a rank, the time at which its result is on the rank that needs it; for a W, which no
+        rank needs, that of its I."""
         micros, slices = self.schedule.micro_batches, self.schedule.slices
         backward = self.schedule.stages * micros * slices
         return [
@@ -43,12 +45,13 @@ def run(
     floors: Sequence[Sequence[float]] | None = None,
     blocks: bool = False,
 ) -> Events:
-    """The schedule with the `durations` of each rank's passes.
+    """Runs the schedule with the `durations` of each rank's passes.
 
-    `hops` are the times of a message from one rank to another, by default none; messages from a rank to another go one
-    after the other, beside the passes, or, with `blocks`, while the sender waits. `floors` say, by rank and stage,
-    before when no forward pass begins. One visit an action, so that 10^5 of them take a fraction of a second. Where
-    ranks wait for each other in a circle, or for what no rank does, some have fewer starts than actions."""
+    `hops` are the seconds of a message from one rank to another, by default 0. Messages from one rank to another are
+    sent one after the other, beside the passes, or, with `blocks`, while the sender waits. `floors` are the earliest
+    begins of forward passes, by rank and stage. Each action is visited once, so 10^5 of them take a fraction of a
+    second. In a deadlock some ranks have fewer begins than actions.
+    """
     micros, slices, last = schedule.micro_batches, schedule.slices, schedule.stages - 1
     layer, backward = micros * slices, schedule.stages * micros * slices
     ends = [NOT_YET] * (2 * backward)

@@ -1,10 +1,10 @@
-"""Schedules as CSV files: a row a rank, its actions in order as cells such as `0F0`, `1B3`, `0I2`, `0W2`, with slices
-`0F0.1`.
+"""Schedules as CSV files: one row per rank with its actions in order, as cells such as `0F0`, `1B3`, `0I2`, `0W2`, with
+slices `0F0.1`.
 
-It is the form without communication that torch.distributed.pipelining reads and writes ("compute_only"), so that
-schedules travel both ways (slices do not: torch has none). Blank cells are bubbles, which say nothing. Lines that begin
-with `#` are comments, two of which are read: `# name: mine` (otherwise the file's name is the schedule's) and
-`# steps: 2`. Stages, micro-batches, slices and who holds which stage follow from the cells.
+This is the format without communication that torch.distributed.pipelining reads and writes ("compute_only"), so
+schedules can be exchanged (except slices, which torch does not have). Blank cells are bubbles without meaning. Lines
+that begin with `#` are comments, except `# name: mine` (default: the file's name) and `# steps: 2`. Stages,
+micro-batches, slices and the rank of each stage follow from the cells.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _OF_TORCH = re.compile(r"UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B
 
 
 def read(path: Path | str) -> Schedule:
-    """The schedule that a file holds, checked. Raises JobError with all that is wrong with the file, by line and cell,
-    or, where that is in order, with the schedule in it."""
+    """Reads and validates the schedule of a file. Raises JobError with every problem of the file, by line and cell, or,
+    if the file is well-formed, of its schedule."""
     path = Path(path)
     try:
         return _parsed(_text_of(path), path.stem)
@@ -36,14 +36,14 @@ def read(path: Path | str) -> Schedule:
 
 
 def text(schedule: Schedule) -> str:
-    """A schedule as a file holds it. Comments only where they are needed, as torch reads none."""
+    """Returns the schedule in the file format, with comments only where necessary, because torch reads none."""
     steps = [f"# steps: {schedule.steps}"] if schedule.steps > 1 else []
     rows = [",".join(map(str, program)) for program in schedule.programs]
     return "\n".join([*steps, *rows]) + "\n"
 
 
 def save(content: str, path: Path | str) -> None:
-    """Write a text file. Raises JobError where that cannot be."""
+    """Writes a text file. Raises JobError if it cannot be written."""
     try:
         Path(path).write_text(content, encoding="utf-8")
     except OSError as error:
@@ -79,7 +79,7 @@ def _parsed(content: str, name: str) -> Schedule:
         elif line.strip() and not line.startswith("#"):
             programs.append(tuple(_row(line, f"line {number} (rank {len(programs)})", problems)))
     if not problems and not any(programs):
-        problems.append("no actions: a row a rank, with cells such as 0F0 and 0B0")
+        problems.append("no actions: expected one row per rank, with cells such as 0F0 and 0B0")
     if problems:
         raise refusal(problems)
     schedule = _inferred(name, tuple(programs), steps)
@@ -102,8 +102,8 @@ def _misread(word: str) -> str:
         return f"{word!r}: {found.group()} is not read, only F, B, I and W: write torch's file without communication"
     shown = word if len(word) <= 20 else word[:20] + "..."
     if _CELL.fullmatch(word.upper()):
-        return f"{shown!r} is no action: did you mean {word.upper()}?"
-    return f"{shown!r} is no action; one is stage, F, B, I or W, and micro-batch, such as 0F3 (with a slice 0F3.1)"
+        return f"{shown!r} is not an action: did you mean {word.upper()}?"
+    return f"{shown!r} is not an action; expected stage, F, B, I or W, and micro-batch, such as 0F3 (or 0F3.1, sliced)"
 
 
 def _inferred(name: str, programs: tuple[tuple[Action, ...], ...], steps: int) -> Schedule:

@@ -1,4 +1,4 @@
-"""Weight gradients where a rank would wait."""
+"""Greedy placement of weight gradients into waiting times."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _HOLDS = {"F": 1, "I": 0, "W": -1}
 
 
 def with_weight_passes(orders: Sequence[Sequence[Action]], stages: int, most: int) -> tuple[tuple[Action, ...], ...]:
-    """Programs from each rank's order of F and I passes, with a W pass wherever the rank would otherwise wait, for
-    another rank or because it holds `most` activations: an F adds one, a W frees one. All passes take the same time;
-    those of a stage come in the order of their micro-batches, from 0 on."""
+    """Builds programs from each rank's order of F and I passes, with a W pass wherever the rank would otherwise wait,
+    for another rank or because it has `most` live activations: an F adds one, a W frees one. All passes take the same
+    time; those of a stage are in the order of their micro-batches, from 0 on."""
     programs = [list[Action]() for _ in orders]
     ahead = [deque(order) for order in orders]
     late = [deque[Action]() for _ in orders]

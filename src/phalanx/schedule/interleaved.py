@@ -8,22 +8,24 @@ from phalanx.schedule.simple import take_turns
 
 
 def interleaved_1f1b(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """1F1B over V = `chunks` stages a rank: micro-batches go in groups of P through a rank's first stage, then through
+    """1F1B over V = `chunks` stages per rank: groups of P micro-batches pass through a rank's first stage, then through
     its second, and so on; the last group may be smaller.
 
-    Bubble (P - 1) / (V M) where P divides M, more elsewhere. Peak on rank 0: min(M V, P V + P - 1) stages' activations.
-    Source: Narayanan et al. 2021, section 2.2."""
+    Bubble (P - 1) / (V M) if P divides M, otherwise more. Peak on rank 0: min(M V, P V + P - 1) stage activations.
+    Source: Narayanan et al. 2021, section 2.2.
+    """
     programs = [_interleaved(rank, ranks, micro_batches, chunks) for rank in range(ranks)]
     return Schedule("interleaved_1f1b", (round_robin(ranks, chunks),), micro_batches, tuple(programs))
 
 
 def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Breadth first: all micro-batches through a rank's first stage, then all through its second, and so on, and the
-    backward passes with the stages in reverse. Each stage's parameters are needed in one stretch for each direction,
-    which is what sharded parameters want.
+    """Breadth first: all micro-batches pass through a rank's first stage, then through its second, and so on; backward
+    passes process the stages in reverse. Each stage's parameters are needed in one stretch per direction, which suits
+    sharded parameters.
 
-    Bubble (P - 1) / (V M) where M >= P. Peak: M V stages' activations. Source: Lamy-Poirier 2022 (Breadth-First
-    Pipeline Parallelism), section 4."""
+    Bubble (P - 1) / (V M) if M >= P. Peak: M V stage activations. Source: Lamy-Poirier 2022 (Breadth-First Pipeline
+    Parallelism), section 4.
+    """
     micros, passes = range(micro_batches), range(chunks)
     programs = [
         (

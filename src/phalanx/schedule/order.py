@@ -1,4 +1,4 @@
-"""From the order of a rank's passes to its program."""
+"""Programs of actions from the order of a rank's passes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ Pass = tuple[Kind, int]
 
 
 def times(number: int, *passes: Pass) -> list[Pass]:
-    """Passes in turn, `number` times; none where it is negative."""
+    """Repeats passes `number` times; empty if it is negative."""
     return [*passes] * number
 
 
 def program(passes: Iterable[Pass], lanes: Sequence[Lane]) -> tuple[Action, ...]:
-    """The actions for passes given as kind and number of the lane: the first F of a lane is that of its first
-    micro-batch, the next that of the next one, so with B and I together, and a W belongs to the oldest I without one.
+    """Returns the actions for passes given as kind and lane number.
 
-    Passes after a lane's last micro-batch are left out. What remains of an order without deadlock has none, so that a
-    pattern that holds from some number of micro-batches on serves fewer as well."""
+    The first F of a lane is that of its first micro-batch, the next that of the next one; so are B and I together, and
+    a W belongs to the oldest I without one. Passes after a lane's last micro-batch are dropped. Dropping passes cannot
+    cause a deadlock, so a pattern for many micro-batches also serves for fewer.
+    """
     forward, backward = [0] * len(lanes), [0] * len(lanes)
     halves = [deque[int]() for _ in lanes]
     actions = list[Action]()

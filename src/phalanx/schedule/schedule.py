@@ -1,7 +1,7 @@
 """A pipeline schedule as data: for each rank the list of its actions, in order.
 
-The layers of a model are cut into stages 0 to S - 1; each rank holds one or several. Sends and receives are not written
-down: where an action needs what another rank made, it follows from the placement of the stages.
+The layers of a model are cut into stages 0 to S - 1; each rank holds one or more. Sends and receives are not listed:
+they follow from the placement of the stages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One thing that a rank does. Written as `2F7`, or with a slice of the sequence as `2F7.1`."""
+    """One action of a rank, written as `2F7`, or with a slice of the sequence as `2F7.1`."""
 
     kind: Kind
     """F: forward pass. B: backward pass. I and W: its halves (Qi et al. 2023, section 2), the gradients of the stage's
@@ -31,7 +31,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline does in one step (or, without a flush, in a run of steps)."""
+    """The actions of every pipeline rank in one step (or, without a flush, in several steps)."""
 
     name: str
     placements: tuple[tuple[int, ...], ...]
@@ -56,24 +56,24 @@ class Schedule:
 
     @property
     def splits(self) -> bool:
-        """Whether some backward passes are in halves."""
+        """Whether some backward passes are split into I and W."""
         return any(action.kind == "W" for program in self.programs for action in program)
 
     def direction(self, micro: int) -> int:
-        """The placement that a micro-batch goes by: equal shares of them in their order."""
+        """Returns the placement that a micro-batch uses: equal shares of them, in order."""
         return micro * len(self.placements) // self.micro_batches
 
     def rank_of(self, stage: int, micro: int) -> int:
-        """The rank that computes a stage for a micro-batch."""
+        """Returns the rank that computes a stage for a micro-batch."""
         return self.placements[self.direction(micro)][stage]
 
     def held(self, rank: int) -> list[int]:
-        """The stages whose parameters a rank holds, in their order."""
+        """Returns the stages of a rank, in order."""
         return sorted({stage for placement in self.placements for stage, at in enumerate(placement) if at == rank})
 
     def peak(self, rank: int, weights: Sequence[float] | None = None) -> float:
-        """The most that a rank keeps at one time, where each activation of stage s counts weights[s], by default one:
-        from its F to the end of its B, or of its W where the backward pass is in halves."""
+        """Returns the peak live activations of a rank, each activation of stage s weighted by weights[s] (default 1),
+        from its F to the end of its B, or of its W if the backward pass is split."""
         kept = most = 0.0
         for kind, stage, _, _ in self.programs[rank]:
             weight = 1 if weights is None else weights[stage]
@@ -85,7 +85,7 @@ class Schedule:
         return most
 
     def needs(self, action: Action) -> Iterator[tuple[Action, ...]]:
-        """What has to be done before an action can be, on whichever ranks: of each group given, any one."""
+        """Returns the actions that must precede an action, on any rank: of each group, any one."""
         kind, stage, micro, part = action
         if kind == "F":
             if stage > 0:

@@ -1,4 +1,5 @@
-"""Sequences cut into slices, so that the parts of one micro-batch fill the pipeline (causal attention looks back)."""
+"""Pipelines of sequence slices: the slices of one micro-batch fill the pipeline, because causal attention looks
+back."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from phalanx.schedule.simple import take_turns
 
 
 def terapipe(ranks: int, micro_batches: int, slices: int = 4) -> Schedule:
-    """1F1B over slices: the forward passes of a micro-batch's slices in their order, the backward passes in reverse,
-    as later slices attend to earlier ones.
+    """1F1B over slices: the forward passes of a micro-batch's slices in order, the backward passes in reverse, because
+    later slices attend to earlier ones.
 
     Bubble (P - 1) / (K M) with K = `slices` of equal cost. Peak on rank r: the activations of min(K M, K + P - 1 - r)
-    slices. Source: Li et al. 2021 (TeraPipe), section 3.2; the paper does all forward passes first, as GPipe does, and
-    so holds K M slices."""
+    slices. Source: Li et al. 2021 (TeraPipe), section 3.2; the paper runs all forward passes first, like GPipe, and so
+    has K M live slices.
+    """
     parts, micros = range(slices), range(micro_batches)
     programs = [
         take_turns(

@@ -1,7 +1,7 @@
-"""When every action of a schedule begins, where an action takes as long as its kind and messages take no time.
+"""The begin of every action of a schedule, for one duration per kind of action and free messages.
 
-The closed forms of the papers hold here exactly (tests/schedule/test_closed_forms.py). Times of real stages on real
-links are the matter of `phalanx simulate`.
+The closed forms of the papers hold exactly here (tests/schedule/test_closed_forms.py). `phalanx simulate` has the times
+of real stages on real links.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 @dataclass(frozen=True)
 class Timing:
-    """A schedule run through."""
+    """A timed schedule."""
 
     schedule: Schedule
     costs: Mapping[str, float]
@@ -29,12 +29,12 @@ class Timing:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank came to the end of its program."""
+        """Whether every rank reached the end of its program."""
         return all(len(s) == len(p) for s, p in zip(self.starts, self.schedule.programs, strict=True))
 
     @cached_property
     def duration(self) -> float:
-        """From the first action of any rank to the end of the last."""
+        """Time from the first action of any rank to the end of the last."""
         return max(self.end(rank) for rank in range(self.schedule.ranks))
 
     @property
@@ -70,16 +70,15 @@ class Timing:
 
 
 def time(schedule: Schedule, costs: Mapping[str, float] = UNIT) -> Timing:
-    """Every rank does its actions in their order, each as soon as what it needs is there (events.py).
-
-    Where ranks wait for each other in a circle, or for what no rank does, the result is not `complete`."""
+    """Times a schedule: every rank runs its actions in order, each as soon as its inputs have arrived (events.py). In a
+    deadlock, or if an input is never produced, the result is not `complete`."""
     alike = {kind: (cost,) * schedule.stages for kind, cost in costs.items()}
     return Timing(schedule, costs, run(schedule, (alike,) * schedule.ranks).starts)
 
 
 def waits_for(timing: Timing) -> list[tuple[int, Action, tuple[Action, ...]]]:
-    """Of a timing that is not complete: each rank that stands still, the action that it cannot begin, and what of that
-    action's needs has not been done (of several alternatives, all)."""
+    """Returns, for a timing that is not complete, each blocked rank with the action that it cannot begin and the
+    missing inputs of that action (all of several alternatives)."""
     programs = timing.schedule.programs
     done = {
         action for program, starts in zip(programs, timing.starts, strict=True) for action in program[: len(starts)]

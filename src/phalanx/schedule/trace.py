@@ -1,4 +1,4 @@
-"""A schedule as trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing show: a row a rank."""
+"""A schedule as trace events for Perfetto (ui.perfetto.dev) and chrome://tracing, one row per rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MICROSECONDS = 1000.0
 
 
 class Event(NamedTuple):
-    """Something that takes time. No two of a row at once."""
+    """An interval of time; the events of a row do not overlap."""
 
     name: str
     category: str
@@ -26,7 +26,8 @@ class Event(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """From the event that begins at one moment to one that begins later, each in the row of that number."""
+    """An arrow from the event that begins at one moment to an event that begins later, each in the row of that
+    number."""
 
     name: str
     row: int
@@ -37,14 +38,14 @@ class Arrow(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceRow:
-    """What the viewers call a thread."""
+    """One row, which the viewers call a thread."""
 
     name: str
     events: Iterable[Event]
 
 
 def text(timing: Timing) -> str:
-    """The events of every action as one JSON document."""
+    """Returns the events of every action as one JSON document."""
     schedule = timing.schedule
     rows = []
     for rank, (program, starts) in enumerate(zip(schedule.programs, timing.starts, strict=True)):
@@ -63,7 +64,7 @@ def text(timing: Timing) -> str:
 
 
 def pass_name(schedule: Schedule, kind: str, stage: int, micro: int, part: int) -> str:
-    """What a pass is called: "F3 stage 1", or of slices "F3.0 stage 1"."""
+    """Names a pass: "F3 stage 1", or with slices "F3.0 stage 1"."""
     of_slice = f".{part}" if schedule.slices > 1 else ""
     return f"{kind}{micro}{of_slice} stage {stage}"
 
@@ -73,7 +74,7 @@ def pass_args(stage: int, micro: int, part: int) -> dict[str, Any]:
 
 
 def document(name: str, rows: Sequence[TraceRow], arrows: Iterable[Arrow] = ()) -> str:
-    """The rows of one process as a JSON document, in their order."""
+    """Returns the rows of one process as a JSON document, in order."""
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": name}}]
     for number, row in enumerate(rows):
         place = {"pid": 0, "tid": number}

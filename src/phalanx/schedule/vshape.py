@@ -1,7 +1,7 @@
-"""Schedules with two stages a rank in the shape of a V: rank r holds stages r and 2P - 1 - r.
+"""Schedules with two stages per rank in the shape of a V: rank r holds stages r and 2P - 1 - r.
 
-Bubbles are those of passes F, I and W that take the same time, with P ranks and M micro-batches. Activations are those
-of one stage, half of what a micro-batch leaves on a rank: 2 P of them are as much as 1F1B holds on rank 0.
+Bubbles are for passes F, I and W of equal time, with P ranks and M micro-batches. Activations are those of one stage,
+half of what a micro-batch has on a rank: 2 P of them equal the peak of 1F1B on rank 0.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ the way to the last rank, lane 1 its second, on the way back."""
 
 
 def zb_v(ranks: int, micro_batches: int) -> Schedule:
-    """No bubble, and no more activations than 1F1B.
+    """Has no bubble, and no more activations than 1F1B.
 
-    Bubble 0 where M >= 2 P - 1. Peak on every rank: 2 min(M, P) activations. Source: Qi et al. 2023 (Zero Bubble
-    Pipeline Parallelism), section 6."""
+    Bubble 0 if M >= 2 P - 1. Peak on every rank: 2 min(M, P) activations. Source: Qi et al. 2023 (Zero Bubble Pipeline
+    Parallelism), section 6.
+    """
     return _v("zb_v", _zb_v, ranks, micro_batches)
 
 
 def v_half(ranks: int, micro_batches: int) -> Schedule:
-    """Half of 1F1B's activations for half of its bubble.
+    """Has half of the activations of 1F1B and half of its bubble.
 
-    Bubble (P - 1) / (2 M) for an even P, (P - 4 / 3) / (2 M) for an odd one, where M >= P. Peak on every rank:
-    2 (floor(P / 2) + 1) activations. Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory),
-    section 3."""
+    Bubble (P - 1) / (2 M) for an even P, (P - 4 / 3) / (2 M) for an odd one, if M >= P. Peak on every rank: 2 (floor(P
+    / 2) + 1) activations. Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), section 3.
+    """
     orders = [_v_half(rank, ranks, micro_batches) for rank in range(ranks)]
     programs = with_weight_passes(orders, stages=2 * ranks, most=_half(ranks))
     return Schedule("v_half", (v_shape(ranks),), micro_batches, programs)
 
 
 def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
-    """One half of DualPipe's ranks, as a V: instead of micro-batches that come from the other half, their own return.
-    No second copy of the parameters.
+    """One half of DualPipe's ranks as a V: the return of its own micro-batches replaces those of the other half, so
+    there is no second copy of the parameters.
 
-    With M >= 2 P: bubble (P - 1) (F + B + B - 3 W) over 2 M (F + B) where the forward and backward pass of a pair wait
-    for each other; with F = I = W, (P - 1) / (6 M) where they need not. Peak on every rank: min(2 M, 2 P + 1)
-    activations. Source: DeepSeek-AI 2025 (the DualPipe repository), DualPipeV; DualPipe itself is in the DeepSeek-V3
-    Technical Report, section 3.2.1."""
+    With M >= 2 P: bubble (P - 1) (F + B + B - 3 W) over 2 M (F + B) if the forward and backward pass of a pair wait for
+    each other; with F = I = W, (P - 1) / (6 M) if they need not. Peak on every rank: min(2 M, 2 P + 1) activations.
+    Source: DeepSeek-AI 2025 (the DualPipe repository), DualPipeV; DualPipe itself is in the DeepSeek-V3 Technical
+    Report, section 3.2.1.
+    """
     return _v("dualpipe_v", bidirectional.passes, ranks, micro_batches)
 
 

@@ -1,1 +1,1 @@
-"""Event simulation of a training step: its timeline, in trace events and pictures, and the time that failures cost."""
+"""Event simulation of a training step: its timeline, its trace events, and the time lost to failures."""

@@ -1,4 +1,4 @@
-"""What goes wrong with a machine: a device that is slower than the others, a link that is."""
+"""Disturbances of a machine: slow devices and slow links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES = ("tp", "cp", "ep", "dp")
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Slow devices and links, in one of the replicas: the others wait for it once a step."""
+    """Slow devices and links of one replica; the other replicas wait for it once per step."""
 
     slow: tuple[tuple[int, float], ...] = ()
     """Pipeline rank, and what its passes take longer as a factor."""
@@ -27,15 +27,15 @@ class Disturbance:
     """Axis of the mesh, and the factor on what its collectives take."""
 
     def device(self, rank: int) -> float:
-        """Factor on the passes of a pipeline rank."""
+        """Returns the factor on the passes of a pipeline rank."""
         return dict(self.slow).get(rank, 1.0)
 
     def axis(self, name: str) -> float:
-        """Factor on the collectives of an axis."""
+        """Returns the factor on the collectives of an axis."""
         return dict(self.axes).get(name, 1.0)
 
     def hops(self, spec: StepSpec, schedule: Schedule) -> dict[tuple[int, int], float]:
-        """Seconds of a message from a pipeline rank to another, for all that exchange any."""
+        """Returns the seconds of a message from a pipeline rank to another, for all pairs that communicate."""
         seconds = boundary_seconds(spec) / schedule.slices
         slow = {frozenset(pair): factor for pair, factor in self.links}
         pairs = {
@@ -49,7 +49,7 @@ class Disturbance:
 
 
 def check(disturbance: Disturbance, spec: StepSpec) -> None:
-    """Raises JobError with everything that a case does not have."""
+    """Raises JobError with every rank and axis that the spec does not have."""
     if problems := list(_problems(disturbance, spec)):
         raise JobError(problems)
 

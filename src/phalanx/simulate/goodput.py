@@ -35,7 +35,7 @@ LLAMA_3 = 419 / 54 / 16384
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a job goes. The fraction that trains and the three that are lost add up to one."""
+    """The shares of a job's time: the productive one and the three lost ones, which sum to one."""
 
     devices: int
     checkpoint_s: float
@@ -59,9 +59,8 @@ class Goodput:
 def at(
     interval_s: float, devices: int, failures_per_device_day: float, checkpoint_s: float, restart_s: float
 ) -> Goodput:
-    """The expected shares of time with a save after every `interval_s` seconds of training.
-
-    Raises JobError where a figure is impossible."""
+    """Returns the expected shares of time with a checkpoint after every `interval_s` seconds of training. Raises
+    JobError for impossible figures."""
     rate = _rate(devices, failures_per_device_day, checkpoint_s, restart_s)
     if not 0 < interval_s < math.inf:
         raise JobError(f"the time between checkpoints is {interval_s:g} s: it has to be more than 0 and finite")
@@ -86,10 +85,9 @@ def at(
 def best(
     devices: int, failures_per_device_day: float, checkpoint_s: float, restart_s: float, step_s: float = 0.0
 ) -> Goodput:
-    """The shares of time with the interval that trains most, in whole steps of `step_s` seconds where that is given.
-
-    Where nothing fails no save is needed, and where saves cost nothing and steps no time there is nothing to lose by
-    saving all the time: the interval is infinite or zero then. Raises JobError where a figure is impossible."""
+    """Returns the shares of time at the optimal interval, in whole steps of `step_s` seconds if that is given. The
+    interval is infinite if nothing fails, and zero if checkpoints are free and steps take no time. Raises JobError for
+    impossible figures."""
     rate = _rate(devices, failures_per_device_day, checkpoint_s, restart_s)
     if not 0 <= step_s < math.inf:
         raise JobError(f"a step takes {step_s:g} s: it has to be 0 (not given) or more, and finite")
@@ -107,8 +105,8 @@ def best(
 
 
 def exact_interval(checkpoint_s: float, mtbf_s: float) -> float:
-    """The interval tau at which the fraction is largest: its derivative is zero where, in units of the mean time
-    between failures, 1 - tau = exp(-tau - delta). Restarts do not matter."""
+    """Returns the interval tau that maximises the productive share: the solution of 1 - tau = exp(-tau - delta), in
+    units of the mean time between failures. Restarts do not affect it."""
     delta = checkpoint_s / mtbf_s
     # f(tau) = 1 - tau - exp(-tau - delta) is concave and falls from above zero; Young's interval and 1 are not below
     # its zero, so that Newton's steps come down to it without ever passing it.
@@ -123,17 +121,17 @@ def exact_interval(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def text(goodput: Goodput) -> str:
-    """The figures in lines for a terminal."""
+    """Formats the figures for a terminal."""
     g = goodput
     who = f"failures of {g.devices:,} devices"
     if math.isinf(g.mtbf_s):
-        return "no failures: nothing to save against, all of the time trains"
+        return "no failures: no checkpoints needed, productive time 100%"
     lost = {"saving": g.saving, "rework": g.rework, "restarting": g.restarting}
     return "\n".join(
         [
-            f"{who:<28} {g.interruptions_per_day:.3g} a day, one in {seconds(g.mtbf_s)}",
-            f"{'training between saves':<28} {seconds(g.interval_s)}, each save {seconds(g.checkpoint_s)}",
-            f"{'of the time trains':<28} {g.fraction:.1%}",
+            f"{who:<28} {g.interruptions_per_day:.3g} per day, one every {seconds(g.mtbf_s)}",
+            f"{'checkpoint interval':<28} {seconds(g.interval_s)}, each checkpoint {seconds(g.checkpoint_s)}",
+            f"{'productive time':<28} {g.fraction:.1%}",
             f"{'lost to':<28} {', '.join(f'{name} {share:.2%}' for name, share in lost.items())}",
         ]
     )
@@ -142,7 +140,7 @@ def text(goodput: Goodput) -> str:
 def _rate(devices: int, failures_per_device_day: float, checkpoint_s: float, restart_s: float) -> float:
     """Failures a second of all devices. Raises JobError with every figure that is impossible."""
     figures = {
-        "failures a device and day": failures_per_device_day,
+        "failures per device and day": failures_per_device_day,
         "seconds of a checkpoint": checkpoint_s,
         "seconds of a restart": restart_s,
     }

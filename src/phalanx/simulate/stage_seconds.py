@@ -1,4 +1,4 @@
-"""What the passes of a pipeline rank, its share of the state's collectives and its optimizer take, stage by stage."""
+"""The seconds of a pipeline rank's passes, state collectives and optimizer, stage by stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from phalanx.simulate.timeline import Span
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """One pipeline rank. What is by stage has an entry for every stage of the pipeline, 0 where the rank has it not."""
+    """The times of one pipeline rank. Lists by stage have an entry for every stage of the pipeline, 0 for stages of
+    other ranks."""
 
     durations: Mapping[str, tuple[float, ...]]
     """Of a pass of each kind, by stage; of a slice its part."""
@@ -49,7 +50,7 @@ class RankSeconds:
 
     @property
     def floors(self) -> dict[int, float]:
-        """Of each stage, before when its first pass cannot begin: its first block's parameters have to be there, and
+        """Returns, per stage, the earliest begin of its first pass: its first block's parameters must have arrived, and
         the last block's before the pass ends."""
         found: dict[int, float] = {}
         for span in self.gathers():
@@ -58,7 +59,7 @@ class RankSeconds:
         return found
 
     def gathers(self) -> Iterator[Span]:
-        """The stages' parameters, one stage after the other from the beginning of the step."""
+        """Returns the all-gathers of the stages' parameters, one after the other from the beginning of the step."""
         start = 0.0
         for stage, seconds in sorted(self.gather.items()):
             if seconds:
@@ -67,7 +68,7 @@ class RankSeconds:
 
 
 def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Disturbance) -> RankSeconds:
-    """The times of a pipeline rank."""
+    """Returns the times of a pipeline rank."""
     stages = stages_of_case(spec, schedule.stages)
     held = schedule.held(rank)
     contents = {stage: content_of(spec, stages, [stage]) for stage in held}
@@ -117,7 +118,7 @@ def _twins(schedule: Schedule, held: list[int]) -> bool:
 
 @lru_cache(20_000)
 def stage_time(spec: StepSpec, content: Content) -> RankTime:
-    """A micro-batch through a stage."""
+    """Returns the time of a micro-batch in a stage."""
     return rank_time(spec, content)
 
 

@@ -1,9 +1,9 @@
-"""One training step, event by event: the schedule's own program with the times that the cost model gives each stage,
-messages between stages, the state's collectives beside the passes, and the optimizer.
+"""Simulates one training step event by event: the schedule's program with the cost model's time of each stage, messages
+between stages, the state's collectives beside the passes, and the optimizer.
 
-One pipeline stands for all: replicas are alike, and where one of them is slower all wait for it. Inside a pass the
-cost model has weighed computation, collectives of its axes and the host already (cost/time/rank_time.py); what the
-simulation adds is when passes, messages and the state's collectives meet.
+One pipeline represents all, because replicas are equal; if one is slower, all wait for it. Within a pass the cost model
+already combines computation, collectives of its axes and the host (cost/time/rank_time.py). The simulation adds the
+order in time of passes, messages and the state's collectives.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CLOSE = 1e-3
 
 
 def simulate(spec: StepSpec, disturbance: Disturbance | None = None) -> Timeline:
-    """Every span of the step. Raises JobError for what has no such step (`refusals`), or where the schedule does not go
-    with the number of micro-batches."""
+    """Returns every span of the step. Raises JobError for layouts without such a step (`refusals`), or if the schedule
+    does not match the number of micro-batches."""
     if problems := list(refusals(spec)):
         raise JobError(problems)
     return _Step(spec, _schedule(spec, spec.batch.accumulation), disturbance or Disturbance()).timeline()
 
 
 def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> float:
-    """The duration of a step, without its spans. Of many micro-batches it is extrapolated from fewer: schedules repeat
-    themselves (tests hold the difference). Raises as `simulate` does."""
+    """Returns the seconds of a step, without its spans. For many micro-batches it is extrapolated from fewer, because
+    schedules are periodic (the tests bound the difference). Raises as `simulate` does."""
     if problems := list(refusals(spec)):
         raise JobError(problems)
     disturbance = disturbance or Disturbance()
@@ -71,12 +71,12 @@ def _extrapolated(spec: StepSpec, disturbance: Disturbance, period: int, few: in
 
 
 def refusals(spec: StepSpec) -> Iterator[str]:
-    """What of a layout has no step that can be simulated: the field and why."""
+    """Yields the fields of a layout that cannot be simulated, with the reason."""
     layout = spec.layout
     if layout.sync != "bsp":
         yield (
-            f"layout.sync: {layout.sync} replicas do not meet in every step, so that none is like the next; a step of "
-            "one replica: sync=bsp with dp_replicate=1"
+            f"layout.sync: {layout.sync} replicas do not synchronise in every step, so steps differ; to simulate one "
+            "replica: sync=bsp with dp_replicate=1"
         )
     if layout.data_parallel == "threads":
         yield "layout.data_parallel: threads share one interpreter, which no cost model knows; data_parallel=ddp"
@@ -213,8 +213,8 @@ _span: Callable[[tuple[Any, ...]], Span] = partial(tuple.__new__, Span)
 
 
 def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
-    """Of each pipeline rank: seconds busy, in communication that nothing hides, and idle, and the micro-batches (each
-    stage's counted) that it has in flight at most."""
+    """Returns for each pipeline rank the busy, exposed-communication and idle seconds, and the peak in-flight
+    micro-batches, counted per stage."""
     found: list[Mapping[str, float]] = []
     for rank in range(timeline.schedule.ranks):
         busy, communication = timeline.busy(rank), timeline.communication(rank)
@@ -232,7 +232,7 @@ def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a simulation says in numbers."""
+    """The figures of a simulation."""
 
     step_time_s: float
     bubble: float

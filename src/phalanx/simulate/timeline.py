@@ -1,4 +1,4 @@
-"""What every rank of a pipeline does in one step, on its device and on its links, second by second."""
+"""The timeline of one step: what every pipeline rank does on its device and on its links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.schedule.schedule import Schedule
 
 
 class Span(NamedTuple):
-    """Something that takes time."""
+    """An interval of time with its kind."""
 
     start: float
     """Seconds from the beginning of the step."""
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step, simulated. Every moment of a rank is busy, communication or idle."""
+    """A simulated step. A rank is always busy, communicating or idle."""
 
     schedule: Schedule
     device: tuple[tuple[Span, ...], ...]
@@ -51,13 +51,13 @@ class Timeline:
         return sum(span.seconds - span.exposed for span in self.device[rank])
 
     def communication(self, rank: int) -> float:
-        """Seconds of communication that nothing hides: inside passes, and those of the rank's own network spans in
-        which its device has nothing else to do. To wait for another rank's message is idle time."""
+        """Seconds of exposed communication: inside passes, and in the rank's network spans while its device has nothing
+        else to do. Waiting for another rank's message is idle time."""
         inside = sum(span.exposed for span in self.device[rank])
         return inside + _outside(self.network[rank], self.device[rank])
 
     def idle(self, rank: int) -> float:
-        """Seconds in which neither the device nor the rank's network does anything."""
+        """Seconds in which neither the device nor the network of the rank works."""
         return self.seconds - self.busy(rank) - self.communication(rank)
 
 

@@ -1,6 +1,5 @@
-"""A simulated step as trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing show: for each pipeline rank
-a row of its device and one of its network, and an arrow from each message to the pass that needs it.
-"""
+"""A simulated step as trace events for Perfetto (ui.perfetto.dev) and chrome://tracing: per pipeline rank one row for
+its device and one for its network, and an arrow from each message to the pass that needs it."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _MICROSECONDS = 1e6
 
 
 def text(timeline: Timeline) -> str:
-    """The events of every span as one JSON document."""
+    """Returns the events of every span as one JSON document."""
     rows: list[TraceRow] = []
     device_rows: list[int] = []
     network_rows: list[list[int]] = []
@@ -34,7 +33,7 @@ def text(timeline: Timeline) -> str:
 
 
 def span_name(timeline: Timeline, span: Span) -> str:
-    """What a span is called: "F3 stage 1", "send to rank 2", "optimizer"."""
+    """Returns the name of a span: "F3 stage 1", "send to rank 2", "optimizer"."""
     if span.kind == "send":
         return f"send to rank {span.to}"
     return span.kind if span.micro < 0 else trace.pass_name(timeline.schedule, *span[2:6])

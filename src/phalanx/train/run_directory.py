@@ -133,8 +133,8 @@ class RunDirectory:
         if fatal:
             differences = "".join(f"\n  {path}: {get(then, path)!r} there, {get(job, path)!r} here" for path in fatal)
             raise JobError(
-                f"{self.path} holds a checkpoint of another job (step {manifest.step}); --fresh starts over and keeps "
-                f"the old run beside it, run.name=OTHER starts another:{differences}"
+                f"{self.path} holds a checkpoint of another job (step {manifest.step}); --fresh starts over and "
+                f"renames the existing run, run.name=OTHER starts another:{differences}"
             )
         fields = [path for path in changed if not path.startswith(("run.", "cluster.", "checkpoint."))]
         for path in fields:

@@ -1,7 +1,7 @@
-"""How true predictions are: errors against published rows, by source and by family of hardware and program.
+"""The accuracy of predictions: errors against published rows, by source and by family of hardware and framework.
 
-An error is predicted / measured - 1. Beside the model stands what it has to beat: one constant efficiency a source and
-device, fitted in hindsight to the very rows it is judged on.
+An error is predicted / measured - 1. The baseline is one constant efficiency per source and device, fitted in hindsight
+to the very rows it is judged on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.validation.table import Predict, memory_bytes, step_seconds
 
 @dataclass(frozen=True)
 class GradedRow:
-    """One row: what was measured and what is predicted."""
+    """One row: its measurement and its prediction."""
 
     row_id: str
     source: str
@@ -55,7 +55,7 @@ class GradedRow:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of some rows."""
+    """The errors of some rows."""
 
     n: int
     median: float
@@ -67,7 +67,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Whether layouts come out in the order in which they were measured."""
+    """How well predictions reproduce the measured order of layouts."""
 
     groups: int
     rows: int
@@ -80,7 +80,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Predicted to fit or not, against what happened."""
+    """Predictions of whether a row fits, against the outcome."""
 
     oom_said: int
     """Ran out of memory, and was predicted to."""
@@ -94,7 +94,7 @@ class Verdicts:
 def outcomes(
     rows: Iterable[Mapping[str, str]], predict: Predict, calibration: Collection[str] = ()
 ) -> tuple[list[GradedRow], list[tuple[str, str]]]:
-    """Every row that can be expressed, and of the others the id and the reason."""
+    """Returns every row that can be expressed; for the others the id and the reason."""
     found: list[GradedRow] = []
     refused: list[tuple[str, str]] = []
     for number, row in enumerate(rows, 2):
@@ -127,7 +127,7 @@ def _outcome(row_id: str, reading: Reading, prediction: Prediction, calibration:
 
 
 def errors(values: Iterable[float | None]) -> Errors | None:
-    """Median, ninetieth of a hundred, and bias; None where there are none."""
+    """Returns median, 90th percentile and bias; None for no rows."""
     signed = [value for value in values if value is not None]
     if not signed:
         return None
@@ -138,7 +138,7 @@ def errors(values: Iterable[float | None]) -> Errors | None:
 
 
 def by(found: Iterable[GradedRow], key: Callable[[GradedRow], str]) -> dict[str, list[GradedRow]]:
-    """Outcomes by what `key` says of them, in the order of names."""
+    """Groups outcomes by `key`, sorted by name."""
     groups: dict[str, list[GradedRow]] = defaultdict(list)
     for outcome in found:
         groups[key(outcome)].append(outcome)
@@ -146,8 +146,8 @@ def by(found: Iterable[GradedRow], key: Callable[[GradedRow], str]) -> dict[str,
 
 
 def baseline(found: Sequence[GradedRow]) -> list[float]:
-    """Errors of one constant efficiency: the time at the peak times the factor with the least sum of absolute relative
-    errors, which is a weighted median."""
+    """Returns the errors of one constant efficiency: the time at the peak times the factor with the least sum of
+    absolute relative errors, which is a weighted median."""
     ratios = [outcome.ideal_s / outcome.measured_s for outcome in found if outcome.measured_s]
     if not ratios:
         return []
@@ -161,7 +161,7 @@ def baseline(found: Sequence[GradedRow]) -> list[float]:
 
 
 def ranking(found: Iterable[GradedRow]) -> Ranking | None:
-    """Over all groups of at least three layouts; None where there are none."""
+    """Returns the ranking over all groups of at least three layouts; None if there are none."""
     taus, regrets, rows = list[tuple[float, int]](), list[float](), 0
     for layouts in _competing(found):
         measured, predicted = [m for m, _ in layouts], [p for _, p in layouts]
@@ -189,7 +189,7 @@ def _competing(found: Iterable[GradedRow]) -> Iterator[list[tuple[float, float]]
 
 
 def kendall(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Kendall's tau-b of two orders of the same things; None where one of them is no order."""
+    """Returns Kendall's tau-b of two orders of the same items; None if one of them is constant."""
     agree = one = other = 0
     for (a, b), (c, d) in combinations(zip(first, second, strict=True), 2):
         x, y = (a > c) - (a < c), (b > d) - (b < d)
@@ -200,7 +200,7 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def verdicts(found: Iterable[GradedRow]) -> Verdicts:
-    """Of rows that ran out of memory, and of those whose time or memory was measured."""
+    """Returns the verdicts on rows that ran out of memory, and on those whose time or memory was measured."""
     said, missed, ran, refused = 0, list[str](), 0, list[str]()
     for outcome in found:
         if outcome.oom:

@@ -1,4 +1,4 @@
-"""The report on accuracy as tables: text for people, numbers for machines."""
+"""The accuracy report: tables as text, and numbers as JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HEAD = (
 
 
 def judged(found: Sequence[GradedRow]) -> list[GradedRow]:
-    """Those that no constant was fitted to."""
+    """Returns the rows that no constant was fitted to."""
     return [outcome for outcome in found if not outcome.calibration]
 
 
 def table(found: Sequence[GradedRow], key: Callable[[GradedRow], str]) -> Table:
-    """A line for each group of outcomes and one for all; rows of the calibration are left out of the errors, but rank
-    among the layouts of their groups."""
+    """Returns one line per group of outcomes and one for all. Calibration rows count in no error, but in the ranking of
+    their groups."""
     lines: Table = [HEAD]
     for name, group in by(found, key).items():
         lines.append(_line(name, group))
@@ -32,7 +32,7 @@ def table(found: Sequence[GradedRow], key: Callable[[GradedRow], str]) -> Table:
 
 
 def calibrated(found: Sequence[GradedRow]) -> Table:
-    """The rows of the calibration, by family: what is left of their errors after the fit."""
+    """Returns the calibration rows by family, with their errors after the fit."""
     lines: Table = [("family", "rows", "time median", "p90", "bias")]
     for name, group in by([one for one in found if one.calibration], lambda one: one.family).items():
         lines.append((name, str(len(group)), *_percents(errors(one.time_error for one in group))))
@@ -40,7 +40,7 @@ def calibrated(found: Sequence[GradedRow]) -> Table:
 
 
 def confusion(found: Sequence[GradedRow]) -> Table:
-    """Verdicts on memory against what happened."""
+    """Returns the verdicts on memory against the outcomes."""
     said = verdicts(found)
     return [
         ("", "predicted to fit", "predicted not to fit"),
@@ -50,7 +50,7 @@ def confusion(found: Sequence[GradedRow]) -> Table:
 
 
 def as_dict(found: Sequence[GradedRow], refused: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Everything for machines; the rows themselves stay where they are."""
+    """Returns all figures for JSON, without the rows."""
     return {
         "rows": len(found) + len(refused),
         "refused": dict(refused),
@@ -62,7 +62,7 @@ def as_dict(found: Sequence[GradedRow], refused: Sequence[tuple[str, str]]) -> d
 
 
 def markdown(lines: Table) -> str:
-    """A table's lines, the first one its head."""
+    """Formats a table; the first line is its head."""
     head, *rows = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([head, "|---" * len(lines[0]) + "|", *rows])
 

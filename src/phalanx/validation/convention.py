@@ -66,13 +66,14 @@ SOURCES: tuple[tuple[str, Convention], ...] = (
 
 
 def convention_of(told: str) -> Convention:
-    """The convention of a source; `told` is its name and notes in small letters. Model FLOPs with full attention where
-    nothing is known."""
+    """Returns the convention of a source; `told` is its name and notes in lower case. Unknown sources count model FLOPs
+    with full attention."""
     return next((convention for pattern, convention in SOURCES if re.search(pattern, told)), Convention())
 
 
 def flops_per_step(counts: Counts, model: ModelConfig, sequences: int, parameters: float = 0.0) -> float:
-    """FLOPs of a step of `sequences` sequences, on all devices together. `parameters`: as printed; 0 counts them."""
+    """Returns the FLOPs of a step of `sequences` sequences, over all devices. `parameters` is the printed number; 0
+    counts them."""
     tokens = sequences * model.seq_len
     layers = range(model.n_layers)
     if counts in ("full", "causal"):
@@ -88,7 +89,7 @@ def flops_per_step(counts: Counts, model: ModelConfig, sequences: int, parameter
 
 
 def peak_tflops(convention: Convention, device: Accelerator, products: Products) -> float:
-    """The peak that the source's MFU is against, in TFLOP/s."""
+    """Returns the peak of the source's MFU, in TFLOP/s."""
     sixteen = dict(convention.peaks).get(device.name) or device.bf16_tflops or device.fp16_tflops
     if products in ("fp8", "fp4") and convention.narrow_peak:
         return 2 * sixteen

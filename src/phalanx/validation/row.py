@@ -1,7 +1,7 @@
-"""A row of a table of measured runs, as what is to be predicted and what was measured.
+"""A row of a table of measured runs, as a prediction request and its measurement.
 
-Tables are written for readers: columns are left out, models and devices go by many names, sources count FLOPs and
-memory in their own ways. What can be filled in is, and every such thing is named in `Reading.assumed`.
+Tables are written for readers: columns are missing, models and devices have many names, and sources count FLOPs and
+memory in their own ways. Missing values are filled in if possible, and `Reading.assumed` lists each of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LORA = 2 / 3
 
 @dataclass(frozen=True)
 class Reading:
-    """What a row says."""
+    """The contents of a row."""
 
     spec: StepSpec
     measured_s: float | None
@@ -74,12 +74,12 @@ class Reading:
         return 100 * self.tflops(seconds) / self.peak_tflops
 
     def tokens_per_s(self, seconds: float) -> float:
-        """Tokens a second and device."""
+        """Returns tokens per second and device."""
         return self.spec.batch.global_batch * self.spec.model.seq_len / seconds / self.devices
 
 
 def read(row: Mapping[str, str]) -> Reading:
-    """Raises JobError with all that keeps the row from being expressed."""
+    """Reads a row. Raises JobError with every reason why it cannot be expressed."""
     cells = Cells(row)
     cells.check()
     program = row_machine.program_of(cells)
@@ -155,7 +155,7 @@ def _seconds(reading: Reading, name: str, value: float) -> float:
 
 
 def source_of(cells: Cells) -> str:
-    """A short name of the source: what the row's id begins with, else the first word of its source."""
+    """Returns a short name of the source: the prefix of the row's id, else the first word of its source."""
     named = re.sub(r"[-_]?[0-9]+$", "", cells.text("row_id"))
     return named or re.split(r"[ @,;]", cells.text("source"))[0] or "unnamed"
 

@@ -1,4 +1,4 @@
-"""The cells of a table's row: text, numbers and yes or no, with all that cannot be read collected."""
+"""The cells of a table's row: text, numbers and booleans, with all problems collected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _YES, _NO = {"yes", "true", "1", "on", "y"}, {"no", "false", "0", "off", "n"}
 
 
 class Cells:
-    """A row's cells. Reading one that is not what it should be adds to `problems` and gives nothing."""
+    """The cells of a row. Reading an invalid cell adds to `problems` and returns nothing."""
 
     def __init__(self, row: Mapping[str, str]):
         self._row = {name.strip().lower(): (value or "").strip() for name, value in row.items() if name}
@@ -53,16 +53,16 @@ class Cells:
         """All that says where the row is from, in small letters."""
 
     def text(self, name: str) -> str:
-        """The cell's text; empty where it is blank or says that nothing is known."""
+        """Returns the cell's text; empty for a blank or unknown value."""
         text = self._row.get(name, "")
         return "" if text.lower() in _NOTHING else text
 
     def raw(self, name: str) -> str:
-        """The cell's text in small letters, whatever it is: where `none` says something."""
+        """Returns the cell's text in lower case, also where `none` has a meaning."""
         return self._row.get(name, "").lower()
 
     def number(self, name: str) -> float | None:
-        """A positive number, or None where there is none."""
+        """Returns a positive number, or None."""
         text = self.text(name)
         if not text or text.upper().startswith("OOM"):
             return None
@@ -79,7 +79,7 @@ class Cells:
         return value
 
     def whole(self, name: str, default: int = 0) -> int:
-        """A whole number of at least 1, or `default` where the cell is blank."""
+        """Returns a whole number of at least 1, or `default` for a blank cell."""
         if self.text(name) == "0":
             return default
         value = self.number(name)
@@ -100,18 +100,18 @@ class Cells:
             self.number(name)
 
     def yes(self, name: str) -> bool | None:
-        """Yes, no, or None where the cell is blank."""
+        """Returns yes, no, or None for a blank cell."""
         text = self.text(name).lower()
         if text and text not in _YES | _NO:
             self.problem(f"{name}: expected yes or no, found {text!r}")
         return True if text in _YES else False if text in _NO else None
 
     def problem(self, said: str) -> None:
-        """Why the row cannot be expressed."""
+        """Records why the row cannot be expressed."""
         if said not in self.problems:
             self.problems.append(said)
 
     def assume(self, said: str) -> None:
-        """What was filled in."""
+        """Records a value that was filled in."""
         if said not in self.assumed:
             self.assumed.append(said)

@@ -1,4 +1,4 @@
-"""The layout of a table's row: the degrees of the axes, what is sharded, what is recomputed, the batch."""
+"""The layout of a table's row: the degrees of the axes, sharding, recomputation, the batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ ranks, what is recomputed."""
 
 
 def degree(cells: Cells, name: str) -> int:
-    """tp, pp, cp, ep or dp as the row says it, in its column or in the name of MLPerf's configuration; 0 if nowhere."""
+    """Returns tp, pp, cp, ep or dp of the row, from its column or from the name of MLPerf's configuration; 0 if it is
+    not given."""
     if found := cells.whole(name):
         return found
     if written := re.search(r"xtp([0-9]+)pp([0-9]+)cp([0-9]+)", cells.told):
@@ -44,7 +45,7 @@ def degree(cells: Cells, name: str) -> int:
 
 
 def layout_of(cells: Cells, model: ModelConfig, cluster: Cluster, program: str) -> tuple[Layout, Batch] | None:
-    """The row's layout and batch; None with problems told where they do not agree."""
+    """Returns the row's layout and batch; None with recorded problems if they disagree."""
     devices = cells.whole("n_gpus")
     layout = _degrees(cells, model, cluster, program, devices)
     if layout is None:
@@ -83,7 +84,9 @@ def _degrees(cells: Cells, model: ModelConfig, cluster: Cluster, program: str, d
     if dp and dp != rest:
         cells.assume(f"dp {dp} is printed without ep {ep}: {rest}")
     if model.n_layers < pp:
-        cells.problem(f"pp: {pp} stages need as many layers, the model has {model.n_layers}; nearest: {model.n_layers}")
+        cells.problem(
+            f"pp: {pp} stages need at least as many layers, the model has {model.n_layers}; nearest: {model.n_layers}"
+        )
         return None
     return _sharding(cells, model, cluster, program, Layout(tp=tp, pp=pp, cp=cp, ep=ep, dp_shard=rest))
 
@@ -217,7 +220,7 @@ def _tensor(cells: Cells, model: ModelConfig, program: str, layout: Layout) -> L
     if model.n_heads % layout.tp:
         legal = [t for t in range(1, model.n_heads + 1) if model.n_heads % t == 0]
         near = min(legal, key=lambda t: abs(t - layout.tp))
-        cells.problem(f"tp: n_heads {model.n_heads} / tp {layout.tp} is not whole; nearest: {near}")
+        cells.problem(f"tp: n_heads {model.n_heads} / tp {layout.tp} is not an integer; nearest: {near}")
     said = cells.yes("sequence_parallel")
     modern = program in MODERN or program.startswith("torchtitan")
     if said is None and modern:

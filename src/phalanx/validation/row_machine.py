@@ -1,4 +1,4 @@
-"""The machine and the program of a table's row: the device's spelling, whose cluster it is, what trained there."""
+"""The machine and the framework of a table's row: the spelling of the device, the cluster, the framework."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def program_of(cells: Cells) -> str:
 
 
 def cluster_of_row(cells: Cells) -> Cluster | None:
-    """The machine, with as many nodes as the row's devices need; None with a problem told where it is unknown."""
+    """Returns the machine, with as many nodes as the row's devices need; None with a recorded problem if it is
+    unknown."""
     text, devices = cells.text("gpu").lower(), cells.whole("n_gpus")
     if not devices and not any(said.startswith("n_gpus") for said in cells.problems):
         cells.problem(f"n_gpus: is {cells.text('n_gpus') or 'blank'}, and nothing else says how many devices there are")
@@ -119,7 +120,7 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
         known = ", ".join(ACCELERATORS)
         meant = nearest(re.sub(r"nvidia|amd|intel|google|[^a-z0-9-]", "", text), ACCELERATORS) if text else None
         hint = f"; did you mean {meant}?" if meant else ""
-        cells.problem(f"gpu: {cells.text('gpu')!r} is no device that is known{hint} (known: {known})")
+        cells.problem(f"gpu: {cells.text('gpu')!r} is not a known device{hint} (known: {known})")
     if not machine or not devices:
         return None
     cluster = _sited(cells, machine)
@@ -155,7 +156,7 @@ def _sited(cells: Cells, machine: str) -> Cluster:
 
 
 def products_of(cells: Cells, cluster: Cluster, program: str) -> Products:
-    """The number format of the blocks' matrix products. Of two that are said, the narrower."""
+    """Returns the number format of the blocks' matrix products; the narrower one of two."""
     text = cells.text("precision").lower()
     device = cluster.accelerator
     for pattern, products in (("fp4", "fp4"), ("fp8|int8|e4m3", "fp8"), ("bf16|bfloat", "bf16"), ("fp16|half", "fp16")):

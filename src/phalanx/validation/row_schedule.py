@@ -1,4 +1,4 @@
-"""The pipeline of a table's row: its schedule by the names that papers use, and how many layers each stage has."""
+"""The pipeline of a table's row: its schedule by the names of the papers, and the layers of each stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MLPERF_CHUNKS = {96: 6, 126: 8}
 
 
 def scheduled(cells: Cells, model: ModelConfig, program: str, layout: Layout) -> Layout:
-    """The schedule and, where the program deals layers out evenly, the cut."""
+    """Returns the schedule and, if the framework distributes layers evenly, the cut."""
     if layout.pp == 1:
         return layout
     chunks = _chunks(cells, model, layout)

@@ -1,4 +1,4 @@
-"""The model of a table's row: a published shape by its name, what columns say besides, and what has to be solved."""
+"""The model of a table's row: a published shape by name, values of other columns, and values that have to be solved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _DROPOUT = ("megatron-2021", "megatron-2022", "megatron-deepspeed", "zero-bubble
 
 
 def model_of(cells: Cells, program: str, pp: int) -> ModelConfig | None:
-    """The row's model with its vocabulary and sequence length; None with a problem told where it is unknown."""
+    """Returns the row's model with its vocabulary and sequence length; None with a recorded problem if it is
+    unknown."""
     said = {name: cells.whole(name) for name in _COLUMNS}
     name = cells.text("model_name")
     key = shapes.key_of(name)
@@ -81,7 +82,7 @@ def _unknown(cells: Cells, said: dict[str, int]) -> ModelConfig | None:
         meant = nearest(shapes.plain(name), shapes.SHAPES)
         hint = f"; did you mean {meant}?" if meant else ""
         cells.problem(
-            f"model_name: {name!r} is no model that is known{hint}; give n_layers, hidden and n_heads, or one of "
+            f"model_name: {name!r} is not a known model{hint}; give n_layers, hidden and n_heads, or one of "
             f"{', '.join(shapes.SHAPES)}"
         )
         return None
@@ -157,9 +158,9 @@ def _solved(cells: Cells, shape: ModelConfig, pp: int, known: bool) -> ModelConf
         cells.assume(f"n_heads blank: {shape.n_heads}")
     if shape.d_model % shape.n_heads and not shape.head_dim and not shape.mla.kv_rank:
         # Vanishingly rare, and then published tables round: the size of a head that is nearest.
-        cells.assume(f"hidden {shape.d_model} / n_heads {shape.n_heads} is not whole: heads of its floor")
+        cells.assume(f"hidden {shape.d_model} / n_heads {shape.n_heads} is not an integer: heads of its floor")
     if shape.n_kv_heads and shape.n_heads % shape.n_kv_heads:
-        cells.problem(f"n_kv_heads: n_heads {shape.n_heads} / n_kv_heads {shape.n_kv_heads} is not whole")
+        cells.problem(f"n_kv_heads: n_heads {shape.n_heads} / n_kv_heads {shape.n_kv_heads} is not an integer")
         return None
     if shape.moe.top_k > max(shape.moe.n_experts, 1) and shape.moe.n_experts:
         cells.problem(f"moe_topk: {shape.moe.top_k} of {shape.moe.n_experts} experts; nearest: {shape.moe.n_experts}")

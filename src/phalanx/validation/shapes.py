@@ -1,4 +1,4 @@
-"""Shapes of models that published measurements name, by the names that they use.
+"""Shapes of models in published measurements, by the names that the sources use.
 
 Each is the released configuration (config.json of the model's hub page) or the table of its paper. What phalanx.config
 .presets has is taken from there. `ModelConfig` has one kind of block, attention and an MLP or experts; what a model has
@@ -16,7 +16,7 @@ from phalanx.config.presets import PRESETS
 
 
 def gpt(layers: int, width: int, heads: int, vocab: int = 51200, seq: int = 2048, **more: Any) -> ModelConfig:
-    """The GPT-2 kind: LayerNorm, learned positions, GELU, biases, a tied head."""
+    """Returns a GPT-2 kind: LayerNorm, learned positions, GELU, biases, a tied head."""
     shape = ModelConfig(
         n_layers=layers, d_model=width, n_heads=heads, vocab_size=vocab, seq_len=seq, activation="gelu_tanh"
     )
@@ -26,7 +26,7 @@ def gpt(layers: int, width: int, heads: int, vocab: int = 51200, seq: int = 2048
 def llama(
     layers: int, width: int, heads: int, kv: int, ff: int, vocab: int, seq: int = 4096, **more: Any
 ) -> ModelConfig:
-    """The Llama kind: RMSNorm, rotary positions, SwiGLU, no biases, a head of its own."""
+    """Returns a Llama kind: RMSNorm, rotary positions, SwiGLU, no biases, an untied head."""
     shape = ModelConfig(
         n_layers=layers,
         d_model=width,
@@ -283,7 +283,7 @@ REMARKS = {
 
 
 def plain(name: str) -> str:
-    """A model's name in small letters and digits, p for a point, in the spelling of SHAPES."""
+    """Normalises a model's name to the spelling of SHAPES: lower-case letters and digits, p for a point."""
     text = re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=[0-9])\.(?=[0-9])", "p", name.lower()))
     text = re.sub(r"llama(?:3p[13]|31(?=8b|70b|405b))", "llama3", text)
     for other, own in _SAME.items():
@@ -292,7 +292,7 @@ def plain(name: str) -> str:
 
 
 def key_of(name: str) -> str | None:
-    """The longest key of SHAPES that a name contains: `llama3-70b-l12` is a llama3-70b, whatever else it says."""
+    """Returns the longest key of SHAPES that a name contains: `llama3-70b-l12` is a llama3-70b, whatever follows."""
     text = plain(name)
     if text in _BARE:
         return _BARE[text]
@@ -301,5 +301,5 @@ def key_of(name: str) -> str | None:
 
 
 def remark(key: str) -> str:
-    """What the shape stands for, empty where it is the model itself."""
+    """Returns the approximation that a shape stands for; empty if it is the model itself."""
     return next((said for start, said in REMARKS.items() if key.startswith(start)), "")

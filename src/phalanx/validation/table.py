@@ -1,8 +1,7 @@
-"""`phalanx predict --table IN.csv --out OUT.csv`: a prediction beside every row of a table of configurations.
+"""`phalanx predict --table IN.csv --out OUT.csv`: adds a prediction to every row of a table of configurations.
 
-Rows are read and written one at a time, so that a table may be larger than memory. The input's columns come out as they
-went in, byte for byte, those that mean nothing here as well; what is written beside them never begins with a character
-that a spreadsheet would take for a formula.
+Rows are read and written one at a time, so a table may be larger than memory. Input columns are copied byte for byte,
+unknown ones too. Added cells never begin with a character that a spreadsheet would take for a formula.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 @dataclass
 class Summary:
-    """What became of a table's rows."""
+    """The outcomes of a table's rows."""
 
     rows: int = 0
     predicted: int = 0
@@ -53,7 +52,7 @@ class Summary:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """Returns the figures of --json."""
         return {**vars(self), "refused": dict(self.refused), "missing": list(self.missing)}
 
     def __str__(self) -> str:
@@ -75,9 +74,9 @@ def run(
     as_json: bool = False,
     progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(silent),
 ) -> int:
-    """The verb: predict `source` row by row into `out` (standard output if empty), and say what became of it on
-    standard error, or as JSON on standard output. `progress` is shown while it goes on. Returns the exit code. Raises
-    JobError where there is no such table."""
+    """Predicts `source` row by row into `out` (standard output if empty), and prints a summary on standard error, or as
+    JSON on standard output. `progress` is called meanwhile. Returns the exit code. Raises JobError if the table does
+    not exist."""
     if as_json and not out:
         raise JobError("--json prints one document and nothing else: name a file for the table, such as --out OUT.csv")
     with _opened(source) as file, progress() as shown, _written(out) as target:
@@ -87,7 +86,7 @@ def run(
 
 
 def write(file: BinaryIO, target: TextIO, predict: Predict, progress: Progress = silent) -> Summary:
-    """Copy the table in `file` to `target` with ADDED's columns. Raises JobError where it is no table."""
+    """Copies the table in `file` to `target` with the columns ADDED. Raises JobError if it is not a table."""
     size = file.seek(0, os.SEEK_END) if file.seekable() else 0
     if size:
         file.seek(0)
@@ -134,7 +133,7 @@ def _predicted(row: dict[str, str], surplus: int, predict: Predict, summary: Sum
 
 
 def answer(reading: Reading, prediction: Prediction) -> list[str]:
-    """The values of ADDED: every figure as the row's source counts it."""
+    """Returns the values of ADDED in the conventions of the row's source."""
     seconds = step_seconds(reading, prediction)
     memory = memory_bytes(reading, prediction)
     unit = "GiB" if reading.memory_unit == 2**30 else "GB"
@@ -151,12 +150,13 @@ def answer(reading: Reading, prediction: Prediction) -> list[str]:
 
 
 def step_seconds(reading: Reading, prediction: Prediction) -> float:
-    """Seconds of what the row measures."""
+    """Returns the seconds of the step that the row measures."""
     return prediction.step_time_s * reading.share
 
 
 def memory_bytes(reading: Reading, prediction: Prediction) -> float | None:
-    """Bytes of the fullest device in the meaning of the row's source; None where the row is not a whole step."""
+    """Returns the bytes of the fullest device in the convention of the row's source; None if the row is not a whole
+    step."""
     if reading.share < 1:
         return None
     if reading.memory_means == "allocated":
@@ -179,7 +179,7 @@ def _rows(text: Iterable[str]) -> Iterator[Sequence[str]]:
         try:
             row = next(reader, None)
         except csv.Error as error:
-            raise JobError(f"line {reader.line_num} of the table is no CSV: {error}") from None
+            raise JobError(f"line {reader.line_num} of the table is not CSV: {error}") from None
         if row is None:
             return
         if row:

@@ -136,7 +136,8 @@ def _notes(plan: Selection, job: Job) -> Iterator[str]:
     stages = (model.n_layers for mine, model in zip(written, models, strict=True) if not mine)
     if deepened := sum(n_layers > job.model.n_layers for n_layers in stages):
         yield (
-            f"model.n_layers: {job.model.n_layers} in the job, a layer a stage in {counted(deepened, 'layout')} with "
+            f"model.n_layers: {job.model.n_layers} in the job, one layer per stage in {counted(deepened, 'layout')} "
+            "with "
             "more stages than that"
         )
     if not job.model.moe.n_experts and (mixed := [model.moe for model in models if model.moe.n_experts]):

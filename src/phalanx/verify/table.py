@@ -20,7 +20,7 @@ def table(report: VerifyReport) -> str:
     lines = [line.rstrip() for line in lines]
     failed = [case for case in report.cases if not case.ok]
     if failed:
-        lines += ["", "What differs:", *(f"  {case.layout}: {complaint(case)}" for case in failed)]
+        lines += ["", "Differences:", *(f"  {case.layout}: {complaint(case)}" for case in failed)]
     if report.plan.skipped:
         lines += ["", "Not compared:", *_skipped(report.plan)]
     return "\n".join([*lines, "", _verdict(report)])

@@ -58,8 +58,8 @@ def step_traffic(
     """
     if layout.sync == "asp":
         raise JobError(
-            "layout.sync: asp gives each share of a step to whichever replica is ready: what a rank sends is not known "
-            "beforehand; nearest legal: sync=bsp"
+            "layout.sync: asp gives each share of a step to whichever replica is ready, so its traffic is not known in "
+            "advance; nearest legal: sync=bsp"
         )
     if layout.processes == 1:
         return {}

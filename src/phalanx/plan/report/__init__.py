@@ -1,1 +1,1 @@
-"""What a plan says: why, alternatives, rules of thumb."""
+"""The report of a plan: reasons, alternatives, rules of thumb."""

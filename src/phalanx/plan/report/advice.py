@@ -1,4 +1,4 @@
-"""What would make a layout fit that does not: every change of one setting, tried."""
+"""Changes that make a layout fit in memory: every change of one setting, tried."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.config.layout import Layout
+from phalanx.cost.breakdown import MOMENTS
 from phalanx.cost.job_spec import stages
 from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
@@ -19,7 +20,7 @@ MOST_CHANGES = 5
 
 @dataclass(frozen=True)
 class Advice:
-    """One change, and what it would bring."""
+    """One change and its effect."""
 
     change: str
     peak: int
@@ -29,8 +30,8 @@ class Advice:
 
 
 def advice(spec: StepSpec) -> list[Advice]:
-    """Single changes that make it fit, the fastest first; where there is none, several at once: each time the one that
-    needs least, until it fits or nothing helps. World size and global batch stay as they are."""
+    """Returns single changes that make the layout fit, fastest first. If there is none, combines several: each time the
+    one that needs the least memory, until it fits or nothing helps. World size and global batch stay the same."""
     found = list(_tried(spec))
     good = sorted((one for one, _ in found if one.fits), key=lambda one: one.step_time_s)
     if good or not found:
@@ -96,19 +97,20 @@ def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
 
 
 def shortfall(spec: StepSpec) -> str:
-    """What to tell somebody whose layout does not fit: by how much, in which part, and what would help."""
+    """Describes a layout that does not fit: the excess, the moment, the largest part, and changes that help."""
     prediction = predict(spec)
     fullest = prediction.fullest
     over = fullest.needed - prediction.memory_limit
     largest, size = max(fullest.parts(), key=lambda part: part[1])
     rank = prediction.memory.index(fullest)
-    where = f" on pipeline rank {rank}" if spec.layout.pp > 1 else ""
+    where = f", pipeline rank {rank}" if spec.layout.pp > 1 else ""
     text = (
-        f"does not fit: {gib(fullest.needed)} > {gib(prediction.memory_limit)} of {spec.cluster.accelerator.name}, "
-        f"{gib(over)} too much{where}, in the {fullest.moment}; the largest part is {largest}, {gib(size)}"
+        f"does not fit: peak memory {gib(fullest.needed)} ({MOMENTS[fullest.moment]}{where}) exceeds the "
+        f"{gib(prediction.memory_limit)} of {spec.cluster.accelerator.name} by {gib(over)}; the largest part is "
+        f"{largest}, {gib(size)}"
     )
     lines = []
     for one in advice(spec)[:4]:
-        verdict = "fits with" if one.fits else "still does not fit, but needs least:"
-        lines.append(f"  {verdict} {one.change}: {gib(one.peak)}, {one.step_time_s:.3g} s a step")
-    return "\n".join([text, *(lines or ["  no setting helps: more devices, or a smaller model"])])
+        verdict = "fits with" if one.fits else "still does not fit; the least memory has"
+        lines.append(f"  {verdict} {one.change}: {gib(one.peak)}, {one.step_time_s:.3g} s per step")
+    return "\n".join([text, *(lines or ["  no change of the settings helps: use more devices, or a smaller model"])])

@@ -1,4 +1,5 @@
-"""What somebody would have taken without a search, and why it loses: the best of each kind, by a search of its own."""
+"""The alternatives to the best layout: the fastest layout of each common kind, from a search of its own, and why it
+loses."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.config.layout import Layout
+from phalanx.cost.breakdown import MOMENTS
 from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.cost.predict import predict
 from phalanx.errors import JobError
@@ -22,12 +24,13 @@ from phalanx.plan.search.space import RECOMPUTE, STATES, MeshDegrees
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
 
-RULE, ROOM = "rule of thumb", "with room for"
+RULE, ROOM = "rule of thumb", "with headroom for"
 
 
 def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[Alternative, ...]:
-    """The rule of thumb first, then what fits, the fastest first, then the rest. A kind that has the best layout in it
-    is left out, and so is one whose layout was told already. `found` is what the search has seen."""
+    """Returns the rule of thumb first, then the alternatives that fit, fastest first, then the others. A kind that
+    contains the best layout is omitted, and so is one whose layout was listed already. `found` is what the search has
+    seen."""
     first = _rule(search, best)
     told = {_key(one.layout) for one in (best, first.candidate) if one}
     shown, weighed = list[Alternative](), [first.candidate] if first.candidate else []
@@ -48,17 +51,17 @@ def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[
 
 
 def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
-    """Of some alternatives the one without an axis, one of families.AXES."""
+    """Returns the alternative without an axis of families.AXES, or None."""
     return next((one for one in found if one.name == f"{WITHOUT}{AXES[axis]} parallelism"), None)
 
 
 def roomy(one: Candidate) -> bool:
-    """Whether it would still fit if it needed as much more than predicted as one step in ten does."""
+    """Returns whether the candidate still fits with the memory error that one step in ten has."""
     return one.prediction.fullest.needed * one.prediction.memory_spread[1] <= one.prediction.memory_limit
 
 
 def with_room(found: Sequence[Alternative]) -> Candidate | None:
-    """Of some alternatives the one with room, if there is one."""
+    """Returns the alternative with memory headroom, or None."""
     return next((one.candidate for one in found if one.name.startswith(ROOM)), None)
 
 
@@ -71,7 +74,9 @@ def _with_room(search: Search, found: Found, best: Candidate) -> Alternative:
     one = (
         Candidate(near, predict(near), found.simulated(near)) if near else room.one(np.ones(len(room.pair_bytes), bool))
     )
-    return Alternative(f"{ROOM} {more - 1:.0%} more memory", one, _why(one, best) if one else "none of the space has")
+    return Alternative(
+        f"{ROOM} {more - 1:.0%} more memory", one, _why(one, best) if one else "no layout of the search space has it"
+    )
 
 
 def _rule(search: Search, best: Candidate | None) -> Alternative:
@@ -79,13 +84,13 @@ def _rule(search: Search, best: Candidate | None) -> Alternative:
     words, layout = rule(request)
     broken = [name for name, value in request.fixed.items() if getattr(layout, name) != value]
     if broken:
-        return Alternative(RULE, None, f"{words}; it breaks what is fixed: {_fixed(request.fixed, broken)}")
+        return Alternative(RULE, None, f"{words}; it breaks the fixed fields: {_fixed(request.fixed, broken)}")
     if problems := request.problems(layout):
         return Alternative(RULE, None, f"{words}; {problems[0]}")
     spec = request.spec(layout)
     one = Candidate(spec, predict(spec), step_seconds(spec))
     if best and _key(one.layout) == _key(best.layout):
-        return Alternative(RULE, one, f"{words}; the search finds nothing better")
+        return Alternative(RULE, one, f"{words}; the search found nothing faster")
     return Alternative(RULE, one, f"{words}; {_why(one, best)}")
 
 
@@ -101,7 +106,7 @@ def _of(search: Search, family: Family, weighed: Sequence[Candidate], best: Cand
 
 
 def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
-    """A family in the words of a search: some pairs of its space, and which of their rows."""
+    """Expresses a family for a search: the pairs of its space, and a filter of their rows."""
     space = search.space
     columns = SimpleNamespace(
         **{name: space.column(name) for name in MeshDegrees._fields}, micro_batch=space.micro_batch.astype(np.int64)
@@ -122,7 +127,7 @@ def _why(one: Candidate, best: Candidate | None) -> str:
         fullest = prediction.fullest
         largest, size = max(fullest.parts(), key=lambda part: part[1])
         over = fullest.needed - prediction.memory_limit
-        return f"does not fit: {gib(over)} too much in the {fullest.moment}; the largest part is {largest}, {gib(size)}"
+        return f"exceeds memory by {gib(over)} {MOMENTS[fullest.moment]}; the largest part is {largest}, {gib(size)}"
     if best is None:
         return "fits"
     return f"the best is {explain(best.prediction, prediction, one.seconds / best.seconds)}"
@@ -133,12 +138,12 @@ def _not_legal(search: Search, family: Family) -> str:
     request = search.request
     broken = [name for name, value in request.fixed.items() if getattr(family.example, name) != value]
     if broken:
-        return f"what is fixed leaves none: {_fixed(request.fixed, broken)}"
+        return f"excluded by the fixed fields: {_fixed(request.fixed, broken)}"
     try:
         problems = request.problems(family.example)
     except JobError as error:
         problems = error.problems
-    return problems[0] if problems else "the space has none"
+    return problems[0] if problems else "not in the search space"
 
 
 def _fixed(fixed: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""How many more devices would be enough, where no layout of those that there are fits."""
+"""The number of devices that would be enough, if no layout fits on the given ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LEAST_MEMORY = {"recompute": "full", "micro_batch": 1, "schedule": Layout.schedu
 
 
 def enough(request: PlanRequest) -> tuple[str, ...]:
-    """A sentence about the first machine of 2, 4, 8 ... times as many nodes on which some layout fits; none where no
-    such machine is found, as where the degrees are fixed."""
+    """Returns a sentence about the first machine of 2, 4, 8 ... times as many nodes on which some layout fits; empty if
+    there is none, for instance because the degrees are fixed."""
     for more, found in _tried(request):
         needed, limit = gib(found.prediction.fullest.needed), gib(found.prediction.memory_limit)
         line = replace(found.layout, accumulation=0, pp_cut="").line().replace(",", " ")
         return (
-            f"It would fit on {found.layout.world:,} of these devices, {more} times as many: {line} needs {needed} of "
+            f"It fits on {found.layout.world:,} of these devices, {more} times as many: {line} needs {needed} of "
             f"{limit} there.",
         )
     return ()

@@ -1,4 +1,4 @@
-"""Why one layout is faster than another, in one line: the parts of the step that differ most."""
+"""Explains why one layout is faster than another, in one line: the parts of the step that differ most."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PLAIN = {
     "matrix products": "matrix products",
     "memory-bound": "memory-bound work",
     "recompute": "recomputation",
-    "host": "waiting for the host",
+    "host": "host overhead",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
-    "tp exposed": "tensor-parallel traffic",
-    "cp exposed": "context-parallel traffic",
+    "tp exposed": "tensor-parallel communication",
+    "cp exposed": "context-parallel communication",
     "ep exposed": "the experts' all-to-alls",
-    "pp exposed": "stage boundaries",
-    "dp_shard exposed": "sharded state's traffic",
-    "dp_replicate exposed": "replicas' gradients",
+    "pp exposed": "pipeline communication",
+    "dp_shard exposed": "dp_shard communication",
+    "dp_replicate exposed": "dp_replicate communication",
 }
 """Parts of a prediction as a sentence names them."""
 UNTOLD = ("micro_batch", "accumulation", "pp_cut")
@@ -30,9 +30,9 @@ UNTOLD = ("micro_batch", "accumulation", "pp_cut")
 
 
 def explain(one: Prediction, other: Prediction, factor: float = 0.0) -> str:
-    """What makes `one` faster or slower than `other`, of the same step: "1.20 × as fast: recomputation 0 instead of 2.1
-    s; but pipeline bubble 0.8 instead of 0.5 s". The largest differences first, with what does not fit at the end.
-    `factor` is how much faster it is where that is known better than by the predictions, such as by simulation."""
+    """Compares `one` with `other`, predictions of the same step: "1.20 × as fast: recomputation 0 instead of 2.1 s; but
+    pipeline bubble 0.8 instead of 0.5 s". The largest differences come first, a memory excess last. `factor` is the
+    speed-up if it is known better than by the predictions, for instance by simulation."""
     mine, theirs = dict(one.parts.items()), dict(other.parts.items())
     slower = max(one.step_time_s, other.step_time_s)
     names = sorted({*mine, *theirs}, key=lambda name: -abs(mine.get(name, 0.0) - theirs.get(name, 0.0)))
@@ -57,7 +57,7 @@ def explain(one: Prediction, other: Prediction, factor: float = 0.0) -> str:
 
 
 def differences(one: Layout, other: Layout) -> str:
-    """The settings of `one` that are not those of `other`: "tp 4 instead of 8, recompute none instead of full"."""
+    """Lists the settings of `one` that differ from `other`: "tp 4 instead of 8, recompute none instead of full"."""
     fields = [name for name in vars(one) if name not in UNTOLD and getattr(one, name) != getattr(other, name)]
     if one.micro_batch != other.micro_batch:
         fields.append("micro_batch")

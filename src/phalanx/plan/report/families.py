@@ -1,4 +1,4 @@
-"""The kinds of layouts that people take, as conditions on a space, each with an example of it."""
+"""The common kinds of layouts, as conditions on a search space, each with an example."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WITHOUT = "without "
 
 
 class Family(NamedTuple):
-    """Layouts of one kind."""
+    """One kind of layouts."""
 
     name: str
     meshes: Callable[[Any], Any]
@@ -29,21 +29,21 @@ class Family(NamedTuple):
     """To say what is not legal about it where the space has none."""
 
     def has(self, layout: Layout) -> bool:
-        """Whether a layout is one of them."""
+        """Returns whether a layout belongs to this kind."""
         state = StateSharding(layout.zero, layout.reshard, layout.accumulate)
         scheduled = Scheduled(layout.schedule, layout.pp_chunks)
         return bool(self.meshes(layout)) and self.options(scheduled, state, layout.recompute)
 
 
 def families(space: Space, cluster: Cluster, best: Layout | None) -> Iterator[Family]:
-    """Those that go with a machine; the last ones are the best layout with one thing left out."""
+    """Yields the kinds for a machine; the last ones are the best layout with one feature removed."""
     world = space.meshes[0]
     devices = world.tp * world.cp * world.pp * world.dp_shard * world.dp_replicate
     if devices == 1:
         return
-    yield Family("DDP: a whole copy each", _flat(lambda c: c.dp_shard == 1), _any, Layout(dp_replicate=devices))
+    yield Family("DDP: a whole copy per device", _flat(lambda c: c.dp_shard == 1), _any, Layout(dp_replicate=devices))
     flat = _flat(lambda c: c.dp_shard == devices)
-    yield Family("ZeRO-1: the optimizer's state sharded", flat, _zero(1), Layout(dp_shard=devices, zero=1))
+    yield Family("ZeRO-1: optimizer state sharded", flat, _zero(1), Layout(dp_shard=devices, zero=1))
     yield Family("FSDP over all devices (zero 3)", flat, _zero(3), Layout(dp_shard=devices))
     node, where = neighbours(cluster)
     if devices > node:
@@ -60,7 +60,7 @@ def families(space: Space, cluster: Cluster, best: Layout | None) -> Iterator[Fa
 
 
 def neighbours(cluster: Cluster) -> tuple[int, str]:
-    """Devices that one thinks of as a node: those of a node, or of a rack with fast links throughout; and its name."""
+    """Returns the number of closely joined devices and their name: a node, or a rack with fast links throughout."""
     node = cluster.devices_per_node or 1
     return (cluster.joined, "rack") if cluster.joined > node else (node, "node")
 
@@ -69,7 +69,7 @@ def _in_nodes(space: Space, devices: int, node: int, where: str, joined: int) ->
     """What cuts the model inside a node and not between nodes, or the other way round."""
     shard = max(divisors(devices, node))
     yield Family(
-        f"HSDP: FSDP inside a {where}, replicas between",
+        f"HSDP: FSDP inside a {where}, replicas across",
         _flat(lambda c: c.dp_shard == shard),
         _zero(3),
         Layout(dp_shard=shard, dp_replicate=devices // shard),
@@ -83,13 +83,13 @@ def _in_nodes(space: Space, devices: int, node: int, where: str, joined: int) ->
 def _tensor(devices: int, tp: int, where: str) -> Iterator[Family]:
     """Tensor ranks in a node, and what people put around them."""
     yield Family(
-        f"tensor parallel inside a {where} (tp {tp}), FSDP outside",
+        f"tensor parallel inside a {where} (tp {tp}), FSDP across",
         lambda c: (c.tp == tp) & (c.pp == 1) & (c.cp == 1) & (c.dp_shard == devices // tp),
         _zero(3),
         Layout(tp=tp, dp_shard=devices // tp),
     )
     yield Family(
-        f"Megatron's: tensor parallel inside a {where} (tp {tp}), pipeline between, data parallel, 1F1B",
+        f"Megatron-LM: tensor parallel inside a {where} (tp {tp}), pipeline across, data parallel, 1F1B",
         lambda c: (c.tp == tp) & (c.pp > 1) & (c.cp == 1) & ((c.dp_replicate == 1) | (c.dp_shard == 1)),
         lambda scheduled, state, _: scheduled.schedule == Layout.schedule and state in (STATES[0], STATES[-1]),
         Layout(tp=tp, pp=2, dp_shard=devices // tp // 2, zero=1),
@@ -112,7 +112,7 @@ def _without(best: Layout) -> Iterator[Family]:
         )
     if best.recompute != "full":
         yield Family(
-            "everything recomputed",
+            "full recomputation",
             lambda c: _same(c, best, (*MeshDegrees._fields, "micro_batch")),
             lambda scheduled, state, mode: (
                 mode == "full" and scheduled.schedule == best.schedule and state.zero == best.zero

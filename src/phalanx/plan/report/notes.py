@@ -1,5 +1,5 @@
-"""Why a layout was chosen, in sentences with figures: which axis lies on which links, what it would cost elsewhere or
-what goes wrong without it, what bounds the step, and how near the next layout is."""
+"""Explains why a layout was chosen, in sentences with figures: the links under each axis and its cost on other links or
+without it, what bounds the step, and how close the next layout is."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from phalanx.plan.report.families import AXES
 from phalanx.units import gib
 
 TELLING = 0.005
-"""Share of a step from which on a part is told."""
+"""Share of a step from which a part is mentioned."""
 NEAR = 0.01
-"""Layouts whose times are so near are as good as each other."""
-NO_ROOM = "That leaves no room"
-"""How the note begins that an error of the memory model would make the layout fail."""
+"""Layouts whose step times differ by less than this share count as equal."""
+NO_ROOM = "No memory headroom"
+"""Beginning of the note that an error of the memory model would make the layout fail."""
 SENDS = {
-    "tp": "sums the hidden states of every block",
+    "tp": "reduces the hidden states in every block",
     "cp": "passes keys and values on, or exchanges heads for tokens, in every block",
     "ep": "sends every token to its experts and back in every block",
 }
 
 
 def notes(best: Sequence[Candidate], found: Sequence[Alternative]) -> tuple[str, ...]:
-    """Why the first of the best: from the cost model's figures for it and for the same elsewhere, and from what was
-    weighed against it."""
+    """Returns the reasons for the first of the best layouts, from its figures, its figures on other links, and the
+    alternatives."""
     first = best[0]
     sentences = [
         _bound(first.prediction),
@@ -52,39 +52,39 @@ def notes(best: Sequence[Candidate], found: Sequence[Alternative]) -> tuple[str,
 
 
 def _bound(prediction: Prediction) -> str:
-    """What a step waits for."""
+    """Says what a step spends its time on."""
     step, parts = prediction.step_time_s, prediction.parts
     shares = {
         "computing": parts.products + parts.streams + parts.recompute + parts.host + parts.optimizer,
-        "waiting for links": sum(parts.exposed.values()),
-        "waiting for other pipeline ranks": parts.bubble,
+        "exposed communication": sum(parts.exposed.values()),
+        "pipeline bubble": parts.bubble,
     }
-    told = [f"{spent / step:.1%} is {name}" for name, spent in shares.items() if spent >= TELLING * step]
-    again = f" (a {parts.recompute / step:.0%} of it again)" if parts.recompute > TELLING * step else ""
-    return f"Of a step {_listed(told).replace('computing', f'computing{again}')}."
+    listed = _listed([f"{spent / step:.1%} {name}" for name, spent in shares.items() if spent >= TELLING * step])
+    again = f" ({parts.recompute / step:.0%} of the step recomputes)" if parts.recompute > TELLING * step else ""
+    return f"Step time: {listed.replace('computing', f'computing{again}')}."
 
 
 def _fabric(cluster: Cluster, world: int) -> str:
-    """The links, in figures of one device."""
+    """Names the links, in GB/s per device."""
     fast, slow, joined, node = cluster.intra.gbs, cluster.inter.gbs, cluster.joined, cluster.devices_per_node
     if world == 1 or not fast:
         return ""
-    among = f"links of {fast:.3g} GB/s a device among them"
+    speed = f"{fast:.3g} GB/s per device"
     if world <= joined:
-        return f"All {world} devices have {among}."
-    who = f"The {joined} devices of a {'rack' if joined > node else 'node'} have"
+        return f"Links of {speed} join all {world} devices."
+    who = f"the {joined} devices of a {'rack' if joined > node else 'node'}"
     if joined < node:
-        who = f"Of a node's {node} devices only {joined} neighbours have"
+        who = f"only {joined} neighbours of the {node} devices of a node"
     ratio = f", {fast / slow:.2g} times less" if slow and 1.5 * slow < fast < 99 * slow else ""
-    return f"{who} {among}; beyond, a device has {slow:.3g} GB/s{ratio}."
+    return f"Links of {speed} join {who}; beyond, there are {slow:.3g} GB/s per device{ratio}."
 
 
 def _inner(first: Candidate, axis: str) -> str:
-    """An axis that sends in every block: where it lies, what that takes and would take elsewhere."""
+    """Describes an axis that communicates in every block: its links, its exposed time, and that on other links."""
     spec, layout = first.spec, first.layout
     spent = first.prediction.parts.exposed.get(axis, 0.0)
     ranks = group(layout, axis) if axis != "cp" else RankGroup(layout.cp, layout.tp)
-    text = f"{axis} {ranks.ranks} lies {_place(spec.cluster, ranks, layout.world)}: it {SENDS[axis]}, {_shown(spent)}"
+    text = f"{axis} {ranks.ranks} runs {_place(spec.cluster, ranks, layout.world)}: it {SENDS[axis]}, {_shown(spent)}"
     if spec.cluster.joined >= layout.world or not spec.cluster.inter.gbs:
         return f"{text}."
     inside = _inside(spec.cluster, ranks)
@@ -92,7 +92,7 @@ def _inner(first: Candidate, axis: str) -> str:
     other = predict(replace(spec, cluster=replace(spec.cluster, domain=1 if inside else layout.world)))
     elsewhere = other.parts.exposed.get(axis, 0.0)
     if abs(elsewhere - spent) > TELLING * first.prediction.step_time_s:
-        text += f" ({duration(elsewhere)} {'across the network' if inside else 'if fast links joined all'})"
+        text += f" ({duration(elsewhere)} {'across the network' if inside else 'if fast links joined all devices'})"
     return f"{text}."
 
 
@@ -100,13 +100,13 @@ def _pipeline(first: Candidate) -> str:
     layout, parts = first.layout, first.prediction.parts
     where = _place(first.spec.cluster, group(layout, "pp"), layout.world)
     return (
-        f"pp {layout.pp} lies {where}: a boundary passes the hidden states of a micro-batch once each way, "
-        f"{_shown(parts.exposed.get('pp', 0.0))}; waiting for other ranks takes {duration(parts.bubble)}."
+        f"pp {layout.pp} runs {where}: each stage boundary sends the hidden states of a micro-batch once each way, "
+        f"{_shown(parts.exposed.get('pp', 0.0))}; the bubble takes {duration(parts.bubble)}."
     )
 
 
 def _ablations(first: Candidate, found: Sequence[Alternative]) -> Iterator[str]:
-    """What goes wrong without each axis; those whose absence leads to the same layout together."""
+    """Compares with the best layout without each axis; axes whose absence leads to the same layout share a sentence."""
     others = dict[Layout, tuple[list[str], Candidate]]()
     for axis, name in AXES.items():
         other = without(axis, found)
@@ -116,14 +116,14 @@ def _ablations(first: Candidate, found: Sequence[Alternative]) -> Iterator[str]:
         which = f"without {' and '.join(names)} parallelism"
         if other.prediction.fits:
             told = explain(first.prediction, other.prediction, other.seconds / first.seconds)
-            yield f"Beside the best that was found {which} the step is {told}."
+            yield f"Compared with the best layout found {which}, the step is {told}."
         else:
             needed, limit = gib(other.prediction.fullest.needed), gib(other.prediction.memory_limit)
-            yield f"Nothing that fits was found {which}: it needs {needed} of {limit}."
+            yield f"No layout found {which} fits: the smallest needs {needed} of {limit}."
 
 
 def _data(first: Candidate) -> str:
-    """Ranks that share the state, and replicas."""
+    """Describes the sharding of the state, and the replicas."""
     spec, layout = first.spec, first.layout
     cluster, parts = spec.cluster, first.prediction.parts
     spent = parts.exposed.get("dp_shard", 0.0) + parts.exposed.get("dp_replicate", 0.0)
@@ -133,18 +133,18 @@ def _data(first: Candidate) -> str:
     kind = f"{'FSDP' if layout.zero == 3 else f'ZeRO-{layout.zero}'} over {_degrees(layout)}"
     told = []
     if shared:
-        told.append(f"{kind} lies {_place(cluster, group(layout, 'shard'), layout.world)}")
+        told.append(f"{kind} runs {_place(cluster, group(layout, 'shard'), layout.world)}")
     if replicas:
-        told.append(f"{layout.dp_replicate} replicas lie {_place(cluster, group(layout, 'replicate'), layout.world)}")
-    rest = f" but {duration(spent)}" if spent > 1e-4 else ""
-    hidden = f"of {duration(whole)} of traffic computing hides all{rest}"
-    text = f"{_listed(told)}: {hidden if whole > spent else f'traffic takes {duration(spent)}'}."
+        told.append(f"{layout.dp_replicate} replicas run {_place(cluster, group(layout, 'replicate'), layout.world)}")
+    rest = f", {duration(spent)} stays exposed" if spent > 1e-4 else ""
+    hidden = f"{duration(whole)} of communication overlaps with computation{rest}"
+    text = f"{_listed(told)}: {hidden if whole > spent else f'communication takes {duration(spent)}'}."
     if shared and replicas:
         flat = replace(layout, dp_replicate=1, dp_shard=layout.data_ranks)
         other = predict(replace(spec, layout=flat))
         factor = other.step_time_s / first.prediction.step_time_s
         if factor > 1 + TELLING:
-            text += f" The same sharded over all of them takes {factor:.2f} times as long."
+            text += f" Sharding over all of them takes {factor:.2f} times as long."
     return text
 
 
@@ -156,7 +156,7 @@ def _degrees(layout: Layout) -> str:
 
 
 def _unused(first: Candidate, found: Sequence[Alternative]) -> Iterator[str]:
-    """What tensor parallelism would cost where there is none."""
+    """Says what tensor parallelism would cost, for a layout without it."""
     if first.layout.tp > 1:
         return
     for other in found:
@@ -166,42 +166,42 @@ def _unused(first: Candidate, found: Sequence[Alternative]) -> Iterator[str]:
         spent = other.candidate.prediction.parts.exposed.get("tp", 0.0)
         ranks = _place(first.spec.cluster, group(layout, "tp"), layout.world)
         if spent > TELLING * first.prediction.step_time_s:
-            yield f"No tensor parallelism: tp {layout.tp} {ranks} would take {duration(spent)} of a step."
+            yield f"No tensor parallelism: tp {layout.tp} {ranks} would take {duration(spent)} per step."
             return
 
 
 def _memory(first: Candidate) -> str:
     prediction, layout = first.prediction, first.layout
     share = prediction.fullest.peak / prediction.memory_limit
-    text = f"A device holds {gib(prediction.fullest.peak)} of {gib(prediction.memory_limit)} ({share:.0%})"
+    text = f"Peak memory is {gib(prediction.fullest.peak)} of {gib(prediction.memory_limit)} ({share:.0%})"
     if layout.recompute == "none" and not layout.recompute_cut:
         return f"{text} with nothing recomputed."
     kept = predict(replace(first.spec, layout=replace(layout, recompute="none", recompute_cut="")))
     if kept.fits:
         return f"{text}."
     how = f"{layout.recompute} recomputation" if not layout.recompute_cut else "recomputation in some layers"
-    return f"{text} with {how}, and would need {gib(kept.fullest.needed)} without."
+    return f"{text} with {how}; without recomputation it would be {gib(kept.fullest.needed)}."
 
 
 def _room(first: Candidate, found: Sequence[Alternative]) -> str:
-    """That it would not fit if it needed as much more than predicted as one step in ten does, and what would."""
+    """Warns if the layout would not fit with the error that one step in ten has, and names the fastest that would."""
     if roomy(first):
         return ""
     high, safe = first.prediction.memory_spread[1], with_room(found)
     more = gib(first.prediction.fullest.needed * high)
-    text = f"{NO_ROOM}: one step in ten needs {high - 1:.0%} more than predicted, {more} here"
+    text = f"{NO_ROOM}: one step in ten needs {high - 1:.0%} more than predicted, here {more}"
     if safe is None:
         return f"{text}."
     slower = safe.seconds / first.seconds - 1
     line = replace(safe.layout, micro_batch=0, accumulation=0).line().replace(",", " ")
-    return f"{text}; the fastest with room for that is {line}, {slower:.1%} slower."
+    return f"{text}; the fastest layout with that headroom is {line}, {slower:.1%} slower."
 
 
 def _next(best: Sequence[Candidate]) -> str:
-    """How far the next mesh is."""
+    """Compares with the next mesh."""
     first, *others = best
     if not others:
-        return "No other mesh comes within a hundredth of it."
+        return "No other mesh comes within 1% of it."
     near = [one for one in others if one.seconds <= first.seconds * (1 + NEAR)]
     low, high = first.prediction.spread
     second = min(others, key=lambda one: one.seconds)
@@ -211,28 +211,28 @@ def _next(best: Sequence[Candidate]) -> str:
     text = f"The next mesh ({line}) is {beside}"
     if near:
         text += (
-            f"; {len(near)} {'is' if len(near) == 1 else 'are'} within {NEAR:.0%}, far less than the prediction's own "
-            f"range ({low - 1:+.0%} to {high - 1:+.0%}): of equals the simpler wins"
+            f"; {len(near)} {'is' if len(near) == 1 else 'are'} within {NEAR:.0%}, well inside the prediction's "
+            f"interval ({low - 1:+.0%} to {high - 1:+.0%}): among equals the simpler layout wins"
         )
     return f"{text}."
 
 
 def _inside(cluster: Cluster, ranks: RankGroup) -> bool:
-    """Whether fast links join all ranks of a group."""
+    """Returns whether fast links join all ranks of a group."""
     return ranks.ranks * ranks.stride <= cluster.joined
 
 
 def _place(cluster: Cluster, ranks: RankGroup, world: int) -> str:
-    """Where a group lies."""
+    """Names the links that a group communicates over."""
     if world <= cluster.joined or _inside(cluster, ranks):
         return f"on the fast links ({cluster.intra.gbs:.3g} GB/s)"
     near = ranks.near(cluster.joined)
     partly = f", {near} ranks of each group side by side" if near > 1 else ""
-    return f"across the network ({cluster.inter.gbs:.3g} GB/s a device{partly})"
+    return f"across the network ({cluster.inter.gbs:.3g} GB/s per device{partly})"
 
 
 def _shown(seconds: float) -> str:
-    return f"which takes {duration(seconds)} of a step" if seconds > 1e-4 else "which computing hides"
+    return f"{duration(seconds)} exposed per step" if seconds > 1e-4 else "hidden behind computation"
 
 
 def _listed(items: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""A sample of a space for its picture: what was predicted on the way, and layouts drawn from every family."""
+"""A sample of the search space for its picture: predicted layouts, and layouts drawn from every family."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ STATES = {1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP"}
 
 
 def points(found: Sequence[tuple[Search, Found]], sample: int) -> tuple[SpacePoint, ...]:
-    """About `sample` layouts, the same ones each time: a third of them, where there are as many, found to fit, a third
-    found not to, the rest drawn."""
+    """Returns about `sample` layouts, deterministically: a third that fit, a third that do not, if there are as many,
+    and random ones for the rest."""
     share = ceil(sample / len(found))
     specs = dict[Layout, StepSpec]()
     for search, what in found:
@@ -42,7 +42,7 @@ def points(found: Sequence[tuple[Search, Found]], sample: int) -> tuple[SpacePoi
 
 
 def family(layout: Layout) -> str:
-    """The axes that a layout uses, such as "tensor + FSDP" or "tensor + pipeline"."""
+    """Names the axes that a layout uses, such as "tensor + FSDP" or "tensor + pipeline"."""
     parts = [name for axis, name in AXES.items() if getattr(layout, axis) > 1]
     if len(parts) > 1:
         return " + ".join(parts) if len(parts) == 2 else MANY

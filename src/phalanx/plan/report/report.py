@@ -1,4 +1,4 @@
-"""What `phalanx plan` prints: a page for a terminal, and the document of `--json` (docs/plan.md)."""
+"""The output of `phalanx plan`: the text for a terminal, and the document of `--json` (docs/plan.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = ("layout", "micro-batches", "step", "tps", "tps_total", "MFU", "memory
 
 
 def text(plan: Plan) -> str:
-    """The plan for a person, `WIDTH` columns wide."""
+    """Formats the plan for a terminal, `WIDTH` columns wide."""
     lines = [f"{headline(plan)}, {batch(plan)}", ""]
     if plan.best:
         lines += [*_best(plan.best), "", *_where(plan.best[0])]
@@ -28,8 +28,8 @@ def text(plan: Plan) -> str:
         lines += _nothing(plan)
     for heading, part in (
         ("why" if plan.best else "more devices", _notes(plan)),
-        ("instead", _alternatives(plan)),
-        ("left out", _rejected(plan)),
+        ("alternatives", _alternatives(plan)),
+        ("rejected", _rejected(plan)),
     ):
         if part := list(part):
             lines += ["", f"{heading}:", *part]
@@ -37,7 +37,7 @@ def text(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan for a program."""
+    """Returns the document of `--json`."""
     best = _layout(plan.best[0].layout) if plan.best else None
     nearest = plan.nearest
     return {
@@ -61,40 +61,40 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def headline(plan: Plan) -> str:
-    """Model and machine: "llama3-70b on 64 × h100-80gb (dgx-h100:8)"."""
+    """Names the model and the machine: "llama3-70b on 64 × h100-80gb (dgx-h100:8)"."""
     asked = plan.request
     shown = [*plan.best, *([plan.nearest] if plan.nearest else [])]
     return subject(asked, shown[0].prediction.devices if shown else asked.cluster.devices or asked.layout.world)
 
 
 def batch(plan: Plan) -> str:
-    """The batch that was asked for."""
+    """Formats the global batch."""
     size, length = plan.request.batch.global_batch, plan.request.model.seq_len
     return f"global batch {size:,} × {length:,} tokens"
 
 
 def effort(plan: Plan) -> str:
-    """What the search took."""
+    """Formats the number of layouts and the seconds of the search."""
     return f"searched {plan.searched:,} layouts in {seconds(plan.seconds)}"
 
 
 def short_line(layout: Layout) -> str:
-    """The layout without what the batch equation says of it."""
+    """Formats the layout without the fields of the batch equation."""
     return replace(layout, micro_batch=0, accumulation=0).line()
 
 
 def differing(layout: Layout) -> dict[str, Any]:
-    """The fields of a layout that differ from the default, by name."""
+    """Returns the fields of a layout that differ from the default, by name."""
     default = Layout()
     return {name: value for name, value in vars(layout).items() if value != getattr(default, name)}
 
 
 def cells(candidate: Candidate) -> tuple[str, ...]:
-    """The row of a candidate, by `COLUMNS`."""
+    """Returns the table row of a candidate, by `COLUMNS`."""
     prediction, equation = candidate.prediction, candidate.spec.batch
     return (
         short_line(candidate.layout),
-        f"{equation.accumulation} of {equation.micro_batch}",
+        f"{equation.accumulation} × {equation.micro_batch}",
         duration(candidate.seconds),
         f"{candidate.tokens_per_s_per_device:,.0f}",
         f"{candidate.tokens_per_s:,.0f}",
@@ -105,7 +105,7 @@ def cells(candidate: Candidate) -> tuple[str, ...]:
 
 
 def slower(alternative: Alternative, plan: Plan) -> float | None:
-    """How many times as long its step takes as the best one's; None where one of the two does not run."""
+    """Returns its step time over that of the best; None if one of the two does not run."""
     candidate = alternative.candidate
     if not plan.best or candidate is None or not candidate.prediction.fits:
         return None
@@ -113,7 +113,7 @@ def slower(alternative: Alternative, plan: Plan) -> float | None:
 
 
 def verdict(alternative: Alternative, plan: Plan) -> tuple[str, str]:
-    """Its time, and how that compares."""
+    """Formats its step time, and the comparison with the best."""
     candidate, factor = alternative.candidate, slower(alternative, plan)
     if candidate is None:
         return "", "not legal"
@@ -123,7 +123,7 @@ def verdict(alternative: Alternative, plan: Plan) -> tuple[str, str]:
 
 
 def largest_first(rejected: dict[str, int]) -> list[tuple[str, int]]:
-    """Reasons and counts, the most frequent first."""
+    """Sorts reasons by count, the most frequent first."""
     return sorted(rejected.items(), key=lambda item: -item[1])
 
 
@@ -154,10 +154,10 @@ def _where(first: Candidate) -> list[str]:
     prediction = first.prediction
     low, high = (duration(factor * first.seconds) for factor in prediction.spread)
     return [
-        f"the first: {first.layout.line()}",
+        f"best layout: {first.layout.line()}",
         first.spec.batch.equation(),
         f"step time: {duration(first.seconds)} simulated ({low} to {high}), "
-        f"{duration(prediction.step_time_s)} by the cost model, of which:",
+        f"{duration(prediction.step_time_s)} predicted, of which:",
         *time_lines(prediction),
         "",
         *memory_lines(prediction),
@@ -169,7 +169,7 @@ def _nothing(plan: Plan) -> list[str]:
     if plan.nearest is None:
         return ["no layout is legal"]
     return [
-        f"no layout fits; the one that needs least is {plan.nearest.layout.line()}",
+        f"no layout fits; the one that needs the least memory is {plan.nearest.layout.line()}",
         shortfall(plan.nearest.spec),
         "",
         *memory_lines(plan.nearest.prediction),

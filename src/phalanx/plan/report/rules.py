@@ -1,9 +1,9 @@
-"""The lectures' rules of thumb as a decision: what one would take without a search, and the reasons in words.
+"""The rules of thumb as a decision: the usual layout without a search, with the reasons.
 
-One device: plain, or nothing. One node: data parallel, sharded as far as it must be; with slow links pipelines first.
-Several nodes: FSDP where the network is fast and it fits; otherwise tensor parallel inside a node, pipelines between
-nodes until the model fits, data parallel with ZeRO-1 over the rest. What is left of a batch is accumulated (ALCF, "AI
-at Scale" 2024; Inha ECE7115, "Parallelism" 2026, after Hugging Face's "Model parallelism").
+One device: plain, or nothing. One node: data parallel, sharded as much as needed; with slow links pipelines first.
+Several nodes: FSDP if the network is fast and it fits; otherwise tensor parallel inside a node, pipelines across nodes
+until the model fits, and data parallel with ZeRO-1 over the rest. The rest of a batch is accumulated (ALCF, "AI at
+Scale" 2024; Inha ECE7115, "Parallelism" 2026, after Hugging Face's "Model parallelism").
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FAST_NETWORK = 25
 
 
 def rule(request: PlanRequest) -> tuple[str, Layout]:
-    """What the rules of thumb take, and why in words; a layout that does not fit where nothing of theirs does. For the
-    first number of devices of a question."""
+    """Returns the reasons and the layout of the rules of thumb, for the first number of devices of a request. The
+    layout does not fit if none of the rules' layouts does."""
     world = request.devices[0]
     if world == 1:
         return _one_device(request)
@@ -36,13 +36,13 @@ def rule(request: PlanRequest) -> tuple[str, Layout]:
 
 
 def node_of(request: PlanRequest) -> int:
-    """Devices that the rules take for a node: of a rack with fast links throughout, all."""
+    """Returns the number of devices that the rules treat as a node: all of a rack with fast links throughout."""
     return neighbours(request.cluster)[0]
 
 
 def fitted(request: PlanRequest, layout: Layout) -> Layout | None:
-    """The layout with the least recomputation and, without a pipeline, the largest micro-batch with which it fits; None
-    where it is not legal or does not fit."""
+    """Returns the layout with the least recomputation and, without a pipeline, the largest micro-batch with which it
+    fits; None if it is illegal or does not fit."""
     kept = {name: value for name, value in request.fixed.items() if name not in OPEN}
     layout = replace(layout, **kept, micro_batch=1)
     if layout.pp > 1:
@@ -79,23 +79,23 @@ def _with_larger_batches(request: PlanRequest, layout: Layout) -> Layout:
 def _one_device(request: PlanRequest) -> tuple[str, Layout]:
     if found := fitted(request, Layout()):
         return _told(request, "one device, and the model fits", "plain", found)
-    why = "one device, and the model does not fit: ZeRO with offload to host memory, which this program does not run"
+    why = "one device, and the model does not fit: offload to host memory, which Phalanx does not run"
     block = replace(request.model, n_layers=1)
     if fitted(replace(request, model=block), Layout()) is None:
-        why += "; not even one layer fits, which then runs in tiles"
+        why += "; not even one layer fits without tiling"
     return why, Layout(micro_batch=1, recompute="full")
 
 
 def _one_node(request: PlanRequest, world: int) -> tuple[str, Layout]:
     fast, where = _links(request.cluster.intra.gbs, FAST_LINKS, "one node")
     if found := fitted(request, Layout(dp_replicate=world)):
-        return _told(request, f"{where}, a whole copy fits a device", "DDP", found)
+        return _told(request, f"{where}, a whole copy fits on a device", "DDP", found)
     sharded = [(f"ZeRO-{zero}", _with_experts(request, Layout(dp_shard=world, zero=zero))) for zero in (1, 2, 3)]
     pipelines = [(_name(layout), layout) for layout in _three(request, world, most_tp=1) if layout.pp > 1]
     tensor = [(_name(layout), layout) for layout in _three(request, world)]
     # Between slow links a stage's hidden states are the least there is to send.
     tried = [*sharded, *tensor, *pipelines] if fast else [*pipelines, *sharded, *tensor]
-    return _first(request, f"{where}, a whole copy does not fit a device", tried)
+    return _first(request, f"{where}, a whole copy does not fit on a device", tried)
 
 
 def _many_nodes(request: PlanRequest, world: int) -> tuple[str, Layout]:
@@ -113,7 +113,7 @@ def _many_nodes(request: PlanRequest, world: int) -> tuple[str, Layout]:
 def _links(gbs: float, fast: float, where: str) -> tuple[bool, str]:
     kind = "fast" if gbs >= fast else "slow"
     links = "network" if where == "many nodes" else "links"
-    return gbs >= fast, f"{where}, {kind} {links} ({gbs:.3g} GB/s a device)"
+    return gbs >= fast, f"{where}, {kind} {links} ({gbs:.3g} GB/s per device)"
 
 
 def _three(request: PlanRequest, world: int, most_tp: int = 0) -> Iterator[Layout]:
@@ -133,9 +133,9 @@ def _three(request: PlanRequest, world: int, most_tp: int = 0) -> Iterator[Layou
 
 def _name(layout: Layout) -> str:
     parts = [
-        (layout.tp, f"tensor parallel in a node (tp {layout.tp})"),
-        (layout.cp, f"parts of sequences (cp {layout.cp})"),
-        (layout.pp, f"a pipeline as long as it must be to fit (pp {layout.pp})"),
+        (layout.tp, f"tensor parallel inside a node (tp {layout.tp})"),
+        (layout.cp, f"context parallel (cp {layout.cp})"),
+        (layout.pp, f"the shortest pipeline that fits (pp {layout.pp})"),
         (layout.shard_ranks, "ZeRO-1"),
     ]
     return ", ".join(name for degree, name in parts if degree > 1)
@@ -160,11 +160,11 @@ def _first(request: PlanRequest, where: str, tried: Iterable[tuple[str, Layout]]
     for name, layout in tried:
         if found := fitted(request, layout):
             return _told(request, where, name, found)
-    return f"{where}: nothing of the rules fits, not even {name}", replace(layout, micro_batch=1, recompute="full")
+    return f"{where}: no layout of the rules fits, not even {name}", replace(layout, micro_batch=1, recompute="full")
 
 
 def _told(request: PlanRequest, where: str, name: str, layout: Layout) -> tuple[str, Layout]:
     accumulation = request.global_batch // (layout.data_ranks * layout.micro_batch)
     rest = f", {accumulation} micro-batches accumulated" if accumulation > 1 and layout.pp == 1 else ""
-    again = {"none": "", "selective": ", attention computed again", "full": ", everything computed again"}
+    again = {"none": "", "selective": ", selective recomputation", "full": ", full recomputation"}
     return f"{where}: {name}{again[layout.recompute]}{rest}", layout

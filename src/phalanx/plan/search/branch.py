@@ -110,8 +110,8 @@ class Found:
         return self.known[spec]
 
 
-TOO_LARGE = "memory: the state and the activations of a rank are too large"
-SLOWER = "slower than the best, by what it computes and sends at least"
+TOO_LARGE = "memory: lower bound of state and activations exceeds the device"
+SLOWER = "time: lower bound exceeds the best layout"
 
 
 class Search:
@@ -137,7 +137,7 @@ class Search:
         chosen = np.ones(len(self.pair_seconds), bool) if pairs is None else pairs
         fits = self.pair_bytes <= self.limit
         for pair in np.flatnonzero(chosen & ~fits):
-            found.rejected["memory: too large even if everything is sharded and recomputed"] += len(
+            found.rejected["memory: too large even with everything sharded and recomputed"] += len(
                 self.space.options[pair]
             )
         order = np.flatnonzero(chosen & fits)
@@ -150,7 +150,7 @@ class Search:
             found.restart()
         near_pairs = self.pair_seconds[order] <= found.cutoff
         for pair in order[~near_pairs]:
-            found.rejected["slower than the best, even without bubble and without reducing gradients"] += len(
+            found.rejected["time: lower bound without bubble and gradient reduction exceeds the best layout"] += len(
                 self.space.options[pair]
             )
         # By length of pipeline: whose layouts are bounded together.
