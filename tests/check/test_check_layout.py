@@ -88,8 +88,8 @@ def test_context_parallel_layouts_that_go_together_are_legal(layout):
 @pytest.mark.parametrize(
     ("seq_len", "layout", "message"),
     [
-        (48, {"cp": 5}, "layout.cp: seq_len 48 / cp 5 is not whole; nearest cp: 3, 4, 6"),
-        (48, {"cp": 10**6}, "layout.cp: seq_len 48 / cp 1000000 is not whole; nearest cp: 8, 12, 24"),
+        (48, {"cp": 5}, "layout.cp: seq_len 48 / cp 5 is not an integer; nearest cp: 3, 4, 6"),
+        (48, {"cp": 10**6}, "layout.cp: seq_len 48 / cp 1000000 is not an integer; nearest cp: 8, 12, 24"),
         (
             48,
             {"cp": 16},

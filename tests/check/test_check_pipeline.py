@@ -91,7 +91,7 @@ def test_the_micro_batches_come_from_the_batch_equation():
         (
             6,
             {"pp": 1000},
-            "layout.pp: pp 1000 stages need as many layers, the model has 6; nearest legal: pp 6",
+            "layout.pp: pp 1000 stages need at least as many layers, the model has 6; nearest legal: pp 6",
         ),
         (
             3,

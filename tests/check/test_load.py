@@ -106,7 +106,7 @@ def test_the_promised_short_names_exist(alias):
         ),
         (["--dir=x"], "unknown option --dir; which one: data.dir or run.dir?"),
         (["tp=2,ppp=3"], "command line: tp=2,ppp=3: layout 'tp=2,ppp=3': unknown key ppp; did you mean pp?"),
-        (["tp=2,lr=3"], "command line: tp=2,lr=3: layout 'tp=2,lr=3': optimizer.lr is no part of a layout"),
+        (["tp=2,lr=3"], "command line: tp=2,lr=3: layout 'tp=2,lr=3': optimizer.lr is not a field of the layout"),
         (
             ["train.backend=DDP"],
             "unknown key train.backend in 'train.backend=DDP'; set the layout instead: dp_replicate",
