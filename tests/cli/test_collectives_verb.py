@@ -82,7 +82,7 @@ def test_the_commands_of_the_page_draw_its_pictures(name, capsys, tmp_path):
         (["show", "scatter", "--root", "4"], "root 4 is not one of the 4 ranks"),
         (["show", "all-to-all", "--root", "1", "--group", "2"], "all-to-all has no group; leave --group out"),
         (["show", "hierarchical-all-reduce", "--group", "3"], "possible sizes: [1, 2, 4]"),
-        (["show", "scatter", "--svg", "/no/where.svg"], "there is no folder /no; make it, or name another"),
+        (["show", "scatter", "--svg", "/no/where.svg"], "folder /no does not exist; create it, or name another"),
     ],
 )
 def test_mistakes_are_one_message_and_code_2(argv, message, capsys):

@@ -51,7 +51,7 @@ def test_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "tps_total: ",
         "mfu:",
         "matrix products",
-        "memory:",
+        "peak memory",
         "fits",
         "all-gather",
         "8 × h100-80gb",
@@ -139,7 +139,7 @@ def test_the_commands_of_the_pages_draw_their_pictures(page: str, tmp_path: Path
         (["--picture", "layout"], "--picture layout says what --svg draws: name a file"),
         (["--picture", "layuot", "--svg", "a.svg"], "expected one of prediction, layout, context, found 'layuot'"),
         (["--picture", "context", "--svg", "a.svg"], "layout.cp is 1"),
-        (["--picture", "context", "--svg", "a.svg", "cp=3"], "is not whole; nearest cp:"),
+        (["--picture", "context", "--svg", "a.svg", "cp=3"], "is not an integer; nearest cp:"),
     ],
 )
 def test_a_picture_that_cannot_be_drawn_is_refused(

@@ -49,7 +49,7 @@ def test_a_schedule_is_shown_with_its_figures(capsys):
     assert shown[:5] == [
         "1f1b: 4 ranks, 8 micro-batches",
         "bubble 37.5% of the work, 27.3% of the whole; duration 33",
-        "idle time by rank: 9, 9, 9, 9",
+        "idle time per rank: 9, 9, 9, 9",
         "activations kept by rank, at most: 4, 3, 2, 1",
         "sends: may block",
     ]

@@ -91,7 +91,7 @@ def test_failures_are_drawn_for_the_job_s_devices(capsys, tmp_path):
     picture = tmp_path / "failures.svg"
     assert main([*JOB, "--failures-svg", str(picture)]) == 0
     out = capsys.readouterr().out
-    assert "of the time trains" in out
+    assert "productive time" in out
     assert f"written: {picture}" in out
     drawn = picture.read_text()
     assert ">8 devices<" in drawn

@@ -62,7 +62,7 @@ SLOWDOWNS: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
         ),
     ),
     ("megatron-core", "b200"): (
-        1.15,
+        1.14,
         (
             "simumax_b200_measured-0007",
             "simumax_b200_measured-0013",
@@ -75,7 +75,7 @@ SLOWDOWNS: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
         ),
     ),
     ("fsdp1", "h100-80gb"): (
-        1.04,
+        1.05,
         (
             "llm_foundry_mpt-0012",
             "llm_foundry_mpt-0015",
@@ -91,7 +91,7 @@ SLOWDOWNS: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
     ("torchtitan-compile", "h100-96gb"): (1.12, ("torchtitan-0002", "torchtitan-0009", "torchtitan-0019")),
     ("torchtitan-async", "h100-96gb"): (1.12, ("torchtitan-0002", "torchtitan-0009", "torchtitan-0019")),
     ("torchtitan-2025", "h100-96gb"): (1.12, ("torchtitan-0002", "torchtitan-0009", "torchtitan-0019")),
-    ("torchtitan", "a100-80gb"): (1.16, ("torchtitan-0036", "torchtitan-0040")),
+    ("torchtitan", "a100-80gb"): (1.18, ("torchtitan-0036", "torchtitan-0040")),
 }
 """By program and device: the pace, and the rows that it was fitted to."""
 
@@ -103,7 +103,7 @@ _HOPPER_MOE = (
     "nemo_megatron_bridge-0223",
 )
 MOE_SLOWDOWNS: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
-    ("nemo-2025", ""): (1.5, ("nemo_megatron_bridge-0248", "nemo_megatron_bridge-0262")),
+    ("nemo-2025", ""): (1.47, ("nemo_megatron_bridge-0248", "nemo_megatron_bridge-0262")),
     ("nemo-early-2026", ""): (
         1.4,
         (
@@ -116,8 +116,8 @@ MOE_SLOWDOWNS: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
         ),
     ),
     # Hopper keeps the older dispatcher, also in containers since.
-    ("nemo-early-2026", "h100-80gb"): (1.91, _HOPPER_MOE),
-    ("nemo", "h100-80gb"): (1.91, _HOPPER_MOE),
+    ("nemo-early-2026", "h100-80gb"): (1.88, _HOPPER_MOE),
+    ("nemo", "h100-80gb"): (1.88, _HOPPER_MOE),
 }
 """By program and device, "" all others: `Framework.moe_slowdown`, and the rows that it was fitted to."""
 
