@@ -81,7 +81,8 @@ def test_the_verb_goes_on_with_what_the_planner_chose(measured, asked, capsys):
         "cluster=local: compute and comm of unknown quality (no fit error or spread is stored); this machine"
     )
     assert (
-        layout == "layout: dp_replicate=2,zero=2  (planned: 1,234 layouts searched in 500ms; predicted 12.3 ms per step)"
+        layout
+        == "layout: dp_replicate=2,zero=2  (planned: 1,234 layouts searched in 500ms; predicted 12.3 ms per step)"
     )
 
 

@@ -54,7 +54,10 @@ def test_help_and_configuration_answer_without_torch(argv):
             for verb in ("train", "verify", "plan", "predict", "simulate")
             for words in (["model=tiny"], ["model=tiny", "--print-config"], ["model=tiny", "layout=auto"])
         ),
-        (["train", "model=mixtral-8x7b", "--ep", "3", "--dp_shard", "3"], "layout.ep: n_experts 8 / ep 3 is not an integer"),
+        (
+            ["train", "model=mixtral-8x7b", "--ep", "3", "--dp_shard", "3"],
+            "layout.ep: n_experts 8 / ep 3 is not an integer",
+        ),
         (["generate", "nowhere"], "phalanx: no run in nowhere: it has no config.yaml"),
     ],
 )

@@ -50,7 +50,7 @@ def test_a_schedule_is_shown_with_its_figures(capsys):
         "1f1b: 4 ranks, 8 micro-batches",
         "bubble 37.5% of the work, 27.3% of the whole; duration 33",
         "idle time per rank: 9, 9, 9, 9",
-        "activations kept by rank, at most: 4, 3, 2, 1",
+        "peak live activations per rank: 4, 3, 2, 1",
         "sends: may block",
     ]
     assert "rank 3" in shown[-1]

@@ -184,7 +184,7 @@ def test_tiles_multiply_through_onednn(ranks):
     ("layout", "message"),
     [
         (Layout(tiles=5), "MLP width 48 / tiles 5 is not an integer; nearest tiles: 3, 4, 6"),
-        (Layout(tiles=4, tp=2), "tiles 4 go with tp 1, tp is 2"),
+        (Layout(tiles=4, tp=2), "tiles 4 need tp 1, tp is 2"),
         (Layout(tiles=0), "must be at least 1"),
     ],
 )

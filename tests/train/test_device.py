@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phalanx.train import device as devices
+from phalanx.config.cluster import Cluster
 from phalanx.train.metrics import Meter, line
+from phalanx.train.peak import peak_flops
 
 CUDA = torch.device("cuda", 0)
 
@@ -35,7 +36,8 @@ def gpu(monkeypatch):
 )
 def test_a_known_gpu_has_the_table_s_peak(gpu, name, gib, dtype, tflops):
     gpu(name, gib)
-    assert devices.peak_flops(0, CUDA, dtype) == (tflops * 1e12, f"data sheet of {name}")
+    found = peak_flops(Cluster(), CUDA, dtype, 1)
+    assert (found.flops, found.source) == (tflops * 1e12, f"data sheet of {name}")
 
 
 @pytest.mark.parametrize(
@@ -43,11 +45,12 @@ def test_a_known_gpu_has_the_table_s_peak(gpu, name, gib, dtype, tflops):
 )
 def test_without_a_peak_it_says_so_and_what_states_one(gpu, name, dtype):
     gpu(name, 79.1)
-    peak, said = devices.peak_flops(0, CUDA, dtype)
-    assert peak == 0
-    assert name in said
-    assert "cluster.peak_tflops" in said
-    assert devices.peak_flops(835, CUDA, dtype) == (835e12, "the job's cluster.peak_tflops")
+    found = peak_flops(Cluster(), CUDA, dtype, 1)
+    assert found.flops == 0
+    assert name in found.source
+    assert "cluster.peak_tflops" in found.source
+    stated = peak_flops(Cluster(peak_tflops=835), CUDA, dtype, 1)
+    assert (stated.flops, stated.source) == (835e12, "the job's cluster.peak_tflops")
 
 
 def test_without_a_peak_rows_and_lines_have_no_mfu():

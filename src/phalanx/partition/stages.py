@@ -19,7 +19,9 @@ def parse_cut(text: str) -> tuple[int, ...]:
     """Parses `layout.pp_cut`, the layers of each stage, such as "3+5+4+4". Raises JobError for any other form."""
     plain = text.replace(" ", "")
     if not re.fullmatch(r"[0-9]{1,9}(\+[0-9]{1,9})*", plain):
-        raise JobError(f"{text!r} is not a list of layers per stage; write them with a plus between them, such as 3+5+4+4")
+        raise JobError(
+            f"{text!r} is not a list of layers per stage; write them with a plus between them, such as 3+5+4+4"
+        )
     return tuple(int(layers) for layers in plain.split("+"))
 
 
