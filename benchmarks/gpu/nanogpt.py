@@ -6,7 +6,7 @@ NANOGPT=~/nanoGPT python -m benchmarks.gpu.nanogpt --layers 12 --width 768 --hea
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -40,8 +40,12 @@ class Loss(nn.Module):
 
 
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
-    sys.path.insert(0, str(Path(os.environ[FOLDER]).expanduser()))
-    theirs = importlib.import_module("model")
+    # By its path: a module called model may be there already.
+    source = importlib.util.spec_from_file_location("nanogpt_model", Path(os.environ[FOLDER]).expanduser() / "model.py")
+    assert source and source.loader, "missing() has looked for the file"
+    theirs = importlib.util.module_from_spec(source)
+    sys.modules["nanogpt_model"] = theirs
+    source.loader.exec_module(theirs)
     shape = {"n_layer": options.layers, "n_head": options.heads, "n_embd": options.width}
     config = theirs.GPTConfig(block_size=options.seq_len, vocab_size=options.vocab, dropout=0.0, bias=True, **shape)
     model = theirs.GPT(config).to(options.device)

@@ -241,10 +241,9 @@ def test_nanogpt_is_called_as_its_repository_has_it(tmp_path, monkeypatch):
     assert nanogpt.missing() == f"not installed: no model.py in NANOGPT={tmp_path}"
     (tmp_path / "model.py").write_text(STUB)
     assert nanogpt.missing() == ""
-    monkeypatch.setattr(sys, "path", [*sys.path])
     options = argparse.Namespace(layers=1, heads=1, width=4, seq_len=8, vocab=11, device="cpu")
     model, optimizer = nanogpt.make(options)
-    monkeypatch.delitem(sys.modules, "model")
+    monkeypatch.delitem(sys.modules, "nanogpt_model")
     tokens = torch.randint(11, (2, 9))
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step()
