@@ -42,7 +42,8 @@ class Loss(nn.Module):
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
     # By its path: a module called model may be there already.
     source = importlib.util.spec_from_file_location("nanogpt_model", Path(os.environ[FOLDER]).expanduser() / "model.py")
-    assert source and source.loader, "missing() has looked for the file"
+    assert source, "missing() has looked for the file"
+    assert source.loader, "a file has a loader"
     theirs = importlib.util.module_from_spec(source)
     sys.modules["nanogpt_model"] = theirs
     source.loader.exec_module(theirs)
