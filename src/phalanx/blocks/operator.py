@@ -1,4 +1,4 @@
-"""What an operator of a model states: weights, products, memory traffic, saved tensors and messages.
+"""The data types of the model description: operators with weights, products, memory traffic, saved tensors, messages.
 
 A block, the embedding, the head and the loss are lists of operators (attention.py, feed_forward.py, experts.py,
 ends.py). Parameter counts, tensor slices, FLOPs, memory, traffic, seconds, roofline and the planner's bounds are views
@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 Cut = Literal["whole", "rows", "columns"]
 """How tensor parallelism cuts a weight: rows are outputs, columns are inputs (Shoeybi et al. 2019, section 3)."""
 Gradient = Literal["tokens", "partial", "whole"]
-"""What a tensor rank finds of the gradient of a weight that it holds whole: that of its own tokens (all of them without
-sequence parallelism), that of its part of the layer, or all of it whatever the layout is."""
+"""The part of a replicated weight's gradient that one tensor rank computes. tokens: that of its own tokens, which are
+all of them without sequence parallelism. partial: that of its part of the layer. whole: all of it under every
+layout."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 NumberType = Literal["activation", "wide", "index"]
 """activation: the width of the computation; wide: at least fp32; index: 8 bytes."""
@@ -54,6 +55,10 @@ class Weight(NamedTuple):
         if self.cut == "whole":
             return None
         return (self.cut == "columns") + self.routed
+
+    def is_summed(self, sp: bool) -> bool:
+        """Whether tensor ranks add up their gradients of this weight although each holds the whole of it."""
+        return self.dim is None and (self.gradient == "partial" or (sp and self.gradient == "tokens"))
 
     def part(self, tp: int) -> int:
         """Returns the rows (columns) that each of `tp` ranks holds, padding included."""

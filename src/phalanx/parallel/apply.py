@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Job
 from phalanx.errors import JobError
@@ -32,7 +33,7 @@ from phalanx.partition import batch
 from phalanx.partition.cut import layer_costs, shown, stages_of
 from phalanx.partition.pipeline import schedule_of
 from phalanx.partition.recompute import recompute_of, written
-from phalanx.partition.tensor_slices import BALANCING, WITHIN, padded_vocabulary
+from phalanx.partition.tensor_slices import padded_vocabulary
 from phalanx.units import counted
 
 log = logging.getLogger(__name__)
@@ -134,9 +135,8 @@ def apply_tensor_parallel(parts: Construction) -> None:
         shared = frozenset(name for name, own in cut.items() if own.copies > 1)
         parts.partials.append(PartialGradients(mesh.neighbours("tp", copies), shared))
         line.append(f"each key/value head on {copies} ranks")
-    whole = [name for name in slices if name not in cut and not name.endswith(BALANCING)]
-    partial_ = frozenset(name for name in whole if layout.sp or name.endswith(WITHIN))
-    parts.partials.append(PartialGradients(tp, partial_))
+    summed = frozenset(name for name in slices if weight_of(parts.model.config, name).is_summed(layout.sp))
+    parts.partials.append(PartialGradients(tp, summed))
     if layout.sp:
         line.append(f"sequence parallel with {parts.job.model.seq_len // tp.size} tokens of each sequence per rank")
     parts.log("%s", ", ".join(line))

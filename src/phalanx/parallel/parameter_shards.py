@@ -15,7 +15,10 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.parallel.mesh import Mesh
-from phalanx.partition.tensor_slices import BALANCING, TensorSlice
+from phalanx.partition.tensor_slices import TensorSlice
+
+BALANCING_BIAS = "router.bias"
+"""How the names of routers' balancing biases end."""
 
 
 @dataclass(eq=False)
@@ -55,7 +58,7 @@ class ParameterShard:
     def balances(self) -> bool:
         """A router's balancing bias: its gradient is the experts' excess load, which no optimizer but the rule of the
         bias method follows (model/moe.py)."""
-        return self.whole_name.endswith(BALANCING)
+        return self.whole_name.endswith(BALANCING_BIAS)
 
     @torch.no_grad()
     def assign(self, whole: Tensor, into: Tensor | None = None) -> None:

@@ -17,14 +17,6 @@ from phalanx.blocks.ends import VOCABULARY
 from phalanx.blocks.parameters import weight_of
 from phalanx.config.model import ModelConfig
 
-WITHIN = (
-    *("attn.wq_a.weight", "attn.wq_a.bias", "attn.q_norm.weight", "attn.q_norm.bias"),
-    *("attn.wkv_a.weight", "attn.wkv_a.bias", "attn.kv_norm.weight", "attn.kv_norm.bias"),
-    *("moe.router.weight", "moe.experts.down.bias", "moe.shared.down.bias"),
-)
-"""Parameters that are whole on every rank but lie between cut ones: each rank finds its own part of their gradients."""
-BALANCING = "router.bias"
-"""How the names of balancing biases end: every rank that computes a router finds the whole of their gradients."""
 STOP_MESSAGE_BYTES = 256
 """Bytes that each replica says when replicas that work apart meet: one for the request to stop, then text."""
 

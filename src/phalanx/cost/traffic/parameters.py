@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from phalanx.blocks.operator import is_expert
-from phalanx.blocks.parameters import Shapes
+from phalanx.blocks.parameters import Shapes, weight_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.held import LayerKind, layer_kinds
@@ -37,6 +37,8 @@ class HeldParameter(NamedTuple):
     """Neighbouring tensor ranks that hold the same: all, where it is not cut."""
     cut: bool
     """Whether tensor ranks hold parts of it."""
+    summed: bool
+    """Whether tensor ranks that hold the whole of it add up their gradients."""
     group: Group
 
     @property
@@ -82,6 +84,7 @@ def held_parameters(
     """What a pipeline rank holds, in the order of the module tree."""
     only = Layout(
         tp=layout.tp,
+        sp=layout.sp,
         ep=layout.ep,
         tiles=layout.tiles,
         recompute=layout.recompute,
@@ -148,7 +151,8 @@ def _parts(
                 dealt_out = is_expert(name) and layout.ep > 1
                 shape = (mine.shape[0] // layout.ep, *mine.shape[1:]) if dealt_out else mine.shape
                 group = _group(name, layout, number)
-                yield HeldParameter(name, shape, users, holders, mine.copies, mine.dim is not None, group)
+                summed = weight_of(model, name).is_summed(layout.sp)
+                yield HeldParameter(name, shape, users, holders, mine.copies, mine.dim is not None, summed, group)
 
 
 def _group(name: str, layout: Layout, number: int) -> Group:

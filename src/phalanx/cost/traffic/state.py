@@ -18,7 +18,7 @@ from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.traffic.parameters import HeldParameter, LayerRun
 from phalanx.cost.traffic.passes import RankPasses
 from phalanx.cost.traffic.table import Table
-from phalanx.partition.tensor_slices import BALANCING, STOP_MESSAGE_BYTES, WITHIN, groups
+from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES, groups
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,6 @@ def _filled(sizes: tuple[int, ...], least: float) -> tuple[tuple[int, ...], ...]
 def _partials(table: Table, updated: Counter[HeldParameter], layout: Layout, width: int) -> None:
     """Gradients of parameters that several ranks hold alike, of which each has found a part."""
     for parameter, elements in updated.items():
-        whole = not parameter.cut and not parameter.name.endswith(BALANCING)
-        if parameter.cut or (whole and (layout.sp or parameter.name.endswith(WITHIN))):
+        if parameter.cut or parameter.summed:
             table.add("tp", "all_reduce", elements * width, parameter.copies)
         table.add("pp", "all_reduce", elements * width, len(parameter.holders))
