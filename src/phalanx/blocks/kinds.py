@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from phalanx.blocks.attention import attention, latent_attention
 from phalanx.blocks.experts import experts
@@ -37,14 +37,29 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
     )
 
 
-@lru_cache(maxsize=20_000)
+Half = Literal["attention", "feed_forward"]
+HALVES: tuple[Half, ...] = ("attention", "feed_forward")
+"""The halves of a block, each between a norm and a residual sum."""
+
+
 def block(place: Place, kind: BlockKind) -> tuple[Operator, ...]:
     """Returns the operators of a block in the order of its forward pass."""
-    return (
-        norm(place, "attn_norm"),
-        *ATTENTION[kind.attention](place),
-        residual(place, "attn"),
-        norm(place, "mlp_norm"),
-        *FEED_FORWARD[kind.feed_forward](place),
-        residual(place, "mlp"),
-    )
+    return half_block(place, kind, "attention") + half_block(place, kind, "feed_forward")
+
+
+def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...]:
+    """Returns the operators of one half of a block in the order of its forward pass."""
+    if half == "attention":
+        return _attention_half(place._replace(ep=1), kind.attention)
+    # To tokens it is all the same which of the context ranks form a ring.
+    return _feed_forward_half(place._replace(ring=place.cp, ulysses=1), kind.feed_forward)
+
+
+@lru_cache(maxsize=20_000)
+def _attention_half(place: Place, attention: str) -> tuple[Operator, ...]:
+    return norm(place, "attn_norm"), *ATTENTION[attention](place), residual(place, "attn")
+
+
+@lru_cache(maxsize=20_000)
+def _feed_forward_half(place: Place, feed_forward: str) -> tuple[Operator, ...]:
+    return norm(place, "mlp_norm"), *FEED_FORWARD[feed_forward](place), residual(place, "mlp")

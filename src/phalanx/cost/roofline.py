@@ -82,11 +82,8 @@ def reached(device: Accelerator, products: str, slowdown: float = 1.0) -> Roof:
 
 
 def block_slowdown(spec: StepSpec) -> float:
-    """Time of the last block's kernels beside that of the same kernels alone."""
-    framework = spec.framework
-    return framework.slowdown * (
-        framework.moe_slowdown if block_kinds(spec.model)[-1].feed_forward == "experts" else 1.0
-    )
+    """Returns the time of the last block's kernels beside that of the same kernels alone."""
+    return spec.framework.block_slowdown(block_kinds(spec.model)[-1])
 
 
 def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
@@ -121,10 +118,10 @@ def _attention(spec: StepSpec, core: AttentionCore, alone: Operator, waits: floa
 def _point(
     spec: StepSpec, name: str, operator: Operator, flops: float, kind: str, communication: float = 0.0
 ) -> OperatorPoint:
-    device, alone = spec.cluster.accelerator, replace(spec.framework, slowdown=1.0, moe_slowdown=1.0)
+    device = spec.cluster.accelerator
 
     def seconds(on: Accelerator) -> float:
-        return operator_seconds(on, [operator], alone, spec.products, spec.layout.tp, spec.layout.ep).forward
+        return operator_seconds(on, [operator], spec.framework, spec.products, spec.layout.tp, spec.layout.ep).forward
 
     free = {"ceiling": inf, "fp8_ceiling": inf}
     bandwidth = device.bandwidth_gbs * 1e9 * READ

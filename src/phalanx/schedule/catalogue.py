@@ -235,8 +235,8 @@ def likely(name: str) -> str | None:
 
 
 def chunks_of(name: str, chunks: int = 0) -> int:
-    """Stages per rank: `chunks`, or where it is 0 the schedule's own number."""
-    return chunks or SCHEDULES[name].chunks[0]
+    """Returns the stages per rank: `chunks`, or where it is 0 the schedule's own number, 1 for one in a file."""
+    return chunks or (SCHEDULES[name].chunks[0] if name in SCHEDULES else 1)
 
 
 def stages(name: str, ranks: int, chunks: int = 0) -> int:

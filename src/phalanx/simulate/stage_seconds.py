@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from phalanx.cost.placed import Content, content_of, stages_of_case
 from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.exposed import bucket_messages
 from phalanx.cost.time.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.time.state_time import (
     ParameterCounts,
@@ -95,7 +96,7 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
     whole = ParameterCounts(
         *map(sum, zip(*((h.dense, h.experts) for h in (held_by(spec, contents[s]) for s in held)), strict=True))
     )
-    messages = max(1, round(sum(contents[stage].blocks for stage in held) / 4))
+    messages = bucket_messages(sum(contents[stage].blocks for stage in held))
     after = not overlaps and not three
     return RankSeconds(
         durations={kind: tuple(seconds) for kind, seconds in durations.items()},

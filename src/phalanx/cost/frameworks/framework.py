@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from phalanx.blocks.kinds import BlockKind
 from phalanx.blocks.memory_profile import MemoryProfile
 from phalanx.hashed import Hashed, hashed_once
 
@@ -66,3 +67,7 @@ class Framework(Hashed):
     """The same for memory, of 100 published figures."""
     memory_profile: MemoryProfile = field(default_factory=MemoryProfile)
     """What it keeps in memory."""
+
+    def block_slowdown(self, kind: BlockKind) -> float:
+        """Returns the time of a block's kernels beside that of the same kernels alone."""
+        return self.slowdown * (self.moe_slowdown if kind.feed_forward == "experts" else 1.0)

@@ -38,9 +38,17 @@ class Seconds:
 
 
 def operator_seconds(
-    device: Accelerator, operators: Iterable[Operator], framework: Framework, products: str, tp: int = 1, ep: int = 1
+    device: Accelerator,
+    operators: Iterable[Operator],
+    framework: Framework,
+    products: str,
+    tp: int = 1,
+    ep: int = 1,
+    *,
+    slowdown: float = 1.0,
 ) -> Seconds:
-    """Returns the time of operators on one of tp × ep ranks, their products in the number format `products`."""
+    """Returns the time of operators on one of tp × ep ranks, their products in the number format `products`; on the
+    device they take `slowdown` times as long as their kernels alone."""
     operators = tuple(operators)
     every = [product for operator in operators if (product := operator.product(tp, ep))]
     streams = [stream for operator in operators for stream in operator.memory_bound]
@@ -68,8 +76,6 @@ def operator_seconds(
     host = kernels * (device.host_us or framework.kernel_us) * 1e-6
     # A processor starts an operation and then does it; the host of an accelerator runs ahead.
     within, ahead = (host, 0.0) if device.host_us else (0.0, host)
-    routed = any(weight.routed for operator in operators for weight in operator.weights)
-    slowdown = framework.slowdown * (framework.moe_slowdown if routed else 1.0)
     return Seconds(
         forward=slowdown * (forward + scores + moved) + within,
         backward=slowdown * (inputs + weights + scores_back + moved_back) + within * HOST_BACKWARD,

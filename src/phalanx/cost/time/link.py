@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf, log2
+from typing import Any
+
+import numpy as np
 
 from phalanx.config.cluster import Cluster, Link
 from phalanx.cost.traffic.collectives import Collective
@@ -76,11 +79,11 @@ def load(cluster: Cluster, group: RankGroup, payload: float) -> float:
     return occupancy(cluster, payload * (1 - 1 / group.ranks), spent)
 
 
-def occupancy(cluster: Cluster, sent: float, spent: float) -> float:
-    """Returns the share of what neighbouring devices can exchange that `sent` bytes in `spent` seconds use: by as much
-    they slow down what runs beside them. Bytes that come slowly over a network take few cores and little of the
-    memory's bandwidth, and a ring that waits for its next step takes none."""
-    return min(1.0, sent / spent / _bytes(cluster.intra)) if spent else 0.0
+def occupancy(cluster: Cluster, sent: Any, spent: Any) -> Any:
+    """Returns the share of what neighbouring devices can exchange that `sent` bytes in `spent` seconds (numbers, or
+    arrays of them) use: by as much they slow down what runs beside them. Bytes that come slowly over a network take few
+    cores and little of the memory's bandwidth, and a ring that waits for its next step takes none."""
+    return np.minimum(1.0, sent / np.where(spent > 0, spent, inf) / _bytes(cluster.intra))
 
 
 def _bytes(link: Link) -> float:

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+from phalanx.config.cluster import Accelerator
 from phalanx.config.layout import Layout
+from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import group
 from phalanx.cost.time.kernel import stream_seconds
@@ -84,14 +87,24 @@ def interference(spec: StepSpec, held: ParameterCounts, messages: int) -> float:
 
 
 def optimizer_seconds(spec: StepSpec, held: ParameterCounts) -> float:
-    """AdamW over the parameters that this rank updates, and clipping."""
+    """Returns the seconds of AdamW over the parameters that a rank updates of those that it holds, and of clipping."""
     layout = spec.layout
-    dense = held.dense / layout.shard_ranks
-    experts = held.experts / group(layout, "edp").ranks
-    mine = dense + experts
-    clipped = mine if layout.zero > 1 and layout.shard_ranks > 1 else held.dense + held.experts
-    moved = mine * OPTIMIZER_BYTES + clipped * CLIP_BYTES
-    return stream_seconds(spec.cluster.accelerator, moved, 10)
+    updated = held.dense / layout.shard_ranks + held.experts / group(layout, "edp").ranks
+    clipped = updated if layout.zero > 1 and layout.shard_ranks > 1 else held.dense + held.experts
+    return update_seconds(spec.cluster.accelerator, updated, clipped)
+
+
+def update_seconds(device: Accelerator, updated: Any, clipped: Any) -> Any:
+    """Returns the seconds of AdamW over so many parameters, and of clipping so many gradients: numbers, or arrays of
+    them."""
+    return stream_seconds(device, updated * OPTIMIZER_BYTES + clipped * CLIP_BYTES, 10)
+
+
+def summing_seconds(device: Accelerator, framework: Framework, width: int, held: Any, micro_batches: Any) -> Any:
+    """Returns the seconds per micro-batch of adding the gradients of so many parameters to those of the micro-batches
+    before, of which the first has none: numbers, or arrays of them."""
+    moved = held * (framework.memory_profile.gradient_bytes or width) * framework.sum_passes
+    return stream_seconds(device, moved, 0) * (micro_batches - 1) / micro_batches
 
 
 def zero_three(layout: Layout) -> bool:

@@ -8,6 +8,7 @@ from phalanx.cost.placed import Content, contents
 from phalanx.cost.prediction import Parts
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import boundary_seconds
+from phalanx.cost.time.exposed import boundaries, bucket_messages, ends_of_blocks, step_state
 from phalanx.cost.time.pipeline import pipeline_seconds
 from phalanx.cost.time.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.time.state_time import (
@@ -55,37 +56,27 @@ def step_parts(spec: StepSpec) -> Parts:
 
 
 def _boundaries(spec: StepSpec) -> float:
-    """Messages between stages: hidden but on the way in and out, or in the way of every micro-batch."""
+    """Returns the seconds of messages between stages."""
     layout = spec.layout
     if layout.pp == 1:
         return 0.0
-    once = boundary_seconds(spec)
-    ramps = 2 * (layout.pp - 1) * once
-    if spec.framework.pp_overlaps:
-        return ramps
-    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks) if layout.schedule in catalogue.SCHEDULES else 1
-    return ramps + 2 * chunks * spec.batch.accumulation * once
+    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
+    once, overlaps = boundary_seconds(spec), spec.framework.pp_overlaps
+    return boundaries(once, layout.pp, chunks, spec.batch.accumulation, overlaps=overlaps)
 
 
 def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: RankTime) -> tuple[float, float]:
-    """Once a step: gradients and parameters that nothing hides, and the optimizer."""
-    layout = spec.layout
+    """Returns the seconds of what happens once a step: gathering parameters and reducing gradients, as far as nothing
+    hides it, and the optimizer."""
+    layout, blocks = spec.layout, content.blocks
     optimizer = optimizer_seconds(spec, held)
     if zero_three(layout):
-        # Around the blocks, and the first block's gathering: nothing comes before them.
-        first = state_seconds(spec, held, max(1, content.blocks))
-        once = (first.gather + first.reduce) / max(1, content.blocks)
-        return 2 * once, optimizer
-    messages = max(1, round(content.blocks / 4))
+        state = state_seconds(spec, held, max(1, blocks))
+        return ends_of_blocks(state.gather, state.reduce, blocks), optimizer
+    messages = bucket_messages(blocks)
     state = state_seconds(spec, held, messages)
     if not spec.framework.dp_overlaps:
         return state.gather + state.reduce, optimizer
-    backward = slowest.total - slowest.forward
-    hidden = backward * (1 - 1 / max(2, content.blocks))
-    ahead = slowest.forward * (1 - 1 / max(2, content.blocks))
     slower = interference(spec, held, messages)
-    late = max(0.0, state.reduce - hidden) + max(0.0, state.gather - ahead)
-    beside = min(state.reduce, hidden) + min(state.gather, ahead)
-    # The last bucket, and the first block's parameters, wait for nobody.
-    edges = (state.reduce + state.gather) / max(2, content.blocks)
-    return max(late, edges) + slower * beside, optimizer
+    backward = slowest.total - slowest.forward
+    return step_state(state.gather, state.reduce, slowest.forward, backward, blocks, slower), optimizer

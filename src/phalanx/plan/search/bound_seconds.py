@@ -13,10 +13,18 @@ from numpy.typing import NDArray
 
 from phalanx.blocks.kinds import BlockKind
 from phalanx.config.layout import Layout
-from phalanx.cost.time.kernel import stream_seconds
+from phalanx.cost.time.exposed import (
+    block_state,
+    boundaries,
+    bucket_messages,
+    ends_of_blocks,
+    pass_seconds,
+    step_state,
+)
+from phalanx.cost.time.link import occupancy
 from phalanx.cost.time.pipeline import GRID, idle
-from phalanx.cost.time.rank_time import BLEND, HANDLING
-from phalanx.cost.time.state_time import CLIP_BYTES, OPTIMIZER_BYTES
+from phalanx.cost.time.rank_time import HOST_OPERATIONS
+from phalanx.cost.time.state_time import summing_seconds, update_seconds
 from phalanx.plan.search.space import RECOMPUTE, STATES
 from phalanx.plan.search.tables import Floats, Pipelines, RankContents
 from phalanx.schedule import catalogue
@@ -33,13 +41,9 @@ class StepSeconds:
         self.work = np.stack([self.tables.work(share, group.mode, group.inner).T for share in group.shares], 1)
         """Seconds of a micro-batch: forward and backward, the same of the host, and those of weights' gradients."""
         if self.framework.sum_passes:
-            self.work[1] += self._summed()
+            width = self.request.width
+            self.work[1] += summing_seconds(self.device, self.framework, width, group.total, self.m)
         self.slopes = self.tables.slopes[group.outer].T
-
-    def _summed(self) -> Floats:
-        """Seconds in which gradients are added up."""
-        each = (self.framework.memory_profile.gradient_bytes or self.request.width) * self.framework.sum_passes
-        return stream_seconds(self.device, self.group.total * each, 0) * (self.m - 1) / self.m
 
     def seconds(self, state: int, exactly: NDArray[Any] | None = None) -> Floats:
         """Seconds under a state; with the bubble of the schedule's program for the pairs `exactly`."""
@@ -70,7 +74,7 @@ class StepSeconds:
         if STATES[state].zero == 3:
             work = work + np.where(group.shared, self._gathered(state), 0.0)
         work = work * group.parts
-        each = power_mean(work[0], work[2]) + power_mean(work[1], work[3])
+        each = pass_seconds(work[0], work[2]) + pass_seconds(work[1], work[3])
         busiest, columns = each.argmax(0), np.arange(len(self.m))
         slowest, whole = each[busiest, columns], (group.count * each).sum(0)
         ahead = work[0][busiest, columns]
@@ -79,22 +83,28 @@ class StepSeconds:
         return time, others, (group.count * work[0]).sum(0) / whole, (group.count * work[4]).sum(0) / whole
 
     def _gathered(self, state: int) -> Floats:
-        """What zero 3 adds to the work of ranks that share parameters."""
+        """Returns what zero 3 adds to the work of ranks that share parameters."""
         _, reshard, accumulate = STATES[state]
-        added, starts = np.zeros((5, *self.work.shape[1:])), self.framework.kernel_us * 1e-6
-        handling = HANDLING["shard"] * self.device.host_us * 1e-6
+        seconds, starts = np.zeros((5, *self.work.shape[1:])), self.framework.kernel_us * 1e-6
+        handling = HOST_OPERATIONS["shard"] * self.device.host_us * 1e-6
+        twice = 2 if RECOMPUTE[self.group.mode] == "full" and not self.device.host_us else 1
         for kind, (gather, reduce, slower) in self._blocks.items():
-            there = gather if reshard else gather / self.m
-            back = gather * reshard + (reduce / self.m if accumulate == "local" else reduce)
-            if self.framework.dp_overlaps:
-                forward, backward, *_ = self.tables.block(kind, self.group.mode, self.group.inner).T
-                there = np.maximum(0.0, there - forward) + slower * np.minimum(there, forward)
-                back = np.maximum(0.0, back - backward) + slower * np.minimum(back, backward)
-            twice = 2 if RECOMPUTE[self.group.mode] == "full" and not self.device.host_us else 1
+            forward, backward, *_ = self.tables.block(kind, self.group.mode, self.group.inner).T
+            there, back = block_state(
+                gather,
+                reduce,
+                forward,
+                backward,
+                slower,
+                self.m,
+                reshard=reshard,
+                local=accumulate == "local",
+                overlaps=self.framework.dp_overlaps,
+            )
             number = np.array([[share.of(kind)] for share in self.group.shares])
-            for row, seconds in enumerate((there + handling, back + 2 * handling, starts, starts * twice)):
-                added[row] += number * seconds
-        return added
+            for row, more in enumerate((there + handling, back + 2 * handling, starts, starts * twice)):
+                seconds[row] += number * more
+        return seconds
 
     @cached_property
     def _blocks(self) -> dict[BlockKind, tuple[Floats, Floats, Floats]]:
@@ -117,31 +127,26 @@ class StepSeconds:
         return gather, dense * s[2] + experts * s[3] + some * s[6] + more * s[7]
 
     def _interference(self, numbers: Floats, messages: Floats | int) -> Floats:
-        """What a product takes longer while so many parameters travel beside it."""
-        start, byte, share = self.slopes[8:]
+        """Returns what a product takes longer, as a share, while so many parameters travel beside it."""
+        start, byte, sent = self.slopes[8:]
         payload = numbers * self.request.width / messages
-        spent = start + byte * payload
-        load = np.minimum(1.0, payload * share / np.where(spent > 0, spent, 1.0))
-        return (self.framework.interference - 1) * load
+        return (self.framework.interference - 1) * occupancy(
+            self.request.cluster, payload * sent, start + byte * payload
+        )
 
     def _ends(self, state: int, blocks: NDArray[Any], ahead: Floats, behind: Floats) -> Floats:
-        """Once a step: what nothing hides of gathering and reducing the state. `blocks`, `ahead` and `behind` are those
-        of the slowest rank and its seconds in forward and in backward passes."""
+        """Returns the seconds once a step of gathering and reducing the state that nothing hides. `blocks`, `ahead` and
+        `behind` are those of the slowest rank and its seconds in forward and in backward passes."""
         held, shared, around = self._fullest, self.group.shared, 0.0
         if STATES[state].zero == 3:
-            around = 2 * sum(self._state(held, np.maximum(1, blocks))) / np.maximum(1, blocks)
+            around = ends_of_blocks(*self._state(held, np.maximum(1, blocks)), blocks)
             if shared.all():
-                return np.asarray(around)
-        messages = np.maximum(1, np.round(blocks / 4))
+                return around
+        messages = bucket_messages(blocks)
         gather, reduce = self._state(held, messages)
         late = gather + reduce
         if self.framework.dp_overlaps:
-            inside = 1 - 1 / np.maximum(2, blocks)
-            hidden, before = behind * inside, ahead * inside
-            late = np.maximum(0.0, reduce - hidden) + np.maximum(0.0, gather - before)
-            late = np.maximum(late, (gather + reduce) * (1 - inside))
-            beside = np.minimum(reduce, hidden) + np.minimum(gather, before)
-            late = late + self._interference(held.sum(0), messages) * beside
+            late = step_state(gather, reduce, ahead, behind, blocks, self._interference(held.sum(0), messages))
         return np.where(shared, around, late) if STATES[state].zero == 3 else late
 
     @cached_property
@@ -151,19 +156,14 @@ class StepSeconds:
         return numbers[:, self.group.total.argmax(0), np.arange(len(self.m))]
 
     def _optimizer(self, state: int) -> Floats:
-        mine, every = (self._fullest / self.group.ranks).sum(0), self._fullest.sum(0)
-        clipped = np.where(self.group.shared, mine, every) if STATES[state].zero > 1 else every
-        return stream_seconds(self.device, mine * OPTIMIZER_BYTES + clipped * CLIP_BYTES, 10)
+        updated, every = (self._fullest / self.group.ranks).sum(0), self._fullest.sum(0)
+        clipped = np.where(self.group.shared, updated, every) if STATES[state].zero > 1 else every
+        return update_seconds(self.device, updated, clipped)
 
     def _messages(self) -> Floats:
-        """Seconds of messages between stages."""
-        once = self.group.hop
-        ramps = 2 * (self.pp - 1) * once
-        if self.framework.pp_overlaps:
-            return ramps
-        name, chunks = self.group.scheduled
-        stages = catalogue.chunks_of(name, chunks) if name in catalogue.SCHEDULES else 1
-        return ramps + 2 * stages * self.m * once
+        """Returns the seconds of messages between stages."""
+        chunks = catalogue.chunks_of(*self.group.scheduled)
+        return boundaries(self.group.hop, self.pp, chunks, self.m, overlaps=self.framework.pp_overlaps)
 
     def _idle(self, forward: Floats, weights: Floats, exactly: NDArray[Any] | None) -> Floats:
         """Idle time at least, in micro-batches of a rank, from the shares of forward passes and of weights' gradients
@@ -189,11 +189,6 @@ class StepSeconds:
         ):
             found[pair] = min(_idle(layout, m, one, two) for one in {first, second} for two in {third, fourth})
         return found
-
-
-def power_mean(device: Floats, host: Floats) -> Floats:
-    """Seconds of a pass, device and host blended as in RankTime."""
-    return (device**BLEND + host**BLEND) ** (1 / BLEND)
 
 
 @lru_cache(100_000)

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.memory.rank_parts import by_stage
+from phalanx.cost.time.exposed import pass_seconds
 from phalanx.cost.time.link import RankGroup
 from phalanx.plan.search.bound_bytes import StepBytes, least_in_flight
-from phalanx.plan.search.bound_seconds import StepSeconds, power_mean
+from phalanx.plan.search.bound_seconds import StepSeconds
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import RECOMPUTE, STATES, Rows, Space
 from phalanx.plan.search.tables import MICRO, TP, Floats, Pipelines, Tables, line
@@ -122,7 +123,7 @@ class Bounds:
         tables = self.tables
         inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
         forward, backward, host, host_backward, _ = tables.work(tables.whole, mode, inner).T
-        work = power_mean(forward, host) + power_mean(backward, host_backward)
+        work = pass_seconds(forward, host) + pass_seconds(backward, host_backward)
         return self.space.accumulation[pairs] * work[which] / self.pp[pairs]
 
     def _kept(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, tuple[Floats, Floats]]:

@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.blocks.kinds import BlockKind, block_kinds
+from phalanx.blocks.kinds import BlockKind, Half, block_kinds
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -29,7 +28,7 @@ from phalanx.cost.placed import Content, content_of
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import group
 from phalanx.cost.time.link import RankGroup, seconds
-from phalanx.cost.time.rank_time import RankTime, around_time, block_times
+from phalanx.cost.time.rank_time import RankTime, around_time, half_times
 from phalanx.cost.traffic.collectives import Collective
 from phalanx.partition.batch import Batch
 from phalanx.partition.pipeline import is_file, schedule_of
@@ -149,7 +148,7 @@ class Tables:
         self.slopes = self._slopes()
         """By outer combination: seconds a parameter, gathered (dense, experts) and reduced (dense, experts), and those
         of a message of no bytes, in the same order; of what is gathered beside products, seconds of a message of no
-        bytes and a byte, and a byte's share of what neighbours can exchange in a second."""
+        bytes and a byte, and the share of the bytes that a rank sends."""
         self._asked: dict[tuple[str, Hashable, int], Floats] = {}
         self._parts: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.intp]]] = {}
         self._numbers: dict[tuple[RankContents, bool], Floats] = {}
@@ -165,13 +164,18 @@ class Tables:
         )
 
     def block(self, kind: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
-        """The same of a block; `mode` is the number of a recomputation."""
-        on = (TP, SP, CP, ULYSSES, EP, MICRO) if kind.feed_forward == "experts" else (TP, SP, CP, ULYSSES, MICRO)
+        """The same of a block, zero 3 apart; `mode` is the number of a recomputation."""
+        routed = kind.feed_forward == "experts"
+        on_feed_forward = (TP, SP, CP, EP, MICRO) if routed else (TP, SP, CP, MICRO)
+        return self._half(kind, "attention", mode, (TP, SP, CP, ULYSSES, MICRO), inner) + self._half(
+            kind, "feed_forward", mode, on_feed_forward, inner
+        )
 
+    def _half(self, kind: BlockKind, half: Half, mode: int, on: tuple[int, ...], inner: NDArray[Any]) -> Floats:
         def ask(spec: StepSpec) -> list[float]:
-            return [each for time in block_times(spec, kind, RECOMPUTE) for each in _seconds(time)]
+            return [each for time in half_times(spec, kind, half, RECOMPUTE) for each in _seconds(time)]
 
-        return self._ask(("block", kind, 0), on, inner, 5 * len(RECOMPUTE), ask, slice(5 * mode, 5 * mode + 5))
+        return self._ask((half, kind, 0), on, inner, 5 * len(RECOMPUTE), ask, slice(5 * mode, 5 * mode + 5))
 
     def work(self, share: RankContents, mode: int, inner: NDArray[Any]) -> Floats:
         """The same of all that a rank has, of a micro-batch that passes all of its stages."""
@@ -290,8 +294,7 @@ class Tables:
                 late.append(scattered + begun)
             beside = group(layout, "shard" if shard > 1 else "replicate")
             byte, started = line(request.cluster, "all_gather", beside)
-            share = (1 - 1 / beside.ranks) / (request.cluster.intra.gbs * request.cluster.intra.reached * 1e9 or inf)
-            found.append((*gathers, *reduces, *starts, *late, started, byte, share))
+            found.append((*gathers, *reduces, *starts, *late, started, byte, 1 - 1 / beside.ranks))
         return np.array(found)
 
 
