@@ -87,7 +87,8 @@ def test_seconds_are_those_of_the_prediction(model, products):
     one = spec(PRESETS[model], Layout(tp=2), products=products)
     one = replace(one, framework=replace(PHALANX, slowdown=1.2, moe_slowdown=1.5))
     work = block(place(one), block_kinds(one.model)[-1])
-    whole = operator_seconds(one.cluster.accelerator, work, one.framework, products, 2)
+    device = one.cluster.accelerator
+    whole = operator_seconds(device, work, one.framework, products, 2, slowdown=block_slowdown(one))
     assert isclose(sum(point.seconds for point in points(one)), whole.forward)
 
 
@@ -115,7 +116,7 @@ def test_bounds():
 )
 def test_every_collective_of_the_block_belongs_to_an_operator(model, layout):
     one = spec(PRESETS[model], layout)
-    messages = messages_seconds(one, place(one), block(place(one), block_kinds(one.model)[-1]))
+    messages = messages_seconds(one, place(one), block(place(one), block_kinds(one.model)[-1]))[0]
     whole = sum(each.forward for each in messages.values())
     assert whole > 0
     assert isclose(sum(point.communication for point in points(one)), whole)

@@ -48,7 +48,7 @@ def attention(place: Place) -> Iterator[Operator]:
                 else []
             ),
         ),
-        messages=tuple(enter(place, regather=True, again=place.repeats)),
+        messages=tuple(enter(place, regather=True)),
     )
     yield _core(place, max(1, model.kv_heads // place.tp))
     yield _output(place)
@@ -61,7 +61,7 @@ def latent_attention(place: Place) -> Iterator[Operator]:
     bias = model.bias or model.qkv_bias
     spread = "tokens" if profile.routes_shards else "whole"
     heads, tokens = model.n_heads * model.head_size, place.tokens
-    entering = tuple(enter(place, again=place.repeats))
+    entering = tuple(enter(place))
     inputs = (SavedTensor("wq_a, wkv_a" if mla.q_rank else "wq, wkv_a", model.d_model * place.read, spread),)
     if mla.q_rank:
         yield Operator(
@@ -156,6 +156,7 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
 def _context_messages(place: Place, kv_heads: int) -> Iterator[Message]:
     """Messages of attention where ranks hold parts of every sequence."""
     model, heads = place.model, place.model.n_heads // place.tp
+    core = place.profile.selective == "core"
     # With slices keys and values are those of all slices so far: of the first slice once for each there is.
     seen = place.tokens // place.slices * (place.slices * (place.slices + 1) // 2)
     # Fewer key/value heads than ranks go to several.
@@ -163,15 +164,14 @@ def _context_messages(place: Place, kv_heads: int) -> Iterator[Message]:
     if place.ulysses > 1:
         inputs = place.tokens * heads * model.head_size + keys_and_values
         output = place.tokens * heads * model.v_head_size
-        again = place.recompute != "none" if place.profile.selective == "core" else place.repeats
-        yield Message("ulysses", "all_to_all", inputs, forward=1, again=again, backward=1)
+        yield Message("ulysses", "all_to_all", inputs, forward=1, full=1, selective=core, backward=1)
         # The last that attention saves for its backward pass is what comes before this exchange.
-        yield Message("ulysses", "all_to_all", output, forward=1, again=place.repeats, backward=1)
+        yield Message("ulysses", "all_to_all", output, forward=1, full=1, backward=1)
     if place.ring > 1:
         hops = place.ring - 1
-        again = hops * place.repeats_attention
-        yield Message("ring", "send", keys_and_values, forward=hops, again=again, backward=hops, beside="attention")
-        yield Message("ring", "send", keys_and_values, "wide", backward=hops, beside="attention")
+        back = Message("ring", "send", keys_and_values, backward=hops, beside="attention")
+        yield back._replace(forward=hops, full=hops, selective=hops * core)
+        yield back._replace(number="wide")
 
 
 def _output(place: Place) -> Operator:
@@ -183,5 +183,5 @@ def _output(place: Place) -> Operator:
         linear_weights("attn.wo", model.d_model, inner, model.bias, COLUMNS, cuts_bias=False),
         place.tokens,
         saved=(SavedTensor("wo", inner * (width if read == width else width + read), "width"),),
-        messages=tuple(leave(place, again=place.repeats)),
+        messages=tuple(leave(place)),
     )

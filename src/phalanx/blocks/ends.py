@@ -33,7 +33,7 @@ def embedding(place: Place, vocabulary: int) -> Operator:
 def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     """Yields the final norm, the head and the loss, whose fp32 logits are read and written by the softmax and by its
     gradient. With `loss_chunk` logits are computed a second time in the backward pass."""
-    model, again = place.model, bool(place.loss_chunk)
+    model = place.model
     yield Operator(
         "final norm",
         norm_weights(model, "final_norm", model.d_model),
@@ -42,11 +42,12 @@ def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     )
     matrix = VOCABULARY._replace(name="head.weight", shape=(vocabulary, model.d_model))
     yield Operator("head", (matrix,), place.tokens, sixteen=True)
+    chunked = place.loss_chunk > 0
     logits = place.tokens * matrix.part(place.tp)
     yield Operator(
         "loss",
         memory_bound=(MemoryBound("loss", 8 * logits, 6 * logits, LOSS_KERNELS),),
-        messages=(Message("tp", "all_reduce", LOSS_NUMBERS * place.tokens, "wide", forward=1, again=again),),
+        messages=(Message("tp", "all_reduce", LOSS_NUMBERS * place.tokens, "wide", forward=1, backward=chunked),),
     )
 
 

@@ -40,8 +40,7 @@ def experts(place: Place) -> Iterator[Operator]:
     # What experts wrote, and with gates: torch's index_add keeps what it adds.
     combined = () if place.profile.weights_inside else (SavedTensor("combine", 2 * rows * stream, spread),)
     # Nothing after the sum over experts is saved but the dropout's mask: else that sum is not repeated.
-    again = place.repeats and model.dropout > 0
-    yield _moving(place, "combine", rows, *combined).sending(*leave(place, again=again))
+    yield _moving(place, "combine", rows, *combined).sending(*leave(place, again=model.dropout > 0))
     if moe.n_shared:
         for part in mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens):
             yield _in_mixture(part)
@@ -74,30 +73,29 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
             SavedTensor("scores", moe.n_experts * WIDE * (2 if moe.z_loss else 1), spread),
             SavedTensor("gates", gates + rows * place.width, spread),
         ),
-        messages=(*enter(place, again=place.repeats), *_routing_messages(place)),
+        messages=(*enter(place), *_routing_messages(place)),
     )
 
 
 def _routing_messages(place: Place) -> Iterator[Message]:
     """Yields what routers tell each other: sums over a sequence, and how many rows each rank gets."""
-    moe, again = place.model.moe, place.repeats
+    moe = place.model.moe
     if moe.aux_loss:
-        yield Message("cp", "all_reduce", place.sequences * moe.n_experts, "index", forward=1, again=again)
+        yield Message("cp", "all_reduce", place.sequences * moe.n_experts, "index", forward=1, full=1)
     if moe.capacity:
         chosen = place.cp * place.tokens * moe.top_k
-        yield Message("cp", "all_gather", chosen, "index", forward=1, again=again)
+        yield Message("cp", "all_gather", chosen, "index", forward=1, full=1)
     else:
         n = place.slices
-        yield Message("ep", "all_gather", place.ep * moe.n_experts, "index", forward=n, again=n * again)
+        yield Message("ep", "all_gather", place.ep * moe.n_experts, "index", forward=n, full=n)
 
 
 def _moving(place: Place, name: str, rows: float, *saved: SavedTensor) -> Operator:
     """Rows are copied into the order of their experts, or back with their gates, on both sides of the exchange."""
     copies = 2 if place.ep > 1 else 1
     moved = 2 * copies * routed_rows(place) * place.model.d_model
-    again = place.repeats
     message = Message(
-        "ep", "all_to_all", routed_rows(place) * place.model.d_model, forward=1, again=again, backward=1, copies=rows
+        "ep", "all_to_all", routed_rows(place) * place.model.d_model, forward=1, full=1, backward=1, copies=rows
     )
     kernels = PERMUTE_KERNELS // 2 + copies
     return Operator(name, memory_bound=(MemoryBound(name, moved, moved, kernels),), saved=saved, messages=(message,))

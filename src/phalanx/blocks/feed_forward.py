@@ -20,10 +20,10 @@ def dense(place: Place) -> Iterator[Operator]:
         up.weights,
         up.rows,
         saved=(SavedTensor("up", place.model.d_model * place.read, "gathered"),),
-        messages=tuple(enter(place, regather=True, again=place.repeats)),
+        messages=tuple(enter(place, regather=True)),
     )
     yield activation
-    yield down.sending(*leave(place, again=place.repeats))
+    yield down.sending(*leave(place))
 
 
 def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) -> tuple[Operator, Operator, Operator]:

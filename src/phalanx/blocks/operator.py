@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
 
+from phalanx.config.layout import Recompute
+
 Cut = Literal["whole", "rows", "columns"]
 """How tensor parallelism cuts a weight: rows are outputs, columns are inputs (Shoeybi et al. 2019, section 3)."""
 Gradient = Literal["tokens", "partial", "whole"]
@@ -161,18 +163,30 @@ class Message(NamedTuple):
     number: NumberType = "activation"
     forward: float = 0
     """How often per forward pass."""
-    again: float = 0
-    """How often when the forward pass is repeated before the backward pass."""
+    full: float = 0
+    """How often again, before the backward pass, where the whole block is recomputed."""
+    selective: float = 0
+    """How often again where attention alone is."""
     backward: float = 0
     """How often in the backward pass itself."""
+    spared: bool = False
+    """Whether a block that is wholly recomputed has sent it for the backward pass already."""
     beside: Beside = "nothing"
     """What the program computes meanwhile."""
     copies: float = 0
     """Rows that a token sends to experts; 0: it sends none."""
 
-    @property
-    def times(self) -> float:
-        return self.forward + self.again + self.backward
+    def again(self, recompute: Recompute) -> float:
+        """Returns how often it is sent again before the backward pass."""
+        return self.full if recompute == "full" else self.selective if recompute == "selective" else 0
+
+    def back(self, recompute: Recompute) -> float:
+        """Returns how often it is sent in the backward pass itself."""
+        return 0 if self.spared and recompute == "full" else self.backward
+
+    def times(self, recompute: Recompute) -> float:
+        """Returns how often it is sent in all."""
+        return self.forward + self.again(recompute) + self.back(recompute)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from phalanx.blocks.memory_profile import PHALANX, MemoryProfile
 from phalanx.blocks.operator import Message
-from phalanx.config.layout import Layout, Recompute
+from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 
 INDEX = 8
@@ -25,7 +25,6 @@ class Place(NamedTuple):
     ring: int = 1
     ulysses: int = 1
     ep: int = 1
-    recompute: Recompute = "none"
     loss_chunk: int = 0
     sequences: int = 1
     slices: int = 1
@@ -61,16 +60,6 @@ class Place(NamedTuple):
         return 1 if self.narrow and self.profile.keeps_narrow else self.width
 
     @property
-    def repeats(self) -> bool:
-        """Whether the backward pass computes the whole block again."""
-        return self.recompute == "full"
-
-    @property
-    def repeats_attention(self) -> bool:
-        """Whether the backward pass computes the attention core again."""
-        return self.repeats or (self.recompute == "selective" and self.profile.selective == "core")
-
-    @property
     def regathers(self) -> bool:
         """Whether gathered inputs are dropped after the forward pass and gathered again in the backward pass."""
         return self.sp_regather or self.profile.regathers
@@ -95,7 +84,7 @@ def place_of(
     slices: int = 1,
     profile: MemoryProfile = PHALANX,
 ) -> Place:
-    """Returns the place of a rank under a layout. Blocks recompute what `layout.recompute` says."""
+    """Returns the place of a rank under a layout."""
     return Place(
         model,
         layout.tp,
@@ -104,7 +93,6 @@ def place_of(
         layout.ring,
         layout.cp_ulysses,
         layout.ep,
-        layout.recompute,
         layout.loss_chunk,
         sequences,
         slices,

@@ -39,21 +39,22 @@ def residual(place: Place, name: str) -> Operator:
     )
 
 
-def enter(place: Place, *, regather: bool = False, again: bool = False) -> Iterator[Message]:
+def enter(place: Place, *, regather: bool = False) -> Iterator[Message]:
     """Yields the messages off the residual stream: what the matrices read is whole on every tensor rank.
 
-    `regather`: the gathered input is not saved, and gathered again beside the gradients of weights. `again`: a repeated
-    forward pass gathers, too."""
+    `regather`: the gathered input is not saved, and gathered again beside the gradients of weights, or by a forward
+    pass that is repeated."""
     if place.sp:
-        yield Message("tp", "all_gather", place.hidden, forward=1, again=again)
+        yield Message("tp", "all_gather", place.hidden, forward=1, full=1)
     yield Message("tp", "reduce_scatter" if place.sp else "all_reduce", place.hidden, backward=1)
-    if regather and place.sp and place.regathers and not place.repeats:
-        yield Message("tp", "all_gather", place.hidden, backward=1, beside="weight_gradients")
+    if regather and place.sp and place.regathers:
+        yield Message("tp", "all_gather", place.hidden, backward=1, spared=True, beside="weight_gradients")
 
 
-def leave(place: Place, *, again: bool = False) -> Iterator[Message]:
-    """Yields the messages onto the residual stream: every tensor rank has found a part of a sum."""
-    yield Message("tp", "reduce_scatter" if place.sp else "all_reduce", place.hidden, forward=1, again=again)
+def leave(place: Place, *, again: bool = True) -> Iterator[Message]:
+    """Yields the messages onto the residual stream: every tensor rank has found a part of a sum. `again`: a repeated
+    forward pass needs it."""
+    yield Message("tp", "reduce_scatter" if place.sp else "all_reduce", place.hidden, forward=1, full=again)
     if place.sp:
         yield Message("tp", "all_gather", place.hidden, backward=1)
 

@@ -94,7 +94,7 @@ def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
     products, streams = list[OperatorPoint](), list[OperatorPoint]()
     for operator in operators:
         alone = replace(operator, memory_bound=(), saved=(), messages=())
-        waits = sum(each.forward for each in messages_seconds(spec, here, [operator]).values())
+        waits = sum(each.forward for each in messages_seconds(spec, here, [operator])[0].values())
         if product := operator.product(spec.layout.tp, spec.layout.ep):
             narrow = number_format(product, spec.products)
             products.append(_point(spec, operator.name, alone, product.flops, narrow, waits))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from phalanx.blocks.ends import boundary
 from phalanx.blocks.operator import Message, Operator
 from phalanx.blocks.place import Place, place_of
-from phalanx.config.layout import Layout
+from phalanx.config.layout import Layout, Recompute
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.link import RankGroup, dispatch_seconds, occupancy, seconds
 
@@ -70,18 +70,21 @@ def place(spec: StepSpec, layout: Layout | None = None) -> Place:
     )
 
 
-def messages_seconds(spec: StepSpec, place: Place, operators: Iterable[Operator]) -> dict[Kind, MessageSeconds]:
-    """Returns the seconds of the operators' messages by axis; those beside attention and beside the gradients of
-    weights by that."""
-    found: dict[Kind, MessageSeconds] = {}
-    for operator in operators:
-        for message in operator.messages:
-            once = message_seconds(spec, place, message)
-            if once:
-                kind = _AXES[message.axis] if message.beside == "nothing" else message.beside
-                load = occupancy(spec.cluster, place.bytes_of(message), once) if message.axis == "ring" else 0.0
-                more = MessageSeconds(once * message.forward, once * message.again, once * message.backward, load)
-                found[kind] = found.get(kind, NO_MESSAGES) + more
+def messages_seconds(
+    spec: StepSpec, place: Place, operators: Iterable[Operator], modes: Sequence[Recompute] = ("none",)
+) -> list[dict[Kind, MessageSeconds]]:
+    """Returns, for each of some recomputations, the seconds of the operators' messages by axis; of those beside
+    attention and beside the gradients of weights by that."""
+    found: list[dict[Kind, MessageSeconds]] = [{} for _ in modes]
+    for message in (message for operator in operators for message in operator.messages):
+        once = message_seconds(spec, place, message)
+        if not once:
+            continue
+        kind = _AXES[message.axis] if message.beside == "nothing" else message.beside
+        load = occupancy(spec.cluster, place.bytes_of(message), once) if message.axis == "ring" else 0.0
+        for mode, so_far in zip(modes, found, strict=True):
+            more = MessageSeconds(once * message.forward, once * message.again(mode), once * message.back(mode), load)
+            so_far[kind] = so_far[kind] + more if kind in so_far else more
     return found
 
 

@@ -13,7 +13,7 @@ from phalanx.blocks.operator import Operator
 from phalanx.cost.held import block_parameters, outside
 from phalanx.cost.placed import Content
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.communication import NO_MESSAGES, collectives, messages_seconds, place
+from phalanx.cost.time.communication import NO_MESSAGES, MessageSeconds, collectives, messages_seconds, place
 from phalanx.cost.time.exposed import added, block_state, pass_seconds
 from phalanx.cost.time.layer import Seconds, operator_seconds
 from phalanx.cost.time.state_time import (
@@ -123,23 +123,29 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     """Returns the time of half a block for each of some recomputations, without what zero 3 adds to a block."""
     layout, framework = spec.layout, spec.framework
     here = place(spec)
-    work = half_block(here._replace(recompute="none"), kind, half)
+    work = half_block(here, kind, half)
     slowdown = framework.block_slowdown(kind)
     seconds = operator_seconds(
         spec.cluster.accelerator, work, framework, spec.products, layout.tp, layout.ep, slowdown=slowdown
     )
     handling = {axis: count * _host_seconds(spec) for axis, count in _host_operations(spec, kind, half).items()}
+    starts = framework.kernel_us * 1e-6 * collectives(here, work)
+    every = messages_seconds(spec, here, work, modes)
     return [
-        _half_time(spec, seconds, half_block(here._replace(recompute=mode), kind, half), mode, handling)
-        for mode in modes
+        _half_time(spec, seconds, messages, mode, handling, starts) for mode, messages in zip(modes, every, strict=True)
     ]
 
 
 def _half_time(
-    spec: StepSpec, seconds: Seconds, operators: Sequence[Operator], mode: Mode, handling: Mapping[str, float]
+    spec: StepSpec,
+    seconds: Seconds,
+    messages: Mapping[str, MessageSeconds],
+    mode: Mode,
+    handling: Mapping[str, float],
+    starts: float,
 ) -> RankTime:
-    framework, here = spec.framework, place(spec)
-    messages = messages_seconds(spec, here, operators)
+    """Returns the time of half a block; `starts` are the host's seconds for its collectives in a forward pass."""
+    framework = spec.framework
     tp, cp, ep = (messages.get(axis, NO_MESSAGES) for axis in ("tp", "cp", "ep"))
     ring, regather = messages.get("attention", NO_MESSAGES), messages.get("weight_gradients", NO_MESSAGES)
     again = _recomputed(spec, mode, seconds)
@@ -164,7 +170,6 @@ def _half_time(
     }
     forward = {axis: spent + handling[axis] for axis, spent in forward.items()}
     backward = {axis: spent + 2 * handling[axis] for axis, spent in backward.items()}
-    starts = framework.kernel_us * 1e-6 * collectives(here, operators)
     repeated = seconds.host_forward + starts if _starts_again(spec, mode) else 0.0
     return RankTime(
         products=seconds.products,
@@ -263,13 +268,13 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
             spec.layout.tp,
             slowdown=spec.framework.slowdown,
         )
-        tp = messages_seconds(spec, here, operators).get("tp", NO_MESSAGES)
+        tp = messages_seconds(spec, here, operators)[0].get("tp", NO_MESSAGES)
         found += RankTime(
             products=seconds.products,
             streams=seconds.streams,
             host_forward=seconds.host_forward,
             host_backward=seconds.host_backward,
-            tp=tp.forward + tp.again + tp.backward,
+            tp=tp.forward + tp.backward,
             forward=seconds.forward + tp.forward,
             weights=seconds.weights,
         )

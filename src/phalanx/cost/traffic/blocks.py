@@ -14,6 +14,7 @@ from phalanx.blocks.experts import routed_rows
 from phalanx.blocks.kinds import BlockKind, block
 from phalanx.blocks.operator import Operator
 from phalanx.blocks.place import Place
+from phalanx.config.layout import Recompute
 from phalanx.cost.traffic.table import Table
 
 LEDGER_AXIS = {"ring": "cp", "ulysses": "cp"}
@@ -24,24 +25,24 @@ def around_traffic(place: Place, *, first: bool, last: bool) -> Table:
     """Returns the traffic after the embedding where the `first` stage is here, and from the final norm to the loss
     where the `last` is. No payload of these depends on the vocabulary."""
     operators = [*([embedding(place, 1)] if first else []), *(head(place, 1) if last else [])]
-    return _traffic(place, operators)
+    return _traffic(place, operators, "none")
 
 
 @cache
-def block_traffic(place: Place, kind: BlockKind) -> Table:
+def block_traffic(place: Place, kind: BlockKind, recompute: Recompute) -> Table:
     """Returns the traffic of one block; of what experts exchange, that which does not depend on the tokens."""
-    return _traffic(place, block(place, kind))
+    return _traffic(place, block(place, kind), recompute)
 
 
 @cache
-def row_traffic(place: Place, kind: BlockKind) -> Table:
+def row_traffic(place: Place, kind: BlockKind, recompute: Recompute) -> Table:
     """Returns the traffic of one row that leaves a rank for another on its way to an expert or back: each is sent by
     its gradient once more, and once more where blocks are computed again."""
     table = Table()
     messages = [each for operator in block(place, kind) for each in operator.messages if each.copies]
     for message in messages:
         row = message._replace(elements=place.model.d_model)
-        table.note("ep", message.collective, place.bytes_of(row) * message.times / len(messages))
+        table.note("ep", message.collective, place.bytes_of(row) * message.times(recompute) / len(messages))
     return table
 
 
@@ -51,12 +52,12 @@ def balanced_rows(place: Place) -> float:
     return 2 * routed_rows(place) * (place.ep - 1) / place.ep
 
 
-def _traffic(place: Place, operators: Iterable[Operator]) -> Table:
+def _traffic(place: Place, operators: Iterable[Operator], recompute: Recompute) -> Table:
     table = Table()
     for operator in operators:
         for message in operator.messages:
             ranks = place.ranks_of(message)
             if not message.copies and ranks > 1:
                 axis = LEDGER_AXIS.get(message.axis, message.axis)
-                table.add(axis, message.collective, place.bytes_of(message), ranks, message.times)
+                table.add(axis, message.collective, place.bytes_of(message), ranks, message.times(recompute))
     return table

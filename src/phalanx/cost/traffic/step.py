@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from phalanx.blocks.ends import boundary
-from phalanx.blocks.kinds import BlockKind
-from phalanx.blocks.place import Place, place_of
+from phalanx.blocks.place import place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.held import kinds_of
+from phalanx.cost.held import LayerKind, kinds_of
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.traffic.blocks import around_traffic, balanced_rows, block_traffic, row_traffic
 from phalanx.cost.traffic.parameters import held_parameters
@@ -70,21 +69,20 @@ def step_traffic(
     spread = Spread.of(layout, precision, gradients, shard_rank, drops=model.dropout > 0)
     table = state_traffic(runs, spread, work)
     place = place_of(model, layout, batch.micro_batch, width=WIDTHS[precision], slices=plan.slices)
-    last, passed, routed = len(plan.cut) - 1, Table(), Counter[tuple[Place, BlockKind]]()
+    last, passed, routed = len(plan.cut) - 1, Table(), Counter[LayerKind]()
     for stage, passes in work.passes.items():
         here = around_traffic(place, first=stage == 0, last=stage == last)
         for kind, many in kinds_of(model, written(layout), plan.cut[stage]):
-            alone = place._replace(recompute=kind.recompute)
-            here.take(block_traffic(alone, kind.block), many)
+            here.take(block_traffic(place, *kind), many)
             if kind.block.feed_forward != "experts":
                 continue
-            routed[alone, kind.block] += many * passes.forward
+            routed[kind] += many * passes.forward
             if rows is None:
-                here.take(row_traffic(alone, kind.block), many * balanced_rows(place))
+                here.take(row_traffic(place, *kind), many * balanced_rows(place))
         passed.take(here, passes.forward / plan.slices)
     if rows is not None:
-        for (alone, kind), blocks in routed.items():
-            passed.take(row_traffic(alone, kind), rows * (blocks / routed.total()))
+        for kind, blocks in routed.items():
+            passed.take(row_traffic(place, *kind), rows * (blocks / routed.total()))
     passed.note("pp", "send", work.sends * place.bytes_of(boundary(place)))
     table.take(passed, 1 / work.steps)
     _status(table, layout)

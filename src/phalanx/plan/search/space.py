@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -137,8 +137,12 @@ class Space:
         return replace(self.base, **named)
 
     def column(self, name: str) -> NDArray[np.int64]:
-        """A field of the mesh, by pair."""
-        return np.array([getattr(mesh, name) for mesh in self.meshes], np.int64)[self.mesh]
+        """Returns a field of the mesh, by pair."""
+        return self._degrees[MeshDegrees._fields.index(name)][self.mesh]
+
+    @cached_property
+    def _degrees(self) -> NDArray[np.int64]:
+        return np.array(self.meshes, np.int64).reshape(-1, len(MeshDegrees._fields)).T
 
 
 def space_of(request: PlanRequest) -> Space:

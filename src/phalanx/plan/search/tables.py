@@ -39,7 +39,6 @@ from phalanx.schedule import catalogue
 Floats = NDArray[np.float64]
 TP, SP, CP, ULYSSES, EP, MICRO = range(6)
 """Columns of the inner combinations."""
-ALL = slice(None)
 HUGE = 1e15
 """Bytes beside which latencies are nothing."""
 
@@ -149,65 +148,71 @@ class Tables:
         """By outer combination: seconds a parameter, gathered (dense, experts) and reduced (dense, experts), and those
         of a message of no bytes, in the same order; of what is gathered beside products, seconds of a message of no
         bytes and a byte, and the share of the bytes that a rank sends."""
-        self._asked: dict[tuple[str, Hashable, int], Floats] = {}
+        self._asked: dict[tuple[str, Hashable], Floats] = {}
+        self._blocks: dict[BlockKind, Floats] = {}
+        self._work: dict[Hashable, Floats] = {}
         self._parts: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.intp]]] = {}
         self._numbers: dict[tuple[RankContents, bool], Floats] = {}
         self._cuts: dict[tuple[int, int], Cut] = {}
 
-    def around(self, share: RankContents, inner: NDArray[Any]) -> Floats:
-        """Of inner combinations, what lies around the blocks of a rank: seconds of a micro-batch, forward and backward
-        on the device, forward and backward of the host, and those of weights' gradients."""
-        content = Content((), share.embedding, share.head)
-        ends = share.embedding + 2 * share.head
-        return self._ask(
-            ("around", ends, 0), (TP, CP, MICRO), inner, 5, lambda spec: _seconds(around_time(spec, content))
-        )
+    def work(self, share: RankContents, mode: int, inner: NDArray[Any]) -> Floats:
+        """Returns, for inner combinations, the seconds of a micro-batch that passes all stages of a rank, zero 3 apart:
+        forward and backward on the device, forward and backward of the host, and those of weights' gradients. `mode` is
+        the number of a recomputation."""
+        key = share.blocks, share.embedding, share.head, mode
+        if key not in self._work:
+            blocks = (number * self._block(kind)[:, mode] for kind, number in share.blocks)
+            self._work[key] = sum(blocks, self._around(share.embedding, share.head))
+        return self._work[key][inner]
 
     def block(self, kind: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
-        """The same of a block, zero 3 apart; `mode` is the number of a recomputation."""
-        routed = kind.feed_forward == "experts"
-        on_feed_forward = (TP, SP, CP, EP, MICRO) if routed else (TP, SP, CP, MICRO)
-        return self._half(kind, "attention", mode, (TP, SP, CP, ULYSSES, MICRO), inner) + self._half(
-            kind, "feed_forward", mode, on_feed_forward, inner
-        )
+        """Returns the same of one block."""
+        return self._block(kind)[inner, mode]
 
-    def _half(self, kind: BlockKind, half: Half, mode: int, on: tuple[int, ...], inner: NDArray[Any]) -> Floats:
-        def ask(spec: StepSpec) -> list[float]:
-            return [each for time in half_times(spec, kind, half, RECOMPUTE) for each in _seconds(time)]
+    def _around(self, embedding: bool, head: bool) -> Floats:
+        """Returns the same of what lies around the blocks, by inner combination."""
+        content = Content((), embedding, head)
+        ends = embedding, head
+        return self._figures(("around", ends), (TP, CP, MICRO), lambda spec: _seconds(around_time(spec, content)))
 
-        return self._ask((half, kind, 0), on, inner, 5 * len(RECOMPUTE), ask, slice(5 * mode, 5 * mode + 5))
+    def _block(self, kind: BlockKind) -> Floats:
+        """Returns the same of one block, by inner combination and recomputation."""
+        if kind not in self._blocks:
+            routed = kind.feed_forward == "experts"
+            on_feed_forward = (TP, SP, CP, EP, MICRO) if routed else (TP, SP, CP, MICRO)
+            attention = self._half(kind, "attention", (TP, SP, CP, ULYSSES, MICRO))
+            self._blocks[kind] = attention + self._half(kind, "feed_forward", on_feed_forward)
+        return self._blocks[kind]
 
-    def work(self, share: RankContents, mode: int, inner: NDArray[Any]) -> Floats:
-        """The same of all that a rank has, of a micro-batch that passes all of its stages."""
-        found = self.around(share, inner)
-        for kind, number in share.blocks:
-            found = found + number * self.block(kind, mode, inner)
-        return found
+    def _half(self, kind: BlockKind, half: Half, on: tuple[int, ...]) -> Floats:
+        def ask(spec: StepSpec) -> list[Any]:
+            return [_seconds(time) for time in half_times(spec, kind, half, RECOMPUTE)]
+
+        return self._figures((half, kind), on, ask)
 
     def activations(self, block: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
-        """Of inner combinations, bytes: what a block keeps of a micro-batch, what its backward pass needs besides, what
-        it gathers for that."""
+        """Returns, for inner combinations, bytes: what a block keeps of a micro-batch, what its backward pass needs
+        besides, what it gathers for that."""
         kind = LayerKind(block, RECOMPUTE[mode])
 
         def ask(spec: StepSpec) -> tuple[float, float, float]:
-            step = StepParts(spec)
+            step = StepParts(replace(spec, layout=replace(spec.layout, recompute=RECOMPUTE[mode])))
             found = step.kinds[kind]
             gathered = RankParts(step, step.flights[0]).backward(True)[1]
             return found.kept, sum(found.backward), gathered
 
         on = (TP, SP, CP, ULYSSES, EP) if block.feed_forward == "experts" else (TP, SP, CP, ULYSSES)
-        each = self._ask(("activations", block, mode), on, inner, 3, ask)
-        return each * self.inner[inner, MICRO, None]
+        return self._figures(("activations", kind), on, ask)[inner] * self.inner[inner, MICRO, None]
 
     def loss(self, inner: NDArray[Any]) -> Floats:
-        """Of inner combinations: bytes of the logits and of what the head reads."""
+        """Returns, for inner combinations, the bytes of the logits and of what the head reads."""
 
         def ask(spec: StepSpec) -> float:
             step = StepParts(spec)
             return sum(RankParts(step, step.flights[0]).logits())
 
         chunks = self.space.base.loss_chunk
-        found = self._ask(("loss", 0, 0), (TP, SP, CP, MICRO) if chunks else (TP, SP, CP), inner, 1, ask)[:, 0]
+        found = self._figures(("loss", ""), (TP, SP, CP, MICRO) if chunks else (TP, SP, CP), ask)[inner]
         return found if chunks else found * self.inner[inner, MICRO]
 
     def numbers(self, share: RankContents, inside: bool = False) -> Floats:
@@ -244,31 +249,19 @@ class Tables:
             self._parts[on] = distinct(*some.T)
         return self._parts[on]
 
-    def _ask(
-        self,
-        what: tuple[str, Hashable, int],
-        on: tuple[int, ...],
-        inner: NDArray[Any],
-        width: int,
-        ask: Callable[[StepSpec], Any],
-        columns: slice = ALL,
-    ) -> Floats:
-        """What the cost model says of some inner combinations, in so many columns of which some are wanted, by the
-        degrees `on` which it depends. The last of `what` is the recomputation."""
-        degrees, which = self._projected(on)
+    def _figures(self, what: tuple[str, Hashable], on: tuple[int, ...], ask: Callable[[StepSpec], Any]) -> Floats:
+        """Returns what the cost model says, by inner combination, asked once for each combination of the degrees `on`
+        which it depends."""
         if what not in self._asked:
-            self._asked[what] = np.full((len(degrees), width), np.nan)
-        table, places = self._asked[what], which[inner]
-        wanted = np.zeros(len(degrees), bool)
-        wanted[places] = True
-        for number in np.flatnonzero(wanted & np.isnan(table[:, 0])):
-            tp, sp, cp, ulysses, ep, micro = degrees[number].tolist()
-            degree = {"tp": tp, "sp": bool(sp), "cp": cp, "cp_ulysses": ulysses, "ep": ep, "dp_shard": ep}
-            layout = replace(self._alone, recompute=RECOMPUTE[what[2]], **degree)
-            table[number] = ask(alone(self.request, layout, micro))
-        return table[places, columns]
+            degrees, which = self._projected(on)
+            found = []
+            for tp, sp, cp, ulysses, ep, micro in degrees.tolist():
+                degree = {"tp": tp, "sp": bool(sp), "cp": cp, "cp_ulysses": ulysses, "ep": ep, "dp_shard": ep}
+                found.append(ask(alone(self.request, replace(self._alone, **degree), micro)))
+            self._asked[what] = np.array(found, np.float64)[which]
+        return self._asked[what]
 
-    @property
+    @cached_property
     def _alone(self) -> Layout:
         """What is fixed of the layout of one device: nothing that has to do with other ranks of pipeline or data."""
         base = self.space.base
