@@ -116,8 +116,8 @@ MOE_SLOWDOWNS: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
         ),
     ),
     # Hopper keeps the older dispatcher, also in containers since.
-    ("nemo-early-2026", "h100-80gb"): (1.88, _HOPPER_MOE),
-    ("nemo", "h100-80gb"): (1.88, _HOPPER_MOE),
+    ("nemo-early-2026", "h100-80gb"): (1.9, _HOPPER_MOE),
+    ("nemo", "h100-80gb"): (1.9, _HOPPER_MOE),
 }
 """By program and device, "" all others: `Framework.moe_slowdown`, and the rows that it was fitted to."""
 

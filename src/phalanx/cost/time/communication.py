@@ -97,7 +97,8 @@ def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
     cluster, framework, layout = spec.cluster, spec.framework, spec.layout
     if message.axis == "pp":
         ranks = RankGroup(2, group(layout, "pp").stride)
-    elif place.ranks_of(message) == 1:
+    elif place.ranks_of(message) == 1 or (framework.ep_once and message.axis == "ep" and not message.copies):
+        # Such a dispatch tells other ranks the numbers of its rows in its own kernel (DeepEP's notify_dispatch).
         return 0.0
     elif message.copies:
         folds = framework.ep_folds

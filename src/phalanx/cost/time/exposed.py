@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
+from phalanx.cost.elementwise import larger, rounded, smaller
 
 OVERLAP_EXPONENT = 2.2
 """Power mean of a pass's times on device and host: 1 is their sum (nothing runs ahead), infinity the longer of both."""
@@ -19,7 +19,7 @@ BLOCKS_PER_MESSAGE = 4
 
 def bucket_messages(blocks: Any) -> Any:
     """Returns the messages in which the state of so many blocks travels where it does once a step."""
-    return np.maximum(1, np.round(blocks / BLOCKS_PER_MESSAGE))
+    return larger(1, rounded(blocks / BLOCKS_PER_MESSAGE))
 
 
 def pass_seconds(device: Any, host: Any) -> Any:
@@ -32,7 +32,7 @@ def pass_seconds(device: Any, host: Any) -> Any:
 def added(traffic: Any, work: Any, slowdown: Any) -> Any:
     """Returns the seconds that `traffic` seconds of messages add to the `work` beside them: what is longer, and
     `slowdown` of what they share."""
-    return np.maximum(0.0, traffic - work) + slowdown * np.minimum(traffic, work)
+    return larger(0.0, traffic - work) + slowdown * smaller(traffic, work)
 
 
 def block_state(
@@ -60,17 +60,17 @@ def block_state(
 def step_state(gather: Any, reduce: Any, forward: Any, backward: Any, blocks: Any, slowdown: Any) -> Any:
     """Returns the seconds that gathering parameters and reducing gradients once a step add to one micro-batch's passes,
     which hide them but for the last bucket and the first block's parameters."""
-    inside = 1 - 1 / np.maximum(2, blocks)
+    inside = 1 - 1 / larger(2, blocks)
     hidden, before = backward * inside, forward * inside
-    late = np.maximum(0.0, reduce - hidden) + np.maximum(0.0, gather - before)
-    beside = np.minimum(reduce, hidden) + np.minimum(gather, before)
-    return np.maximum(late, (gather + reduce) * (1 - inside)) + slowdown * beside
+    late = larger(0.0, reduce - hidden) + larger(0.0, gather - before)
+    beside = smaller(reduce, hidden) + smaller(gather, before)
+    return larger(late, (gather + reduce) * (1 - inside)) + slowdown * beside
 
 
 def ends_of_blocks(gather: Any, reduce: Any, blocks: Any) -> Any:
     """Returns the seconds that ZeRO-3 adds around the blocks, once a step: the first block's parameters and what lies
     outside come before any work."""
-    return 2 * (gather + reduce) / np.maximum(1, blocks)
+    return 2 * (gather + reduce) / larger(1, blocks)
 
 
 def boundaries(once: Any, pp: int, chunks: int, micro_batches: Any, *, overlaps: bool) -> Any:

@@ -13,9 +13,8 @@ from functools import lru_cache
 from math import ceil, inf, log2
 from typing import Any
 
-import numpy as np
-
 from phalanx.config.cluster import Cluster, Link
+from phalanx.cost.elementwise import quotient, smaller
 from phalanx.cost.traffic.collectives import Collective
 
 START_US = 20.0
@@ -83,7 +82,7 @@ def occupancy(cluster: Cluster, sent: Any, spent: Any) -> Any:
     """Returns the share of what neighbouring devices can exchange that `sent` bytes in `spent` seconds (numbers, or
     arrays of them) use: by as much they slow down what runs beside them. Bytes that come slowly over a network take few
     cores and little of the memory's bandwidth, and a ring that waits for its next step takes none."""
-    return np.minimum(1.0, sent / np.where(spent > 0, spent, inf) / _bytes(cluster.intra))
+    return smaller(1.0, quotient(sent, spent) / _bytes(cluster.intra))
 
 
 def _bytes(link: Link) -> float:
