@@ -48,7 +48,8 @@ def window_blocks(queries: range, keys: range, window: int) -> Iterator[tuple[ra
 
     One block suffices where the window reaches over all, else runs are a quarter of the window: a block then has at
     most five keys for four that a query sees."""
-    length = len(queries) if queries.stop - keys.start <= window else max(LEAST_RUN, window // 4)
+    queries = range(max(queries.start, keys.start), min(queries.stop, keys.stop - 1 + window))
+    length = window if queries.stop - keys.start <= window else max(LEAST_RUN, window // 4)
     for start in range(queries.start, queries.stop, length):
         run = range(start, min(start + length, queries.stop))
         seen = range(max(keys.start, run.start - window + 1), min(keys.stop, run.stop))
