@@ -14,7 +14,7 @@ import json
 import torch
 from torch import Tensor
 
-from phalanx.parallel.attention_blocks import Seen, attend, gradients
+from phalanx.model.attention_blocks import Seen, attend, gradients
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-5}
 """Of the largest element: bf16 has 8 bits, and the output's gradient passes through three products."""

@@ -10,7 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.kinds import KINDS, MOE_AND_MLA, build, tokens
+from phalanx.blocks.attention import visible_pairs
 from phalanx.blocks.flops import (
+    attention_flops_per_sequence,
     attention_flops_per_token,
     block_flops_per_token,
     forward_flops_per_token,
@@ -18,10 +20,15 @@ from phalanx.blocks.flops import (
     train_flops_per_step,
     train_flops_per_token,
 )
+from phalanx.blocks.kinds import block, block_kinds
 from phalanx.blocks.parameters import count_active
-from phalanx.config.model import ModelConfig
+from phalanx.blocks.place import place_of
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.presets import PRESETS
+from phalanx.cost.flops import hardware_flops_per_step
 from phalanx.model.loss import cross_entropy_sum
+from phalanx.partition.sequence import group_places
 
 _ALL = KINDS | MOE_AND_MLA
 
@@ -94,6 +101,52 @@ def test_parts_add_up(seq_len: int, name: str):
     causal = forward_flops_per_token(model, seq_len=seq_len, attention="causal")
     assert full - causal == 5 * attention_flops_per_token(model, seq_len, "causal")
     assert isinstance(full, int)
+
+
+@given(st.integers(1, 40), st.integers(0, 50), st.sampled_from(["gpt2", "deepseek"]))
+def test_a_window_leaves_the_pairs_that_one_can_count(seq_len: int, window: int, kind: str):
+    """Full attention counts keys on both sides of a query, causal attention half of that."""
+    model = replace(_ALL[kind], seq_len=seq_len, window=window)
+    pairs = sum(abs(q - k) < window or not window for q in range(seq_len) for k in range(seq_len))
+    each = 2 * model.n_heads * (model.head_size + model.v_head_size)
+    assert attention_flops_per_sequence(model) == pairs * each
+    assert attention_flops_per_sequence(model, attention="causal") == pairs * each // 2
+    assert attention_flops_per_token(model) == pairs * each // seq_len
+    whole = replace(model, window=0)
+    saved = (seq_len**2 - pairs) * each
+    assert train_flops_per_step(whole, 7) - train_flops_per_step(model, 7) == 7 * 3 * model.n_layers * saved
+    for recompute, times in (("none", 3), ("selective", 4), ("full", 4)):
+        whole_step, step = (hardware_flops_per_step(m, Layout(recompute=recompute), 7) for m in (whole, model))
+        assert whole_step - step == 7 * times * model.n_layers * saved
+
+
+@given(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.integers(1, 5), st.integers(0, 70), st.booleans())
+def test_the_busiest_rank_s_pairs(ring: int, ulysses: int, chunk: int, window: int, inner: bool):
+    layout = Layout(cp=ring * ulysses, cp_ulysses=ulysses, cp_inner="ring" if inner else "ulysses")
+    model = replace(_ALL["gpt2"], seq_len=2 * ring * ulysses * chunk, window=window)
+    core = next(op.core for op in block(place_of(model, layout), block_kinds(model)[0]) if op.core)
+    most = 0
+    for position in range(ring):
+        queries = [q for run in group_places(layout, model.seq_len, position) for q in run]
+        seen = sum(q - window < k <= q or (not window and k <= q) for q in queries for k in range(model.seq_len))
+        most = max(most, 2 * seen - len(queries))
+    assert core.pairs == -(-most // ulysses)
+    assert core.keys_per_query <= core.keys / core.steps
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 40))
+def test_pairs_under_a_causal_mask(start: int, length: int, window: int):
+    run = range(start, start + length)
+    expected = sum(q - window < k <= q or (not window and k <= q) for q in run for k in range(run.stop))
+    assert visible_pairs(run, window) == expected
+
+
+def test_mistral_7b_by_hand():
+    """Jiang et al. 2023, table 1: windows of 4,096 over 32,768 tokens leave a little less than a quarter of the full
+    count, which has every query with every key."""
+    mistral = replace(PRESETS["mixtral-8x7b"], moe=MoE(), window=4096)
+    whole = attention_flops_per_token(replace(mistral, window=0))
+    assert attention_flops_per_token(mistral) / whole == pytest.approx(1 - (7 / 8) ** 2, rel=1e-3)
 
 
 def test_no_torch_in_the_cost_model():

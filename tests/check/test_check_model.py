@@ -85,6 +85,12 @@ def test_latent_attention_that_makes_no_sense(mla: dict[str, int], path: str, me
     assert problems(replace(_ROPE, mla=replace(_LATENT, **mla))) == [(f"model.mla.{path}", message)]
 
 
+def test_windows_that_make_no_sense():
+    assert problems(replace(_ROPE, window=-1)) == [("model.window", "must not be negative, is -1")]
+    assert problems(replace(_ROPE, window=_ROPE.seq_len + 1)) == []
+    assert problems(replace(_ROPE, window=7, mla=_LATENT)) == []
+
+
 def test_latent_attention_needs_rotary_positions():
     assert list(model_problems(ModelConfig(mla=_LATENT))) == [
         ("model.positions", "latent attention needs rotary positions: rope, is learned")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.devices import ACCELERATORS
-from phalanx.cost.time.kernel import attention_seconds, peak_flops, product_seconds, rate, stream_seconds
+from phalanx.cost.time.kernel import READ, attention_seconds, peak_flops, product_seconds, rate, stream_seconds
 
 sizes = st.integers(1, 20_000)
 devices = st.sampled_from(sorted(ACCELERATORS))
@@ -64,6 +64,18 @@ def test_attention_backward_is_two_and_a_half_times_the_work() -> None:
     shape = (device, "bf16", 8192, 8192, 32, 8, 128, 128)
     forward, backward = (attention_seconds(*shape, backward=back) for back in (False, True))
     assert backward / forward == pytest.approx(2.5 * 0.95 / 0.8)
+
+
+def test_attention_over_fewer_keys_takes_less() -> None:
+    device = ACCELERATORS["h100-80gb"]
+    shape = (device, "bf16", 32768, 32768, 32, 8, 128, 128)
+    whole, same, tenth, few = (
+        attention_seconds(*shape, backward=False, seen=seen) for seen in (None, 32768, 3276.8, 1)
+    )
+    assert whole == same
+    # Almost in proportion, until reading queries, keys and values takes longer than computing.
+    assert 0.1 * whole < tenth < 0.15 * whole
+    assert few == 2 * (32 + 8) * 32768 * 256 / (device.bandwidth_gbs * 1e9 * READ)
 
 
 def test_streams_take_bandwidth_and_launches() -> None:

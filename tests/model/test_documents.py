@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.kinds import KINDS, build, tokens
-from phalanx.model.attention import visible
 from phalanx.model.noise import Noise
+from phalanx.model.window import visible
 
 LENGTHS = ((5, 1, 6), (2, 3, 7))
 """Tokens of each document, sample by sample."""
@@ -72,7 +72,8 @@ def test_dropout_meets_the_same_masks_with_documents():
     seq=st.integers(1, 6),
 )
 def test_a_query_sees_its_document_up_to_itself(documents, seq):
-    seen = visible(seq, 6, torch.tensor(documents))
+    places = torch.arange(6)
+    seen = visible(places[6 - seq :], places, documents=torch.tensor(documents))
     assert seen.shape == (len(documents), 1, seq, 6)
     for sample, row in enumerate(documents):
         for query in range(seq):

@@ -32,6 +32,7 @@ class Shape:
     gelu: str = "none"
     eps: float = 1e-5
     theta: float = 10000.0
+    window: int = 0
     top_k: int = 0
     sigmoid_router: bool = False
     renormalise: bool = True
@@ -107,7 +108,7 @@ def forward(w: Weights, s: Shape, tokens: Tensor, documents: Tensor | None) -> t
     """Logits (batch, seq, vocabulary), the routers' penalties summed over tokens, and by the name of each balancing
     bias the load of its experts, (n,)."""
     seq, loads, penalty = tokens.shape[1], {}, torch.zeros(())
-    seen = torch.ones(seq, seq).tril().bool()
+    seen = torch.ones(seq, seq).tril().triu(1 - (s.window or seq)).bool()
     if documents is not None:
         seen = (seen & (documents[:, :, None] == documents[:, None, :])).unsqueeze(1)
     x = w["embed.weight"][tokens]

@@ -62,6 +62,7 @@ def expected(job: Job, weights: plain.Weights, made: Sequence[plain.Batch]) -> p
         gelu="tanh" if model.activation == "gelu_tanh" else "none",
         eps=model.norm_eps,
         theta=model.rope_theta,
+        window=model.window,
         top_k=moe.top_k,
         sigmoid_router=moe.router == "sigmoid",
         renormalise=moe.renormalise,

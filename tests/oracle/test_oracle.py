@@ -47,6 +47,7 @@ JOB = Job(model=GPT, optimizer=OPTIMIZER, train=Train(steps=5, global_batch=6, p
 JOBS = {
     "gpt": JOB,
     "llama": replace(JOB, model=LLAMA, data=Data(document_mask=True), optimizer=replace(OPTIMIZER, schedule="linear")),
+    "windows": replace(JOB, model=replace(LLAMA, window=5), data=Data(document_mask=True)),
     "mixture": replace(
         JOB,
         model=replace(LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=16, n_shared=1, aux_loss=0.2, z_loss=0.1)),
@@ -128,6 +129,7 @@ def test_a_run_of_one_process_equals_the_oracle(ranks, kind, tmp_path):
         ("gpt", Layout(tp=2, sp=True, accumulation=3)),
         ("llama", Layout(dp_shard=2, accumulation=3)),
         ("llama", Layout(cp=2, accumulation=2)),
+        ("windows", Layout(cp=2, accumulation=2)),
         ("mixture", Layout(pp=2, accumulation=6)),
         ("mixture with sigmoid router", Layout(dp_shard=2, ep=2, zero=1)),
     ],

@@ -36,7 +36,8 @@ LLAMA = ModelConfig(
     tied=False,
     dropout=0.2,
 )
-MODELS = {"gpt": GPT, "llama": LLAMA}
+MISTRAL = dataclasses.replace(LLAMA, window=3, dropout=0.0)
+MODELS = {"gpt": GPT, "llama": LLAMA, "mistral": MISTRAL, "mistral with dropout": dataclasses.replace(LLAMA, window=3)}
 LAYOUTS = [
     Layout(dp_replicate=2, bucket_mb=0.01),
     Layout(dp_replicate=3, accumulation=2),
@@ -68,6 +69,21 @@ LAYOUTS = [
     Layout(dp_replicate=2, dp_shard=2, tp=2, zero=1, accumulation=3),
     Layout(dp_replicate=2, dp_shard=2, tp=2, zero=3, sp=True, recompute="selective"),
 ]
+WINDOWED = [
+    Layout(recompute="selective", accumulation=2),
+    Layout(dp_shard=2, zero=3, recompute="full"),
+    Layout(tp=4),
+    Layout(tp=2, sp=True, recompute="selective"),
+    Layout(pp=2, accumulation=3),
+    Layout(pp=2, schedule="terapipe", pp_slices=4, accumulation=2, recompute="full"),
+    Layout(pp=2, schedule="terapipe", pp_slices=2, accumulation=2, cp=2),
+    Layout(cp=2),
+    Layout(cp=4, recompute="selective"),
+    Layout(cp=2, cp_ulysses=2, recompute="full"),
+    Layout(cp=4, cp_ulysses=2),
+    Layout(cp=2, tp=2, sp=True),
+    Layout(cp=2, cp_ulysses=2, pp=2, accumulation=3),
+]
 
 
 def job_of(model: ModelConfig, layout: Layout, global_batch: int = 12) -> Job:
@@ -98,6 +114,17 @@ def compare(results, expected) -> None:
 )
 def test_equals_one_process(ranks, reference, kind, layout):
     compare(ranks(steps, layout.world, job_of(MODELS[kind], layout), VOCAB), reference[kind])
+
+
+@pytest.mark.parametrize("layout", WINDOWED, ids=Layout.line)
+def test_windows_equal_one_process(ranks, reference, layout):
+    compare(ranks(steps, layout.world, job_of(MISTRAL, layout), VOCAB), reference["mistral"])
+
+
+@pytest.mark.parametrize("layout", WINDOWED[6::3], ids=Layout.line)
+def test_windows_with_dropout_equal_one_process(ranks, reference, layout):
+    job = job_of(MODELS["mistral with dropout"], layout)
+    compare(ranks(steps, layout.world, job, VOCAB), reference["mistral with dropout"])
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 2e-2)])

@@ -22,6 +22,7 @@ from phalanx.parallel.context import SplitSequences, connect
 from phalanx.parallel.mesh import Mesh, build
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.ring import RingBlock, zigzag
+from phalanx.partition import sequence
 from phalanx.partition.sequence import grid, group_places, places
 
 HEADS, SIZE, SEQ, BATCH = 8, 4, 48, 2
@@ -36,6 +37,9 @@ class StepSpec:
     documents: bool = False
     dropout: float = 0.0
     slices: int = 1
+    window: int = 0
+    run: int = 128
+    """Fewest queries of a window that are computed at once."""
     later: bool = False
     """Slices of which a further one is to come."""
     dtype: torch.dtype = torch.float64
@@ -53,6 +57,14 @@ CASES = [
     StepSpec(slices=1, later=True, dropout=0.3),
     StepSpec(kv_heads=4, slices=2, later=True, dropout=0.3, documents=True),
     StepSpec(slices=2, documents=True),
+    StepSpec(window=2),
+    StepSpec(window=5, kv_heads=2, width=6),
+    StepSpec(window=5, run=2, documents=True, kv_heads=1),
+    StepSpec(window=17, run=4, dropout=0.3, kv_heads=4),
+    StepSpec(window=30, slices=3, run=5, width=6),
+    StepSpec(window=70, slices=2, run=3, documents=True, dropout=0.3, later=True),
+    StepSpec(window=SEQ),
+    StepSpec(window=9, dtype=torch.float32, tolerance=2e-5),
     StepSpec(dtype=torch.float32, tolerance=2e-5),
     StepSpec(kv_heads=2, dtype=torch.bfloat16, tolerance=1e-2),
     StepSpec(kv_heads=2, documents=True, dropout=0.3, dtype=torch.bfloat16, tolerance=3e-2),
@@ -68,7 +80,7 @@ LAYOUTS = [
 
 
 def core_of(case: StepSpec) -> CoreAttention:
-    return CoreAttention(ModelConfig(n_heads=HEADS, d_model=HEADS * SIZE, dropout=case.dropout), 3)
+    return CoreAttention(ModelConfig(n_heads=HEADS, d_model=HEADS * SIZE, dropout=case.dropout, window=case.window), 3)
 
 
 def connected(core: CoreAttention, layout: Layout, mesh: Mesh) -> nn.Module:
@@ -118,6 +130,7 @@ def all_cases(ranks: Any, layout: Layout) -> list[str]:
     mesh = build(layout, "cpu")
     wrong = []
     for case in CASES:
+        sequence.LEAST_RUN = case.run
         inputs, gradient, documents = inputs_of(case)
         first = SEQ * (case.slices - 1)
         whole = torch.arange(first, first + SEQ) if case.slices > 1 or case.later else None
@@ -214,12 +227,12 @@ def test_a_part_of_the_heads_meets_its_own_dropout_masks(ranks, layout):
     ranks(with_tensor_parts, layout.world, layout)
 
 
-def sent_by_a_layer(ranks: Any, layout: Layout, kv_heads: int) -> tuple[dict[str, tuple[int, float]], ...]:
+def sent_by_a_layer(ranks: Any, layout: Layout, kv_heads: int, window: int) -> tuple[dict[str, tuple[int, float]], ...]:
     mesh = build(layout, "cpu")
     tokens = SEQ // layout.cp
     shapes = [(HEADS, SIZE), (kv_heads, SIZE), (kv_heads, 6)]
     q, k, v = (torch.randn(BATCH, heads, tokens, size, requires_grad=True) for heads, size in shapes)
-    core = connected(core_of(StepSpec()), layout, mesh)
+    core = connected(core_of(StepSpec(window=window)), layout, mesh)
     o = core(q, k, v, None)
     forward = {name: (e.calls, e.sent) for (_, name), e in mesh.ledger.entries.items()}
     mesh.ledger.clear()
@@ -227,8 +240,9 @@ def sent_by_a_layer(ranks: Any, layout: Layout, kv_heads: int) -> tuple[dict[str
     return forward, {name: (e.calls, e.sent) for (_, name), e in mesh.ledger.entries.items()}
 
 
+@pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.line)
-def test_a_layer_sends_what_it_should(ranks, layout):
+def test_a_layer_sends_what_it_should(ranks, layout, window):
     kv_heads, (ulysses, places_of_ring) = 2, (layout.cp_ulysses, layout.ring)
     per_head = BATCH * SEQ // layout.cp * 4
     repeated = max(kv_heads, ulysses)
@@ -241,11 +255,11 @@ def test_a_layer_sends_what_it_should(ranks, layout):
         hops = places_of_ring - 1
         forward["send"] = hops, hops * keys_and_values
         backward["send"] = 2 * hops, 2 * hops * keys_and_values
-    for found in ranks(sent_by_a_layer, layout.world, layout, kv_heads):
+    for found in ranks(sent_by_a_layer, layout.world, layout, kv_heads, window):
         assert found == (forward, backward)
 
 
-def pairs_of(ranks: Any, layout: Layout, slices: int) -> tuple[int, int]:
+def pairs_of(ranks: Any, layout: Layout, slices: int, window: int = 0) -> tuple[int, int]:
     """Pairs of queries and keys that attention looks at, forward and backward."""
     found = {"forward": 0, "backward": 0}
     attend, gradients = ring.attend, ring.gradients
@@ -261,7 +275,7 @@ def pairs_of(ranks: Any, layout: Layout, slices: int) -> tuple[int, int]:
 
     ring.attend, ring.gradients = counted("forward", attend), counted("backward", gradients)
     try:
-        case = StepSpec(slices=slices)
+        case = StepSpec(slices=slices, window=window)
         inputs = inputs_of(case)[0]
         core = connected(core_of(case), layout, build(layout, "cpu"))
         keys = here(layout, ranks.rank, slices)
@@ -285,6 +299,21 @@ def test_all_ranks_look_at_as_many_pairs(ranks, slices):
     share = SEQ // layout.cp
     in_a_row = [sum(1 + position for position in range(rank * share, (rank + 1) * share)) for rank in range(4)]
     assert in_a_row[-1] > 6 * in_a_row[0]
+
+
+@pytest.mark.parametrize("window", [1, 4, 7, 8, 13, 40])
+def test_a_ring_leaves_out_what_no_window_reaches(ranks, window):
+    """Of each chunk of queries and of keys it looks at the rows and columns in which a query sees a key."""
+    counts, chunk, every = ranks(pairs_of, 4, Layout(cp=4), 1, window), SEQ // 8, 0
+    starts = range(0, SEQ, chunk)
+    for pairs in ([(q, k) for q in range(a, a + chunk) for k in range(b, b + chunk)] for a in starts for b in starts):
+        seen = [(q, k) for q, k in pairs if q - window < k <= q]
+        if seen and len(seen) == chunk * (chunk + 1) // 2 and seen[0][0] == seen[0][1]:
+            every += len(seen)  # all that a causal mask leaves, which needs no other mask
+        else:
+            every += len({q for q, _ in seen}) * len({k for _, k in seen})
+    assert sum(forward for forward, _ in counts) == every
+    assert all(forward == backward for forward, backward in counts)
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.data())

@@ -43,6 +43,7 @@ LLAMA = ModelConfig(
 DEEP = dataclasses.replace(LLAMA, n_layers=4)
 ONE_KEY = dataclasses.replace(LLAMA, n_kv_heads=1)
 DROPS = dataclasses.replace(GPT, dropout=0.1)
+MISTRAL = dataclasses.replace(LLAMA, window=5)
 MIXTRAL = dataclasses.replace(LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=12, aux_loss=0.01), n_layers=3)
 SWITCH = dataclasses.replace(
     MIXTRAL,
@@ -193,6 +194,9 @@ CONTEXT = [
     (SWITCH, "cp=2,cp_ulysses=2,recompute_cut=1*selective+1*full+1*none"),
     (DEEPSEEK, "cp=4,cp_ulysses=2"),
     (GPT, "dp_replicate=2,cp=2"),
+    (MISTRAL, "cp=4,recompute=selective"),
+    (MISTRAL, "cp=4,cp_ulysses=2"),
+    (dataclasses.replace(DEEPSEEK, window=2), "cp=2,recompute=full"),
 ]
 EXPERTS = [
     (SWITCH, "dp_shard=4,ep=2"),
@@ -218,6 +222,7 @@ PIPELINES = [
     (DEEP, "pp=2,accumulation=4,schedule=interleaved_1f1b,tp=2,recompute_cut=1*full+1*none+1*full+1*none"),
     (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2"),
     (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2,cp=2"),
+    (dataclasses.replace(DEEP, window=3), "pp=2,accumulation=2,schedule=terapipe,pp_slices=2,cp=2"),
     (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2,cp=2,cp_ulysses=2,recompute=selective"),
     (DEEP, "pp=2,accumulation=2,schedule=terapipe,pp_slices=2,tp=2,sp=true"),
     (GPT, "pp=2,accumulation=3,dp_replicate=2"),

@@ -43,6 +43,18 @@ def test_each_step_of_a_ring_has_its_blocks():
     assert steps == {"1": 12, "2": 8, "3": 8, "4": 8}
 
 
+def test_blocks_that_no_window_reaches_are_not_drawn():
+    def steps(window: int) -> Counter[str | None]:
+        job = Job(model=ModelConfig(seq_len=64, n_heads=8, window=window), layout=Layout(cp=4))
+        return Counter(each.text for each in ET.fromstring(svg(job)).iter() if each.text in {"1", "2", "3", "4"})
+
+    # Of 8 chunks of 8 tokens each meets itself, then those in reach: the middle ones are of one rank.
+    assert steps(1) == {"1": 8}
+    assert steps(9) == steps(2) == {"1": 8 + 1, "2": 3, "4": 3}
+    assert sum(steps(10).values()) == 8 + 7 + 6
+    assert steps(64) == steps(0)
+
+
 def test_every_rank_computes_as_many_chunks():
     boxes = [each for each in drawn(Layout(cp=4)) if each.tag.endswith(("rect", "polygon"))]
     colours = Counter(box.get("fill") for box in boxes)

@@ -57,6 +57,9 @@ QUESTIONS = {
     "long sequences": replace(
         request("llama3-70b", "dgx-h100:8", 16, TORCHTITAN), model=model("llama3-70b", seq_len=65536)
     ),
+    "windows": replace(
+        request("llama3-8b", "dgx-h100:2", 16, PHALANX), model=model("llama3-8b", seq_len=32768, window=4096)
+    ),
     "experts": request("mixtral-8x7b", "dgx-h100:4", 64, MEGATRON_CORE, tp=1),
     "experts and latent attention": request("deepseek-v3", "h800:16", 256, PHALANX, sp=False, cp=1),
     "experts, nothing overlaps": request("mixtral-8x7b", "dgx-a100:2", 16, MEGATRON_2021, cp=1),

@@ -107,6 +107,18 @@ def latent_attention(place: Place) -> Iterator[Operator]:
     yield _output(place)
 
 
+def visible_pairs(queries: range, window: int = 0) -> int:
+    """Returns the number of (query, key) pairs of the queries at some positions under a causal mask: a query sees the
+    last `window` keys up to its own (0: all)."""
+    return _pairs_before(queries.stop, window) - _pairs_before(queries.start, window)
+
+
+def _pairs_before(position: int, window: int) -> int:
+    """The same of all queries before a position."""
+    growing = min(position, window) if window else position
+    return growing * (growing + 1) // 2 + (position - growing) * window
+
+
 def saves_scores(place: Place) -> bool:
     """Whether attention saves its probabilities. A ring computes those of each of its blocks again."""
     if place.ring > 1:
@@ -141,16 +153,41 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
         # Each step's output and log-sum-exp, in fp32, are merged with those so far.
         merged = (place.ring - 1) * place.tokens * heads * model.v_head_size
         work.append(MemoryBound("ring merge", 6 * merged, 4 * merged, 4 * (place.ring - 1), 2 * (place.ring - 1)))
-    queries = -(-model.seq_len // place.cp)
     return Operator(
         "attention",
         core=AttentionCore(
-            place.sequences, heads, kv_heads, queries, model.seq_len, model.head_size, model.v_head_size, place.ring
+            place.sequences,
+            heads,
+            kv_heads,
+            queries=_queries(place),
+            keys=model.seq_len,
+            pairs=_pairs(place),
+            head=model.head_size,
+            value_head=model.v_head_size,
+            steps=place.ring,
         ),
         memory_bound=tuple(work),
         saved=tuple(saved),
         messages=tuple(_context_messages(place, kv_heads)),
     )
+
+
+def _queries(place: Place) -> int:
+    """Queries of one head and sequence on this context rank; with Ulysses of as many heads as without."""
+    return -(-place.model.seq_len // place.cp)
+
+
+def _pairs(place: Place) -> int:
+    """(query, key) pairs of one head and sequence, as if no causal mask halved them: without a window each query with
+    all keys, with one each query with the `window` keys up to its own and as many after it, as far as there are any.
+    On a ring those of the position with the most, which is the last, with the middle of the sequence."""
+    seq_len, window = place.model.seq_len, place.model.window
+    if not 0 < window < seq_len:
+        return _queries(place) * seq_len
+    middle, chunk = seq_len // 2, seq_len // (2 * place.ring)
+    run = range(seq_len) if place.ring == 1 else range(middle - chunk, middle + chunk)
+    # The mirrored mask has as many pairs, and both have those of queries with their own keys.
+    return -(-(2 * visible_pairs(run, window) - len(run)) // place.ulysses)
 
 
 def _context_messages(place: Place, kv_heads: int) -> Iterator[Message]:

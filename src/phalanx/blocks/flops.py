@@ -4,9 +4,9 @@ A multiplication of (m × k) by (k × n) counts 2 m k n. Everything else (norms,
 optimizer) counts nothing, as in the papers and as `torch.utils.flop_counter` counts; a test holds the two equal.
 
 Attention scores and their product with the values are counted in one of two ways:
-- `full`: every query with every key, seq_len × seq_len, as if there were no causal mask. Model FLOPs utilisation as
-  PaLM defines it (Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T a token) and as torchtitan and Megatron-LM
-  report it counts so; every `mfu` that Phalanx prints does.
+- `full`: every query with every key, seq_len × seq_len, as if there were no causal mask; with `model.window` those less
+  than a window apart. Model FLOPs utilisation as PaLM defines it (Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T a
+  token) and as torchtitan and Megatron-LM report it counts so; every `mfu` that Phalanx prints does.
 - `causal`: half of that, the work that a kernel cannot avoid.
 
 Model FLOPs (`train_flops_*`) leave recomputation out; `phalanx.cost.flops` adds what a layout computes again.
@@ -29,13 +29,21 @@ BACKWARD_PER_FORWARD = 2
 """Each multiplication has two in the backward pass, one for the gradient of each factor."""
 
 
-@lru_cache(4096)
 def forward_flops_per_token(
     model: ModelConfig, vocab_size: int | None = None, seq_len: int | None = None, attention: Attention = "full"
 ) -> int:
-    """FLOPs a token of the forward pass over sequences of `seq_len` tokens (default: the model's)."""
-    blocks = sum(block_flops_per_token(model, layer, seq_len, attention) for layer in range(model.n_layers))
-    return blocks + head_flops_per_token(model, vocab_size)
+    """FLOPs a token of the forward pass over sequences of `seq_len` tokens (default: the model's): the mean over a
+    sequence, rounded down."""
+    return forward_flops_per_sequence(model, vocab_size, seq_len, attention) // (seq_len or model.seq_len)
+
+
+@lru_cache(4096)
+def forward_flops_per_sequence(
+    model: ModelConfig, vocab_size: int | None = None, seq_len: int | None = None, attention: Attention = "full"
+) -> int:
+    """FLOPs of the forward pass over a sequence of `seq_len` tokens (default: the model's)."""
+    blocks = sum(block_flops_per_sequence(model, layer, seq_len, attention) for layer in range(model.n_layers))
+    return blocks + (seq_len or model.seq_len) * head_flops_per_token(model, vocab_size)
 
 
 def train_flops_per_token(
@@ -54,16 +62,24 @@ def train_flops_per_step(
     attention: Attention = "full",
 ) -> int:
     """FLOPs of one optimizer step over a global batch of `sequences`, on all devices together."""
-    tokens = sequences * (seq_len or model.seq_len)
-    return tokens * train_flops_per_token(model, vocab_size, seq_len, attention)
+    forward = forward_flops_per_sequence(model, vocab_size, seq_len, attention)
+    return (1 + BACKWARD_PER_FORWARD) * sequences * forward
 
 
 def block_flops_per_token(
     model: ModelConfig, layer: int, seq_len: int | None = None, attention: Attention = "full"
 ) -> int:
-    """Forward FLOPs a token of one block: its matrices (of the routed experts those that a token visits) and its
-    attention."""
-    return matrix_flops_per_token(model, layer) + attention_flops_per_token(model, seq_len, attention)
+    """Forward FLOPs a token of one block: the mean over a sequence, rounded down."""
+    return block_flops_per_sequence(model, layer, seq_len, attention) // (seq_len or model.seq_len)
+
+
+def block_flops_per_sequence(
+    model: ModelConfig, layer: int, seq_len: int | None = None, attention: Attention = "full"
+) -> int:
+    """Forward FLOPs of one block over a sequence: its matrices (of the routed experts those that a token visits) and
+    its attention."""
+    matrices = (seq_len or model.seq_len) * matrix_flops_per_token(model, layer)
+    return matrices + attention_flops_per_sequence(model, seq_len, attention)
 
 
 @lru_cache(1024)
@@ -73,13 +89,17 @@ def matrix_flops_per_token(model: ModelConfig, layer: int) -> int:
     return 2 * sum(active_size(weight.name, weight.shape, model) for weight in weights if weight.is_matrix)
 
 
-@lru_cache(1024)
 def attention_flops_per_token(model: ModelConfig, seq_len: int | None = None, attention: Attention = "full") -> int:
-    """Forward FLOPs a token of one layer's scores (queries by keys) and of their product with the values."""
+    """Forward FLOPs a token of one layer's attention: the mean over a sequence, rounded down."""
+    return attention_flops_per_sequence(model, seq_len, attention) // (seq_len or model.seq_len)
+
+
+@lru_cache(1024)
+def attention_flops_per_sequence(model: ModelConfig, seq_len: int | None = None, attention: Attention = "full") -> int:
+    """Forward FLOPs of one layer's scores (queries by keys) and of their product with the values, over a sequence."""
     whole = replace(model, seq_len=seq_len or model.seq_len)
     core = next(operator.core for operator in block(Place(whole), block_kinds(model)[0]) if operator.core)
-    flops = core.flops // core.queries
-    return flops if attention == "full" else flops // 2
+    return core.flops if attention == "full" else core.flops // 2
 
 
 def head_flops_per_token(model: ModelConfig, vocab_size: int | None = None) -> int:

@@ -116,6 +116,8 @@ class AttentionCore(NamedTuple):
     queries: int
     keys: int
     """Of all steps together."""
+    pairs: int
+    """Queries with each key that they may see, of one head and sequence, as if no causal mask halved them."""
     head: int
     value_head: int
     steps: int = 1
@@ -123,8 +125,13 @@ class AttentionCore(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Forward FLOPs without a mask."""
-        return 2 * self.sequences * self.heads * self.queries * self.keys * (self.head + self.value_head)
+        """Forward FLOPs without a causal mask."""
+        return 2 * self.sequences * self.heads * self.pairs * (self.head + self.value_head)
+
+    @property
+    def keys_per_query(self) -> float:
+        """Keys of a query in each step, as if no causal mask halved them."""
+        return self.pairs / self.queries / self.steps
 
 
 class MemoryBound(NamedTuple):

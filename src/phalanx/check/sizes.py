@@ -40,7 +40,10 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
     (
         1 << 27,
         "the longest published context has 100 million tokens",
-        ["model.seq_len", "model.rope_scaling.original_seq_len", "layout.loss_chunk", "run.sample_tokens"],
+        [
+            *("model.seq_len", "model.window", "model.rope_scaling.original_seq_len"),
+            *("layout.loss_chunk", "run.sample_tokens"),
+        ],
     ),
     (
         MOST_DEVICES,

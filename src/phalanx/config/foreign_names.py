@@ -27,6 +27,8 @@ FIELDS = {
     "max_position_embeddings": "model.seq_len",
     "max_seq_len": "model.seq_len",
     "seq_length": "model.seq_len",
+    "sliding_window": "model.window",
+    "window_size": "model.window",
     "hidden": "model.d_model",
     "hidden_size": "model.d_model",
     "n_embd": "model.d_model",

@@ -115,6 +115,9 @@ class ModelConfig(Hashed):
     """Tokens in the vocabulary; 0 means the tokenizer's."""
     seq_len: Annotated[int, AtLeast(1)] = 256
     """Context length in tokens: the length of a training sample, and the number of learned positions."""
+    window: Annotated[int, AtLeast(0)] = 0
+    """Sliding-window attention: keys that a query sees at most, its own and those right before it (Mistral 7B, Jiang et
+    al. 2023, section 2); 0 means all of them."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before attention, before the MLP and before the head."""
     positions: Literal["learned", "rope"] = "learned"

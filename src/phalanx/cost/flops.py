@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from phalanx.blocks.flops import Attention, attention_flops_per_token, block_flops_per_token, train_flops_per_token
+from phalanx.blocks.flops import (
+    Attention,
+    attention_flops_per_sequence,
+    block_flops_per_sequence,
+    train_flops_per_step,
+)
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.partition.recompute import modes, written
@@ -24,17 +29,16 @@ def hardware_flops_per_step(
 ) -> int:
     """FLOPs of one optimizer step with what the layout computes twice: of each block the forward pass (full), or its
     attention (selective). Raises JobError where `layout.recompute_cut` does not fit the model."""
-    tokens = sequences * (seq_len or model.seq_len)
-    again = _repeated_flops_per_token(model, written(layout), seq_len, attention)
-    return tokens * (train_flops_per_token(model, vocab_size, seq_len, attention) + again)
+    again = _repeated_flops_per_sequence(model, written(layout), seq_len, attention)
+    return train_flops_per_step(model, sequences, vocab_size, seq_len, attention) + sequences * again
 
 
 @lru_cache(4096)
-def _repeated_flops_per_token(model: ModelConfig, recomputes: str, seq_len: int | None, attention: Attention) -> int:
+def _repeated_flops_per_sequence(model: ModelConfig, recomputes: str, seq_len: int | None, attention: Attention) -> int:
     found = 0
     for layer, mode in enumerate(modes(recomputes, model.n_layers)):
         if mode == "full":
-            found += block_flops_per_token(model, layer, seq_len, attention)
+            found += block_flops_per_sequence(model, layer, seq_len, attention)
         elif mode == "selective":
-            found += attention_flops_per_token(model, seq_len, attention)
+            found += attention_flops_per_sequence(model, seq_len, attention)
     return found

@@ -110,7 +110,7 @@ def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
 
 def _attention(spec: StepSpec, core: AttentionCore, alone: Operator, waits: float) -> OperatorPoint:
     """One fused kernel over the half of the pairs that the mask leaves, or products of all with a softmax between."""
-    pairs = core.queries * (max(1, core.keys // 2) if spec.framework.attention == "flash" else core.keys)
+    pairs = max(core.queries, core.pairs // 2) if spec.framework.attention == "flash" else core.queries * core.keys
     flops = 2.0 * core.sequences * core.heads * pairs * (core.head + core.value_head)
     return _point(spec, "attention", alone, flops, "fp32" if spec.products == "fp32" else "bf16", waits)
 

@@ -15,6 +15,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.model.layers import Linear, Project, Run, project, run
 from phalanx.model.noise import Noise
 from phalanx.model.rotary import rotate
+from phalanx.model.window import visible, window_attention
 
 
 class KeysAndValues(Protocol):
@@ -75,6 +76,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.n_heads = model.n_heads
         self.dropout = model.dropout
+        self.window = model.window
         self.site = f"blocks.{layer}.attn.probabilities"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
@@ -85,18 +87,20 @@ class CoreAttention(nn.Module):
         """`q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` likewise to
         (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys.
 
-        With `documents` (batch, at least keys), the number of each token's document, a query sees the keys of its own
-        document alone."""
+        A query sees the last `window` keys up to its own (0: all), with `documents` (batch, at least keys), the number
+        of each token's document, those of its own document alone."""
+        seq, keys = q.shape[2], k.shape[2]
         grouped = q.shape[1] != k.shape[1]
         if noise is not None and self.dropout > 0:
             return self._with_dropout(q, k, v, noise, documents)
-        if documents is not None:
-            seen = visible(q.shape[2], k.shape[2], documents)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
-        if q.shape[2] == k.shape[2]:
+        if 0 < self.window < keys:
+            if seq > 1 or documents is not None:
+                return window_attention(q, k, v, self.window, documents)
+            k, v = k[:, :, -self.window :], v[:, :, -self.window :]
+        elif documents is None and seq == keys:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        # torch's is_causal would align the first query with the first key.
-        mask = None if q.shape[2] == 1 else visible(q.shape[2], k.shape[2], device=q.device)
+        # torch's is_causal would align the first query with the first key. One query sees all keys.
+        mask = None if seq == 1 and documents is None else self._visible(q, k, documents)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise, documents: Tensor | None) -> Tensor:
@@ -104,17 +108,11 @@ class CoreAttention(nn.Module):
         queries_per_key = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-        scores = scores.masked_fill(~visible(q.shape[2], k.shape[2], documents, q.device), float("-inf"))
+        scores = scores.masked_fill(~self._visible(q, k, documents), float("-inf"))
         # In half precision the softmax adds in fp32 by itself; asked to return fp32 it would keep twice the memory.
         return noise.dropout_heads(scores.softmax(dim=-1), self.dropout, self.site, self.n_heads) @ v
 
-
-def visible(seq: int, keys: int, documents: Tensor | None = None, device: torch.device | None = None) -> Tensor:
-    """Which keys the last `seq` of `keys` tokens see: their own and all before, of their own document where
-    `documents` (batch, at least keys) are given. Boolean, (seq, keys), or with documents (batch, 1, seq, keys)."""
-    causal = torch.ones(seq, keys, dtype=torch.bool, device=device if documents is None else documents.device)
-    causal = causal.tril(keys - seq)
-    if documents is None:
-        return causal
-    of_key, of_query = documents[:, :keys], documents[:, keys - seq : keys]
-    return ((of_query[:, :, None] == of_key[:, None, :]) & causal).unsqueeze(1)
+    def _visible(self, q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor:
+        """Which keys the queries see, (seq, keys), or with documents (batch, 1, seq, keys)."""
+        places = torch.arange(k.shape[2], device=q.device)
+        return visible(places[-q.shape[2] :], places, self.window, documents)

@@ -34,7 +34,7 @@ class ContextAttention(CoreAttention):
 
     def __init__(self, core: CoreAttention, layout: Layout, ring: Axis, ulysses: Axis):
         nn.Module.__init__(self)
-        self.n_heads, self.dropout, self.site = core.n_heads, core.dropout, core.site
+        self.n_heads, self.dropout, self.site, self.window = core.n_heads, core.dropout, core.site, core.window
         self.layout, self.ring, self.ulysses = layout, ring, ulysses
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
@@ -50,7 +50,7 @@ class ContextAttention(CoreAttention):
             dropping = None
             if noise is not None and self.dropout > 0:
                 dropping = Dropping(noise, self.dropout, self.site, self.n_heads)
-            o = ring_attention(q, k, v, ring, self.layout, documents, dropping)
+            o = ring_attention(q, k, v, ring, self.layout, self.window, documents, dropping)
         else:
             if noise is not None:  # the queries that are now here are those of whole slices
                 last = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)

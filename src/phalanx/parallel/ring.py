@@ -20,9 +20,10 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config.layout import Layout
+from phalanx.model.attention_blocks import Seen, attend, gradients
 from phalanx.model.noise import Noise, scale
-from phalanx.parallel.attention_blocks import Seen, attend, gradients
-from phalanx.partition.sequence import group_places
+from phalanx.model.window import visible
+from phalanx.partition.sequence import group_places, window_blocks
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class RingBlock:
     keys: slice
     causal: bool = False
     masked: bool = False
-    """Documents end within the block."""
+    """Documents or windows end within the block."""
 
 
 def ring_attention(
@@ -58,6 +59,7 @@ def ring_attention(
     v: Tensor,
     ring: Axis,
     layout: Layout,
+    window: int = 0,
     documents: Tensor | None = None,
     dropping: Dropping | None = None,
 ) -> Tensor:
@@ -65,8 +67,9 @@ def ring_attention(
     (batch, kv_heads, keys, head_size) and `v`: (batch, heads, tokens, size of v's heads).
 
     Where sequences travel a pipeline in slices, the keys are those of all slices so far, one after the other, and the
-    queries those of the last. `documents` (batch, at least all ranks' keys) are by position."""
-    sight = _Sight(ring, layout, q.shape[2], k.shape[2] // q.shape[2], documents, dropping)
+    queries those of the last. Queries see the last `window` keys up to their own (0: all). `documents` (batch, at least
+    all ranks' keys) are by position."""
+    sight = _Sight(ring, layout, q.shape[2], k.shape[2] // q.shape[2], window, documents, dropping)
     return _Ring.apply(q, k, v, sight)  # pyright: ignore[reportReturnType]
 
 
@@ -95,14 +98,20 @@ class _Sight:
         layout: Layout,
         tokens: int,
         slices: int,
+        window: int,
         documents: Tensor | None,
         dropping: Dropping | None,
     ):
         self.ring, self.layout, self.dropping = ring, layout, dropping
         self.tokens, self.slices, self.documents = tokens, slices, documents
+        self.window = window if window < slices * tokens * ring.size else 0
         earlier = (slices - 1) * tokens
         self.blocks = [zigzag(ring.rank, source, tokens, earlier) for source in range(ring.size)]
         """By the place where the keys come from."""
+        if self.window or documents is not None:
+            self.blocks = [_halved(blocks, tokens // 2) for blocks in self.blocks]
+        if self.window:
+            self.blocks = [self._within_window(source, blocks) for source, blocks in enumerate(self.blocks)]
         if documents is not None:
             self.blocks = self._within_documents()
 
@@ -117,40 +126,65 @@ class _Sight:
         """Return which keys of one block its queries see."""
         mask = None
         if block.masked:
-            mask = self._same(source, block)
-            if block.causal:
-                mask = mask.tril()
+            mask = visible(*self._positions(source, block, device), self.window, self.documents)
+            mask = mask.view(-1, 1, *mask.shape[-2:])
         causal = block.causal and mask is None
         if keep is None or self.dropping is None:
             return Seen(causal, mask)
         keep = keep[:, :, block.queries][..., self._places(source, device)[block.keys]]
         return Seen(causal, mask, keep, scale(self.dropping.p))
 
+    def _within_window(self, source: int, blocks: list[RingBlock]) -> list[RingBlock]:
+        """The parts of blocks, each of one chunk of queries and one of keys, that the window leaves."""
+        half, queries, keys = self.tokens // 2, self._chunks(self.ring.rank)[-2:], self._chunks(source)
+        left = []
+        for block in blocks:
+            of_q, of_k = queries[block.queries.start // half], keys[block.keys.start // half]
+            for rows, columns in window_blocks(of_q, of_k, self.window):
+                causal = rows == columns and len(rows) <= self.window
+                every = rows.start >= columns.stop - 1 and rows.stop - columns.start <= self.window
+                parts = _part(block.queries, of_q, rows), _part(block.keys, of_k, columns)
+                left.append(RingBlock(*parts, causal=causal, masked=not (causal or every)))
+        return left
+
     def _within_documents(self) -> list[list[RingBlock]]:
         """The blocks in which queries and keys share documents, marked where those are not the same for all."""
-        halved = [_halved(blocks, self.tokens // 2) for blocks in self.blocks]
-        masks = (self._same(source, block) for source, blocks in enumerate(halved) for block in blocks)
+        masks = (self._same(source, block) for source, blocks in enumerate(self.blocks) for block in blocks)
         # One wait for the device, not one a block.
         verdicts = iter(torch.stack([torch.stack([same.any(), same.all()]) for same in masks]).tolist())
-        judged = [[(block, *next(verdicts)) for block in blocks] for blocks in halved]
-        return [[replace(block, masked=not every) for block, some, every in blocks if some] for blocks in judged]
+        judged = [[(block, *next(verdicts)) for block in blocks] for blocks in self.blocks]
+        return [
+            [replace(block, masked=block.masked or not every) for block, some, every in blocks if some]
+            for blocks in judged
+        ]
 
     def _same(self, source: int, block: RingBlock) -> Tensor:
-        """Return where queries and keys of a block are of one document, (batch, 1, queries, keys)."""
+        """Return where queries and keys of a block are of one document, (batch, queries, keys)."""
         assert self.documents is not None
-        device = self.documents.device
+        queries, keys = self._positions(source, block, self.documents.device)
+        return self.documents[:, queries, None] == self.documents[:, None, keys]
+
+    def _positions(self, source: int, block: RingBlock, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of a block's queries and of its keys."""
         queries = self._places(self.ring.rank, device)[-self.tokens :][block.queries]
-        keys = self._places(source, device)[block.keys]
-        return (self.documents[:, queries, None] == self.documents[:, None, keys]).unsqueeze(1)
+        return queries, self._places(source, device)[block.keys]
 
     def _places(self, place: int, device: torch.device) -> Tensor:
         """Positions of the keys of a place of the ring; its queries are the last `tokens` of them."""
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._chunks(place)])
+
+    def _chunks(self, place: int) -> list[range]:
+        """The same as runs: two per slice of the sequences."""
         whole = self.tokens * self.ring.size
         runs = group_places(self.layout, whole, place)
-        starts = range(0, self.slices * whole, whole)
-        return torch.cat(
-            [torch.arange(start + run.start, start + run.stop, device=device) for start in starts for run in runs]
-        )
+        return [
+            range(start + run.start, start + run.stop) for start in range(0, self.slices * whole, whole) for run in runs
+        ]
+
+
+def _part(block: slice, positions: range, run: range) -> slice:
+    """Where a run of the positions of a block is, counted as the block is."""
+    return slice(block.start + run.start - positions.start, block.start + run.stop - positions.start)
 
 
 def _halved(blocks: list[RingBlock], half: int) -> list[RingBlock]:

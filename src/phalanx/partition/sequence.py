@@ -8,7 +8,12 @@ computes attention over all its tokens, each rank has an equal run of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from phalanx.config.layout import Layout
+
+LEAST_RUN = 128
+"""Fewest queries of sliding-window attention that are computed in one call, where there are as many."""
 
 
 def places(layout: Layout, seq_len: int, rank: int, slices: int = 1) -> list[range]:
@@ -35,6 +40,21 @@ def group_places(layout: Layout, tokens: int, place: int) -> list[range]:
     chunk = tokens // (2 * layout.ring)
     mirror = 2 * layout.ring - 1 - place
     return [range(place * chunk, (place + 1) * chunk), range(mirror * chunk, (mirror + 1) * chunk)]
+
+
+def window_blocks(queries: range, keys: range, window: int) -> Iterator[tuple[range, range]]:
+    """Yields blocks of queries and keys, by position, that hold all pairs that a causal mask and a window leave of
+    `queries` and `keys`: runs of queries, each with the keys that some of them see.
+
+    One block suffices where the window reaches over all, else runs are a quarter of the window: a block then has at
+    most five keys for four that a query sees."""
+    queries = range(max(queries.start, keys.start), min(queries.stop, keys.stop - 1 + window))
+    length = window if queries.stop - keys.start <= window else max(LEAST_RUN, window // 4)
+    for start in range(queries.start, queries.stop, length):
+        run = range(start, min(start + length, queries.stop))
+        seen = range(max(keys.start, run.start - window + 1), min(keys.stop, run.stop))
+        if seen:
+            yield run, seen
 
 
 def _within(layout: Layout, tokens: int, ring: int, ulysses: int) -> list[range]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil, sqrt
 
+from phalanx.blocks.attention import visible_pairs
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -51,9 +52,9 @@ def svg(job: Job) -> str:
     )
 
 
-def pairs(runs: Sequence[range]) -> int:
-    """Returns the number of query × key pairs of the queries at some positions under a causal mask."""
-    return sum((run.start + 1 + run.stop) * len(run) // 2 for run in runs)
+def pairs(runs: Sequence[range], window: int = 0) -> int:
+    """Returns the number of query × key pairs of the queries at some positions under a causal mask and a window."""
+    return sum(visible_pairs(run, window) for run in runs)
 
 
 def contiguous(layout: Layout, tokens: int, place: int) -> list[range]:
@@ -92,7 +93,7 @@ def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
     """Queries × keys, once for each rank's part of the heads; and where the lowest ends."""
     drawn, parts = [_title(_MATRICES, "Attention: queries ↓ × keys →")], layout.cp_ulysses
     if parts == 1:
-        return [*drawn, *_matrix(layout, 0, (_MATRICES, _TOP, _SIDE))], _TOP + _SIDE
+        return [*drawn, *_matrix(layout, model, 0, (_MATRICES, _TOP, _SIDE))], _TOP + _SIDE
     heads, columns = model.n_heads // layout.tp // parts, ceil(sqrt(parts))
     each = (_SIDE + 40 - 16 * (columns - 1)) / columns
     y = _TOP
@@ -100,12 +101,13 @@ def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
         x, y = _MATRICES + part % columns * (each + 16), _TOP + part // columns * (each + 26)
         first, last = part * heads, (part + 1) * heads - 1
         name = f"head {first}" if heads == 1 else f"heads {first}–{last}"
-        drawn += [_text(x, y + 8, name, "font-size='11'"), *_matrix(layout, part, (x, y + 14, each))]
+        drawn += [_text(x, y + 8, name, "font-size='11'"), *_matrix(layout, model, part, (x, y + 14, each))]
     return drawn, y + 14 + each
 
 
-def _matrix(layout: Layout, part: int, box: tuple[float, float, float]) -> Iterator[str]:
-    """One square: of ring places' chunks of queries and of keys, the pairs that meet."""
+def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, float, float]) -> Iterator[str]:
+    """One square: of ring places' chunks of queries and of keys, the pairs that meet; those of which a window leaves
+    some are drawn whole."""
     x, y, side = box
     rank_of = {grid(layout, rank): rank for rank in range(layout.cp)}
     # With as many tokens as there are chunks, positions are the chunks' numbers.
@@ -116,7 +118,7 @@ def _matrix(layout: Layout, part: int, box: tuple[float, float, float]) -> Itera
     cell = side / chunks
     for query, place in place_of.items():
         colour = _colour(rank_of[place, part])
-        for key in range(query + 1):
+        for key in range(_first_key(query, model, chunks), query + 1):
             left, top = x + key * cell, y + query * cell
             if key == query:
                 corner = f"{left:.1f},{top:.1f} {left:.1f},{top + cell:.1f} {left + cell:.1f},{top + cell:.1f}"
@@ -131,6 +133,12 @@ def _matrix(layout: Layout, part: int, box: tuple[float, float, float]) -> Itera
     yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{side:.1f}' height='{side:.1f}' fill='none' stroke='{NEUTRAL}'/>"
 
 
+def _first_key(query: int, model: ModelConfig, chunks: int) -> int:
+    """The first chunk of keys that the window leaves to a chunk of queries."""
+    first = query * model.seq_len // chunks - model.window + 1
+    return max(0, first) * chunks // model.seq_len if model.window else 0
+
+
 def _single(runs: Sequence[range]) -> Iterator[range]:
     return (range(position, position + 1) for run in runs for position in run)
 
@@ -140,7 +148,7 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
     heads, tokens = model.n_heads // layout.tp // layout.cp_ulysses, model.seq_len
     kinds = {"zig-zag": group_places, "contiguous": contiguous} if layout.ring > 1 else {"": group_places}
     counts = {
-        name: [heads * pairs(held(layout, tokens, grid(layout, rank)[0])) for rank in range(layout.cp)]
+        name: [heads * pairs(held(layout, tokens, grid(layout, rank)[0]), model.window) for rank in range(layout.cp)]
         for name, held in kinds.items()
     }
     widest = max(count for each in counts.values() for count in each)

@@ -69,8 +69,11 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     seq_len = model.seq_len
     if seq_len > CHEAP_SEQ_LEN:
         seq_len = like(seq_len, SMALL_SEQ_LEN, max_ranks)
+    # As large a part of the sequence; rounded up, so that a window never becomes 0, which is none.
+    window = -(-model.window * seq_len // model.seq_len)
+    model = replace(model, seq_len=seq_len, window=window)
     if count(model, vocab) <= CHEAP_PARAMETERS:
-        return replace(model, seq_len=seq_len)
+        return model
     n_layers, mla = min(model.n_layers, SMALL_LAYERS), _small_latent(model.mla)
     head = min(model.head_size, SMALL_HEAD)
     width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
@@ -85,7 +88,6 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
         head_dim=head if not mla.kv_rank and (model.head_dim or width != model.n_heads * head) else model.head_dim,
         d_ff=like(model.ff_size, min(model.ff_size, 2 * width), max_ranks),
         vocab_size=min(vocab, SMALL_VOCAB) if model.vocab_size else 0,
-        seq_len=seq_len,
         moe=moe,
         mla=mla,
     )

@@ -106,16 +106,19 @@ def attention_seconds(
     *,
     backward: bool,
     generation: int = NEW,
+    seen: float | None = None,
 ) -> float:
     """Fused causal attention of `heads` heads and `kv_heads` key heads, of all sequences together; the mask leaves out
-    half of their pairs of `queries` and `keys`. The backward pass has five products for two. In 16 bits, or in fp32."""
+    half of the pairs of `queries` with `seen` keys on average (None: with all `keys`), which a window makes fewer. The
+    backward pass has five products for two. In 16 bits, or in fp32."""
+    seen = keys if seen is None else seen
     products = "fp32" if products == "fp32" else "bf16"
     work = 2.5 if backward else 1.0
-    flops = work * queries * keys * heads * (head + value_head)
+    flops = work * queries * seen * heads * (head + value_head)
     full = rate(device, products) * FLASH[generation][backward] * (device.older if generation < NEW else 1.0)
     narrow = min(1.0, 0.6 + 0.4 * head / 128)
     slow = UNALIGNED_RATE.get(head & -head, 1.0)
-    seconds = flops / (full * narrow * slow * keys / (keys + 2 * FLASH_HALF))
+    seconds = flops / (full * narrow * slow * seen / (seen + 2 * FLASH_HALF))
     moved = work * WIDTHS[products] * (heads * queries + kv_heads * keys) * (head + value_head)
     return max(seconds, moved / (device.bandwidth_gbs * 1e9 * READ), device.launch_us * 1e-6)
 

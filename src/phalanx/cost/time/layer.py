@@ -100,8 +100,10 @@ def _attention(
     queries, keys, steps = core.queries, -(-core.keys // core.steps), core.steps
     if framework.attention == "flash":
         shape = (device, products, queries, keys, heads, kv_heads, core.head, core.value_head)
+        seen = min(keys, core.keys_per_query)
         forward, backward = (
-            steps * attention_seconds(*shape, backward=back, generation=framework.flash) for back in (False, True)
+            steps * attention_seconds(*shape, backward=back, generation=framework.flash, seen=seen)
+            for back in (False, True)
         )
         return forward, backward, 2 * steps
     # Every product of every query with every key, and the probabilities go through memory between them.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.parallel import attention_blocks
-from phalanx.parallel.attention_blocks import Seen, attend, gradients
+from phalanx.model import attention_blocks
+from phalanx.model.attention_blocks import Seen, attend, gradients
 
 BATCH, HEADS, SIZE = 2, 4, 8
 CASES = {  # key heads, queries, keys, size of v's heads, what is seen
