@@ -251,7 +251,9 @@ def test_a_pipeline_rank_counts_its_stages_and_what_it_has_in_flight():
     one = Memory(replace(job, layout=Layout()), torch.device("cpu"), VOCAB).table()
     assert first["parameters"] + 4 * VOCAB * model.d_model < one["parameters"] / 4
     block = activation_bytes(model, job.layout, 1, 4)
-    assert (first["activations"], last["activations"]) == (4 * 1 * block, 1 * 2 * block)
+    # Besides those in flight, four of one block and one of two, either rank has what one backward pass makes.
+    assert first["activations"] - last["activations"] == (4 * 1 - 1 * 2) * block
+    assert 2 * block < last["activations"] < 3 * block
     assert (first["logits"], 8 * last["logits"]) == (0, one["logits"])
     gpipe = replace(job, layout=replace(job.layout, schedule="gpipe"))
     assert Memory(gpipe, torch.device("cpu"), VOCAB, 3).table()["logits"] == one["logits"]

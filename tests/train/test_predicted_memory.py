@@ -171,6 +171,9 @@ def compare(ranks, job: Job) -> set[str]:
     equation = batch.solve(job.train.global_batch, layout)
     stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else ()
     spec = StepSpec(model, Cluster(), layout, equation, "bf16", WIDTHS[job.train.precision], stages=stages)
+    if job.train.gradients == "fp32":
+        profile = replace(spec.framework.memory_profile, gradient_bytes=4)
+        spec = replace(spec, framework=replace(spec.framework, memory_profile=profile))
     moments = set()
     for rank, size in enumerate(ranks(stepped, layout.world, job)):
         expected = step_memory(spec)[rank // (layout.world // layout.pp)]
@@ -236,3 +239,20 @@ def test_it_may_be_the_optimizers_step(ranks, layout):
     assert compare(ranks, Job(model=SHORT, layout=layout, train=Train(global_batch=2, precision="bf16"))) == {
         "optimizer"
     }
+
+
+MANY_WORDS = replace(WORDS, n_layers=2)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=2, schedule="gpipe", micro_batch=2), Layout(pp=2, micro_batch=2)], ids=Layout.line
+)
+def test_a_pipeline_keeps_the_logits_of_every_micro_batch_in_flight(ranks, layout):
+    compare(ranks, Job(model=MANY_WORDS, layout=layout, train=Train(global_batch=8)))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gradients_may_be_wider_than_parameters(ranks, zero):
+    """With sequences so long that activations outweigh the copy of a bucket that gloo's reduce-scatter makes."""
+    train = Train(global_batch=4, precision="bf16", gradients="fp32")
+    compare(ranks, Job(model=DEEP, layout=Layout(dp_shard=2, zero=zero), train=train))

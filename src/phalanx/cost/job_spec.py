@@ -10,6 +10,7 @@ from phalanx.config.cpu_node import with_processes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.known import PHALANX, PHALANX_CPU
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
@@ -19,7 +20,7 @@ from phalanx.schedule import catalogue
 
 
 def step_spec(job: Job, vocab: int) -> StepSpec:
-    """What a job asks this program to do. Raises JobError where nothing is known about the devices."""
+    """Returns what a job asks this program to do. Raises JobError where nothing is known about the devices."""
     if not job.cluster.accelerator.name:
         known = ", ".join(list(CLUSTERS)[:8])
         raise JobError(
@@ -32,6 +33,11 @@ def step_spec(job: Job, vocab: int) -> StepSpec:
             f"cluster: {job.layout.world} devices, and nothing is known about the links between them; set "
             "cluster.intra.gbs and cluster.inter.gbs, or measure them with `phalanx bench comm`"
         )
+    return rank_spec(job, vocab)
+
+
+def rank_spec(job: Job, vocab: int) -> StepSpec:
+    """Returns the same where it does not matter what is known about the devices: for the memory of a rank."""
     precision = job.train.precision
     model = replace(job.model, vocab_size=vocab)
     return StepSpec(
@@ -41,9 +47,17 @@ def step_spec(job: Job, vocab: int) -> StepSpec:
         batch=batch.solve(job.train.global_batch, job.layout),
         products="fp32" if precision in ("fp32", "fp64") else precision,
         width={"fp64": 8, "fp32": 4}.get(precision, 2),
-        framework=PHALANX_CPU if job.cluster.device == "cpu" else PHALANX,
+        framework=_framework(job),
         stages=stages(model, job.layout),
     )
+
+
+def _framework(job: Job) -> Framework:
+    """Returns this program as the job runs it."""
+    framework = PHALANX_CPU if job.cluster.device == "cpu" else PHALANX
+    if job.train.gradients == "same" or job.layout.data_ranks * job.layout.cp == 1:
+        return framework
+    return replace(framework, memory_profile=replace(framework.memory_profile, gradient_bytes=4))
 
 
 def stages(model: ModelConfig, layout: Layout) -> tuple[range, ...]:

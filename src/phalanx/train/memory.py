@@ -5,22 +5,20 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from phalanx.config.job import Job
-from phalanx.cost.memory.activations import activation_bytes
-from phalanx.cost.memory.state import WIDTHS, logit_bytes, peak_in_flight, state_bytes
+from phalanx.cost.job_spec import rank_spec
+from phalanx.cost.memory.rank_parts import RankParts, StepParts
 from phalanx.errors import RunError
 from phalanx.partition import batch
-from phalanx.partition.cut import stages_of
-from phalanx.partition.pipeline import schedule_of
 from phalanx.units import gib
 
-REFUSALS = ("can't allocate memory", "DefaultCPUAllocator")
-"""Texts of torch's RuntimeError where a CPU has no memory left."""
+REFUSALS = ("can't allocate memory", "DefaultCPUAllocator", "could not create a primitive")
+"""Texts of the RuntimeError of torch, or of oneDNN, where a CPU has no memory left."""
 
 
 @dataclass(frozen=True)
@@ -34,29 +32,20 @@ class Memory:
     """The rank's place in its pipeline."""
 
     def table(self) -> dict[str, int]:
-        """Bytes of each part."""
-        model, layout, train = self.job.model, self.job.layout, self.job.train
-        width = WIDTHS[train.precision]
-        equation = batch.solve(train.global_batch, layout)
-        micro_batch = equation.micro_batch
-        kept = [activation_bytes(model, layout, micro_batch, width, layer) for layer in range(model.n_layers)]
-        # While a block is computed again it has all that it would have kept.
-        kept_all = replace(layout, recompute="none", recompute_cut="")
-        whole = [activation_bytes(model, kept_all, micro_batch, width, layer) for layer in range(model.n_layers)]
-        again = max(more - less for more, less in zip(whole, kept, strict=True))
-        stages, blocks, losses, slices = [range(model.n_layers)], sum(kept), 1, 1
-        if layout.pp > 1:
-            schedule = schedule_of(layout, equation.accumulation)
-            cut = stages_of(model, layout, schedule.stages, self.vocab_size)
-            stages, slices = [cut[number] for number in schedule.held(self.pp_rank)], schedule.slices
-            each = [sum(kept[layer] for layer in stage) for stage in cut]
-            blocks = peak_in_flight(schedule, self.pp_rank, each)
-            losses = peak_in_flight(schedule, self.pp_rank, [0] * (len(cut) - 1) + [1])
-        state = state_bytes(model, layout, train.precision, train.gradients, self.vocab_size, stages)
-        if layout.loss_chunk:  # logits of a chunk are gone before those of the next are there
-            losses = int(losses > 0)
-        logits = losses * logit_bytes(model, layout, micro_batch, width, self.vocab_size)
-        return {**vars(state), "activations": round(blocks + again / slices), "logits": round(logits)}
+        """Returns the bytes of each part, at the moment when there is most of it."""
+        step = StepParts(rank_spec(self.job, self.vocab_size))
+        rank = RankParts(step, step.flights[self.pp_rank])
+        parameters, gradients, optimizer = rank.state()
+        activations = rank.kept()[0] + rank.backward(gradients=True)[0]
+        logits = rank.logits()[0] + rank.waiting_logits()
+        parts = {
+            "parameters": parameters,
+            "gradients": max(gradients, rank.unsent()),
+            "optimizer": optimizer,
+            "activations": activations,
+            "logits": logits,
+        }
+        return {name: round(size) for name, size in parts.items()}
 
     @contextmanager
     def allocating(self, *parts: str) -> Iterator[None]:

@@ -24,6 +24,8 @@ class Flight(NamedTuple):
     """Stages of the whole pipeline."""
     share: float = 1.0
     """Of the micro-batches, those that pass each of its stages: half where they go both ways."""
+    losses: float = 1.0
+    """Micro-batches of which the rank with the last stage has logits at most."""
 
 
 def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
@@ -40,7 +42,9 @@ def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
     enough = 2 * entry.period(layout.pp)
     if entry.all_in_flight:
         found = _flights(name, layout.pp, min(micro_batches, enough), layout.pp_chunks, 0)
-        return tuple(one._replace(most=((float(micro_batches),) * len(one.held),)) for one in found)
+        return tuple(
+            one._replace(most=((float(micro_batches),) * len(one.held),), losses=float(micro_batches)) for one in found
+        )
     if micro_batches > enough:
         micro_batches = enough + (micro_batches - enough) % (2 * layout.pp)  # groups of pp end where they did
     return _flights(name, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices)
@@ -73,7 +77,11 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
     held = schedule.held(rank)
     places = {stage: place for place, stage in enumerate(held)}
     now, found, more = [0] * len(held), set[tuple[int, ...]](), False
+    logits = most_logits = 0
     for kind, stage, _, _ in schedule.programs[rank]:
+        if stage == schedule.stages - 1:
+            logits += (kind == "F") - (kind in ("B", "I"))
+            most_logits = max(most_logits, logits)
         if kind == "F":
             now[places[stage]] += 1
             more = True
@@ -92,6 +100,7 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
         most=tuple(tuple(n / schedule.slices for n in one) for one in front),
         stages=schedule.stages,
         share=visits / len(held) / len(schedule.placements),
+        losses=most_logits / schedule.slices,
     )
 
 

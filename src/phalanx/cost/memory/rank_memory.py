@@ -100,7 +100,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     memory_profile, rank = step.memory_profile, RankParts(step, flight)
     parameters, gradients, optimizer = rank.state()
     kept, in_flight = rank.kept()
-    logits, hidden = rank.logits()
+    (logits, hidden), waiting = rank.logits(), rank.waiting_logits()
     whole = rank.whole()
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
@@ -109,11 +109,11 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     again, moving = rank.backward(stays or rank.unsent() > 0)
     copied = rank.copied()
     moments: list[tuple[Moment, float, float, float, float]] = [
-        ("backward", early, kept + again, 0, whole + moving),
+        ("backward", early, kept + again, waiting, whole + moving),
         ("optimizer", gradients + copied, 0, 0, 0),
     ]
     if rank.last:
-        moments.append(("loss", early, kept + hidden, logits, whole))
+        moments.append(("loss", early, kept + hidden, logits + waiting, whole))
     moment, gradients, activations, logits, communication = max(moments, key=lambda each: sum(each[1:]))
     allocated = parameters + gradients + optimizer + activations + logits + communication
     # Where the optimizer's copy finds no room it takes more than the fullest moment needs.

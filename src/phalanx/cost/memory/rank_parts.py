@@ -177,7 +177,7 @@ class RankParts:
         """Bytes of the gradients of a block's weights."""
         layout, each = self.layout, 0.0
         for numbers, (_, ranks) in zip(kind.parameters[:2], self.shards, strict=True):
-            each += numbers * by_stage(layout.zero, ranks, 0, self.step.gradient_width, 0)[1]
+            each += numbers * by_stage(layout.zero, ranks, *self.step.widths)[1]
         return each
 
     def logits(self) -> tuple[float, float]:
@@ -194,6 +194,16 @@ class RankParts:
         if layout.loss_chunk:  # of chunks before this one: gradients of what they read, and of the head
             read += step.stream + table(self.model, layout.tp) * self.width
         return tokens * rows * each, read
+
+    def waiting_logits(self) -> float:
+        """Returns the bytes of the log-probabilities, and of what the head read, of micro-batches in flight other than
+        the one that the moment is about."""
+        others = self.flight.losses - 1
+        if not self.last or others <= 0:
+            return 0
+        step, layout = self.step, self.layout
+        rows = 0 if layout.loss_chunk else table(self.model, layout.tp) // self.model.d_model
+        return others * (step.tokens * rows * max(4, self.width) + 2 * step.stream / step.share)
 
     def whole(self) -> float:
         """Bytes of parameters that ZeRO-3 has whole and of their gradients on the way; of buckets and dummies."""
@@ -223,8 +233,10 @@ class RankParts:
 
 
 def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
-    """Bytes of state a parameter on each of `ranks` ranks (a number or an array of them), by ZeRO stage (0: none), from
-    those of one copy."""
+    """Returns the bytes of state per parameter on each of `ranks` ranks (a number or an array of them), by ZeRO stage
+    (0: none), from those of one copy. FSDP keeps gradients in the type of its parameters, whatever they are summed
+    in."""
+    gradient = gradient + (zero >= 3) * (ranks > 1) * (parameter - gradient)
     return (
         parameter / (ranks if zero >= 3 else 1),
         gradient / (ranks if zero >= 2 else 1),
