@@ -86,7 +86,7 @@ def _file(job: Job) -> Iterator[Problem]:
             f"accumulation {micro_batches} with a global batch that is a multiple of "
             f"{micro_batches * equation.data_ranks}",
         )
-    for name, own in (("pp_chunks", len(schedule.held(0))), ("pp_slices", schedule.slices)):
+    for name, own in (("pp_chunks", len(schedule.stages_on(0))), ("pp_slices", schedule.slices)):
         said = getattr(layout, name)
         if said and said != own:
             yield f"layout.{name}", f"{path} has {own}, {name} is {said}; nearest legal: {name}=0"

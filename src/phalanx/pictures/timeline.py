@@ -149,7 +149,10 @@ class _Picture:
             at = self.device + 1 + strip * (self.strip + 1)
             yield from self._boxes(cells(spans, self.window, self.narrow, self._colours), at, self.strip)
         whole = self.timeline.seconds
-        figures = [*(f"{seconds / whole:.1%}" for seconds in self.figures[rank]), f"{self.schedule.peak(rank):g}"]
+        figures = [
+            *(f"{seconds / whole:.1%}" for seconds in self.figures[rank]),
+            f"{self.schedule.peak_live_activations(rank):g}",
+        ]
         for right, figure in zip(_COLUMNS.values(), figures, strict=True):
             yield text(self.width + right, middle + 4, figure, _TO_THE_LEFT)
         yield "</g>"

@@ -1,4 +1,4 @@
-"""Schedules with several stages per rank, dealt round the ranks: a smaller bubble for more messages."""
+"""Schedules with several stages per rank, placed round-robin: a smaller bubble for more messages."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.timing import Timing
 
 _MICROSECONDS = 1000.0
-"""As which one unit of time is shown: the viewers measure in microseconds."""
+"""Microseconds shown for one unit of time: the viewers measure in microseconds."""
 
 
 class Event(NamedTuple):
@@ -20,14 +20,14 @@ class Event(NamedTuple):
     name: str
     category: str
     start: float
-    """Microseconds, as every time here."""
+    """Start in microseconds, as every time here."""
     end: float
     args: dict[str, Any]
 
 
 class Arrow(NamedTuple):
-    """An arrow from the event that begins at one moment to an event that begins later, each in the row of that
-    number."""
+    """An arrow from the event that begins at `start` in row `row` to the event that begins later, at `to_start`, in row
+    `to_row`."""
 
     name: str
     row: int
@@ -93,5 +93,5 @@ def document(name: str, rows: Sequence[TraceRow], arrows: Iterable[Arrow] = ()) 
 
 
 def _nanosecond(microseconds: float) -> float:
-    """Rounded as the viewers do, so that what ends where another begins does not overlap it by an error of rounding."""
+    """Rounds to nanoseconds, as the viewers do, so that rounding errors never make adjacent events overlap."""
     return round(microseconds, 3)

@@ -34,7 +34,7 @@ class Disturbance:
         """Returns the factor on the collectives of an axis."""
         return dict(self.axes).get(name, 1.0)
 
-    def hops(self, spec: StepSpec, schedule: Schedule) -> dict[tuple[int, int], float]:
+    def p2p_seconds(self, spec: StepSpec, schedule: Schedule) -> dict[tuple[int, int], float]:
         """Returns the seconds of a message from a pipeline rank to another, for all pairs that communicate."""
         seconds = boundary_seconds(spec) / schedule.slices
         slow = {frozenset(pair): factor for pair, factor in self.links}

@@ -71,7 +71,7 @@ class RankSeconds:
 def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Disturbance) -> RankSeconds:
     """Returns the times of a pipeline rank."""
     stages = stages_of_case(spec, schedule.stages)
-    held = schedule.held(rank)
+    held = schedule.stages_on(rank)
     contents = {stage: content_of(spec, stages, [stage]) for stage in held}
     factor = disturbance.device(rank) / schedule.slices
     empty = [0.0] * schedule.stages

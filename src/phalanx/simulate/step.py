@@ -97,14 +97,14 @@ class _Step:
         self.ranks: list[RankSeconds] = [
             rank_seconds(spec, schedule, rank, disturbance) for rank in range(schedule.ranks)
         ]
-        self.hops = disturbance.hops(spec, schedule)
+        self.p2p_seconds = disturbance.p2p_seconds(spec, schedule)
         self.directions = list(map(schedule.direction, range(schedule.micro_batches)))
         blocks = not spec.framework.pp_overlaps
         floors = [
             [first.get(stage, 0.0) for stage in range(schedule.stages)] for first in (r.floors for r in self.ranks)
         ]
         durations = [one.durations for one in self.ranks]
-        self.events: Events = run(schedule, durations, self.hops, floors, blocks)
+        self.events: Events = run(schedule, durations, self.p2p_seconds, floors, blocks)
         self.reduced = [list(self._reduce(rank)) for rank in range(schedule.ranks)]
         self.ready = [self._ready(rank) for rank in range(schedule.ranks)]
         # Clipping wants the norm of all gradients: no rank's optimizer begins before the last gradient is there.
@@ -123,7 +123,7 @@ class _Step:
             return passes
         receivers = self._receivers(rank)
         sent = (receivers.get((kind, stage, self.directions[micro])) for kind, stage, micro, _ in program)
-        return passes + sum(self.hops[rank, other] for other in sent if other is not None)
+        return passes + sum(self.p2p_seconds[rank, other] for other in sent if other is not None)
 
     def timeline(self) -> Timeline:
         ranks = range(self.schedule.ranks)
@@ -191,8 +191,8 @@ class _Step:
         for action, arrival in zip(program, self.events.arrivals_of(rank), strict=True):
             kind, stage, micro, part = action
             if (other := receivers.get((kind, stage, self.directions[micro]))) is not None:
-                hop = self.hops[rank, other]
-                yield _span((arrival - hop, hop, "send", stage, micro, part, 0.0, other))
+                seconds = self.p2p_seconds[rank, other]
+                yield _span((arrival - seconds, seconds, "send", stage, micro, part, 0.0, other))
         yield from self.reduced[rank]
         if costs.late_gather:
             yield Span(self.meet + costs.optimizer, costs.late_gather, "gather")
@@ -203,7 +203,7 @@ class _Step:
         for direction, placement in enumerate(self.schedule.placements):
             for stage, at in enumerate(placement):
                 for kind, to in (("F", stage + 1), ("B", stage - 1), ("I", stage - 1)):
-                    if at == rank and 0 <= to < len(placement) and self.hops.get((rank, placement[to])):
+                    if at == rank and 0 <= to < len(placement) and self.p2p_seconds.get((rank, placement[to])):
                         found[kind, stage, direction] = placement[to]
         return found
 
@@ -224,7 +224,7 @@ def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
                 "communication_s": communication,
                 # What rounding leaves of nothing is nothing.
                 "idle_s": max(0.0, timeline.seconds - busy - communication),
-                "peak_in_flight": timeline.schedule.peak(rank) / timeline.schedule.slices,
+                "peak_in_flight": timeline.schedule.peak_live_activations(rank) / timeline.schedule.slices,
             }
         )
     return found

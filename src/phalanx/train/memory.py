@@ -48,7 +48,7 @@ class Memory:
         if layout.pp > 1:
             schedule = schedule_of(layout, equation.accumulation)
             cut = stages_of(model, layout, schedule.stages, self.vocab_size)
-            stages, slices = [cut[number] for number in schedule.held(self.pp_rank)], schedule.slices
+            stages, slices = [cut[number] for number in schedule.stages_on(self.pp_rank)], schedule.slices
             each = [sum(kept[layer] for layer in stage) for stage in cut]
             blocks = peak_in_flight(schedule, self.pp_rank, each)
             losses = peak_in_flight(schedule, self.pp_rank, [0] * (len(cut) - 1) + [1])

@@ -105,7 +105,7 @@ def peak_in_flight(schedule: Schedule, rank: int, weights: Sequence[float]) -> f
     slice its share) from its forward pass to its backward pass, or to the half of it that is for the weights.
 
     With the layers of each stage as weights it is the number of `activation_bytes` that the rank needs."""
-    return schedule.peak(rank, weights) / schedule.slices
+    return schedule.peak_live_activations(rank, weights) / schedule.slices
 
 
 def _held_shapes(model: ModelConfig, layout: Layout, vocab: int | None, stages: Iterable[range]) -> Shapes:
