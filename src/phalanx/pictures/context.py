@@ -15,7 +15,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.partition.sequence import grid, group_places, places
+from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
 from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 from phalanx.units import counted
 
@@ -81,7 +81,7 @@ def _strip(layout: Layout, tokens: int) -> Iterator[str]:
     yield _title(_MARGIN, "Tokens held")
     scale = _SIDE / tokens
     for rank in range(layout.cp):
-        for run in places(layout, tokens, rank):
+        for run in rank_positions(layout, tokens, rank):
             y, height = _TOP + run.start * scale, len(run) * scale
             yield _box(_MARGIN, y, 22, height, _colour(rank))
             if height >= 11:
@@ -109,11 +109,11 @@ def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, flo
     """One square: of ring places' chunks of queries and of keys, the pairs that meet; those of which a window leaves
     some are drawn whole."""
     x, y, side = box
-    rank_of = {grid(layout, rank): rank for rank in range(layout.cp)}
+    rank_of = {cp_coordinates(layout, rank): rank for rank in range(layout.cp)}
     # With as many tokens as there are chunks, positions are the chunks' numbers.
     chunks = 2 * layout.ring if layout.ring > 1 else 1
     place_of = {
-        run.start: place for place in range(layout.ring) for run in _single(group_places(layout, chunks, place))
+        run.start: place for place in range(layout.ring) for run in _single(ring_positions(layout, chunks, place))
     }
     cell = side / chunks
     for query, place in place_of.items():
@@ -146,9 +146,12 @@ def _single(runs: Sequence[range]) -> Iterator[range]:
 def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
     """What every rank computes, dealt out in zig-zag and, for comparison, in runs; and where the bars end."""
     heads, tokens = model.n_heads // layout.tp // layout.cp_ulysses, model.seq_len
-    kinds = {"zig-zag": group_places, "contiguous": contiguous} if layout.ring > 1 else {"": group_places}
+    kinds = {"zig-zag": ring_positions, "contiguous": contiguous} if layout.ring > 1 else {"": ring_positions}
     counts = {
-        name: [heads * pairs(held(layout, tokens, grid(layout, rank)[0]), model.window) for rank in range(layout.cp)]
+        name: [
+            heads * pairs(held(layout, tokens, cp_coordinates(layout, rank)[0]), model.window)
+            for rank in range(layout.cp)
+        ]
         for name, held in kinds.items()
     }
     widest = max(count for each in counts.values() for count in each)

@@ -20,7 +20,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
 from phalanx.partition.stages import even
-from phalanx.partition.tensor_slices import TensorSlice, groups, piece
+from phalanx.partition.tensor_slices import TensorSlice, in_buckets, slice_of
 from phalanx.units import gib
 
 # Of tensor ranks: legible on white and on black.
@@ -94,7 +94,7 @@ def _matrices(matrices: dict[str, tuple[int, ...]], job: Job, vocab: int) -> tup
         label = ".".join(name.removesuffix(".weight").split(".")[2 if name.startswith("blocks.") else 0 :])
         parts.append(_text(x, top - 6, label))
         for rank in range(layout.tp):
-            held = piece(name, whole, model, layout.tp, rank)
+            held = slice_of(name, whole, model, layout.tp, rank)
             if held.first:
                 parts += _share(held, shards[name], rank, (x, top, width, height))
         parts.append(_box(x, top, width, height, "none", stroke=True))
@@ -108,7 +108,7 @@ def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
     rows: rank r keeps what lies between the r-th number and the one before it. Of experts, where each ep rank's end."""
     layout, ranks = job.layout, job.layout.shard_ranks
     whole = parameter_shapes(job.model, vocab)
-    shapes = {name: piece(name, shape, job.model, layout.tp, 0).shape for name, shape in whole.items()}
+    shapes = {name: slice_of(name, shape, job.model, layout.tp, 0).shape for name, shape in whole.items()}
     if layout.zero == 3 or ranks == 1:
         counts = {name: prod(shape[:2]) if len(shape) == 3 else shape[0] for name, shape in shapes.items()}
         rows = {name: (count, -(-count // ranks)) for name, count in counts.items()}
@@ -117,7 +117,7 @@ def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
     names, found = list(shapes)[::-1], {}
     sizes = [prod(shapes[name]) for name in names]
     width = WIDTHS[job.train.precision]
-    for group in groups([size * width for size in sizes], layout.bucket_mb * 2**20):
+    for group in in_buckets([size * width for size in sizes], layout.bucket_mb * 2**20):
         each = -(-sum(sizes[place] for place in group) // ranks)
         start = 0
         for place in group:
