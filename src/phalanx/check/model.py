@@ -1,5 +1,5 @@
-"""What is wrong between the fields of a model's experts or of its latent attention, each of which is in its range: each
-problem with its equation and the nearest legal values."""
+"""The problems among the fields of a model's experts and of its latent attention: each with its equation and the
+nearest legal values."""
 
 from __future__ import annotations
 
