@@ -48,7 +48,7 @@ def _event(timeline: Timeline, span: Span) -> Event:
 
 
 def _lanes(spans: Sequence[Span]) -> list[int]:
-    """By span, the first lane that is free when it begins: the viewers cannot show two at once in one row."""
+    """Returns the first free lane for each span: the viewers cannot show two at once in one row."""
     free: list[float] = []
     lanes = []
     for span in spans:
@@ -59,8 +59,8 @@ def _lanes(spans: Sequence[Span]) -> list[int]:
 
 
 def _arrows(timeline: Timeline, device_rows: Sequence[int], network_rows: Sequence[Sequence[int]]) -> Iterator[Arrow]:
-    """From each send to the pass that it feeds. A micro-batch's passes other than W come one after the other through
-    all stages, so that this is the first of them on the rank that gets it which begins after the message does."""
+    """Yields an arrow from each send to the pass that it feeds. A micro-batch's passes other than W run through all
+    stages one after the other, so it is the first pass on the receiver that begins after the message."""
     passes: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
     for rank, spans in enumerate(timeline.device):
         for span in spans:
