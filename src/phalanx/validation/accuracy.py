@@ -25,19 +25,19 @@ class GradedRow:
     row_id: str
     source: str
     family: str
-    """Device and program."""
+    """Device and framework."""
     calibration: bool
-    """The model's constants were fitted to it, among others."""
+    """Whether the model's constants were fitted to it, among others."""
     measured_s: float | None
     predicted_s: float
     measured_bytes: float | None
     predicted_bytes: float | None
     oom: bool
-    """It ran out of memory."""
+    """Whether it ran out of memory."""
     fits: bool
-    """It is predicted to fit, or nothing is said of it: where weights are frozen."""
+    """Whether it is predicted to fit; true if its memory is not predicted, because weights are frozen."""
     group: Hashable
-    """What rows share whose layouts compete: model, machine, batch, number format, program."""
+    """Properties shared by rows whose layouts compete: model, machine, batch, number format, framework."""
     layout: str
     ideal_s: float
     """Seconds of its FLOPs, recomputation included, at the device's peak."""
@@ -59,7 +59,7 @@ class Errors:
 
     n: int
     median: float
-    """Of the absolute errors."""
+    """Median of the absolute errors."""
     p90: float
     bias: float
     """Median of the signed errors."""
@@ -67,14 +67,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How well predictions reproduce the measured order of layouts."""
+    """Agreement of the predicted with the measured order of layouts."""
 
     groups: int
     rows: int
     tau: float
     """Kendall's tau-b, the mean over groups weighted by their pairs."""
     regret: float
-    """Measured time of the layout that is predicted fastest, over the best measured, minus 1: mean over groups."""
+    """Mean over groups of the measured time of the layout predicted fastest, over the best measured, minus 1."""
     worst_regret: float
 
 
@@ -83,12 +83,12 @@ class Verdicts:
     """Predictions of whether a row fits, against the outcome."""
 
     oom_said: int
-    """Ran out of memory, and was predicted to."""
+    """Number of rows that ran out of memory, as predicted."""
     oom_missed: tuple[str, ...]
-    """Rows that ran out of memory and were predicted to fit."""
+    """Rows that ran out of memory although they were predicted to fit."""
     ran_said: int
     ran_refused: tuple[str, ...]
-    """Rows that ran and were predicted not to fit."""
+    """Rows that ran although they were predicted not to fit."""
 
 
 def outcomes(
@@ -178,7 +178,7 @@ def ranking(found: Iterable[GradedRow]) -> Ranking | None:
 
 
 def _competing(found: Iterable[GradedRow]) -> Iterator[list[tuple[float, float]]]:
-    """Measured and predicted seconds of each layout of a group; of runs of one layout the mean."""
+    """Yields the measured and predicted seconds of each layout of a group; of several runs of one layout the mean."""
     groups: dict[Hashable, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for outcome in found:
         if outcome.measured_s is not None:

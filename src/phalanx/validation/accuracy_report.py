@@ -41,11 +41,11 @@ def calibrated(found: Sequence[GradedRow]) -> Table:
 
 def confusion(found: Sequence[GradedRow]) -> Table:
     """Returns the verdicts on memory against the outcomes."""
-    said = verdicts(found)
+    counts = verdicts(found)
     return [
         ("", "predicted to fit", "predicted not to fit"),
-        ("ran", str(said.ran_said), str(len(said.ran_refused))),
-        ("out of memory", str(len(said.oom_missed)), str(said.oom_said)),
+        ("ran", str(counts.ran_said), str(len(counts.ran_refused))),
+        ("out of memory", str(len(counts.oom_missed)), str(counts.oom_said)),
     ]
 
 
@@ -79,7 +79,7 @@ def _figures(group: Sequence[GradedRow]) -> dict[str, Any]:
 
 
 def _constants(group: Sequence[GradedRow]) -> list[float]:
-    """Errors of one constant efficiency for each source and device."""
+    """Returns the errors of one constant efficiency for each source and device."""
     parts = by(group, lambda one: f"{one.source} {one.family.split()[0]}").values()
     return [error for part in parts for error in baseline(part)]
 

@@ -34,7 +34,7 @@ ADDED = (
 )
 Predict = Callable[[StepSpec], Prediction]
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""A callback for progress: the activity, the amount done, and the total."""
 _LONGEST_CELL = 2**24
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -48,7 +48,7 @@ class Summary:
     refused: Counter[str] = field(default_factory=Counter)
     """Rows without a prediction, by the field at fault."""
     missing: tuple[str, ...] = ()
-    """Columns that the table does not have."""
+    """Known columns that the table does not have."""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Summary:
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """A Progress that shows nothing."""
+    """Shows no progress."""
 
 
 def run(
@@ -118,13 +118,13 @@ def write(file: BinaryIO, target: TextIO, predict: Predict, progress: Progress =
 
 
 def _predicted(row: dict[str, str], surplus: int, predict: Predict, summary: Summary) -> list[str]:
-    """What is added to one row. A row that cannot be expressed gets the reason."""
+    """Returns the added cells of one row; for a row that cannot be expressed, the reason."""
     summary.rows += 1
     try:
         if surplus > 0:
             raise JobError(f"row: {surplus} cells more than the first line has columns; is a text not in quotes?")
         reading = read(row)
-        added = answer(reading, predict(reading.spec))
+        added = predicted_cells(reading, predict(reading.spec))
     except JobError as error:
         summary.refused[error.problems[0].split(":")[0]] += 1
         return [*[""] * (len(ADDED) - 1), _harmless("; ".join(error.problems))]
@@ -132,12 +132,12 @@ def _predicted(row: dict[str, str], surplus: int, predict: Predict, summary: Sum
     return added
 
 
-def answer(reading: Reading, prediction: Prediction) -> list[str]:
+def predicted_cells(reading: Reading, prediction: Prediction) -> list[str]:
     """Returns the values of ADDED in the conventions of the row's source."""
     seconds = step_seconds(reading, prediction)
     memory = memory_bytes(reading, prediction)
     unit = "GiB" if reading.memory_unit == 2**30 else "GB"
-    said = () if memory is None else (f"memory: {reading.memory_means}, {unit}",)
+    memory_note = () if memory is None else (f"memory: {reading.memory_means}, {unit}",)
     return [
         f"{seconds:.6g}",
         f"{reading.tflops(seconds):.5g}",
@@ -145,7 +145,7 @@ def answer(reading: Reading, prediction: Prediction) -> list[str]:
         f"{reading.tokens_per_s(seconds):.6g}",
         "" if memory is None else f"{memory / reading.memory_unit:.4g}",
         "" if memory is None else str(prediction.fits).lower(),
-        _harmless("; ".join([*said, *reading.assumptions])),
+        _harmless("; ".join([*memory_note, *reading.assumptions])),
     ]
 
 
@@ -167,13 +167,13 @@ def memory_bytes(reading: Reading, prediction: Prediction) -> float | None:
 
 
 def _harmless(text: str) -> str:
-    """One line that no spreadsheet takes for a formula."""
+    """Returns the text as one line that no spreadsheet takes for a formula."""
     line = " ".join(text.split())
     return f"'{line}" if line.startswith(_FORMULA) else line
 
 
 def _rows(text: Iterable[str]) -> Iterator[Sequence[str]]:
-    """The table's rows without empty lines. Raises JobError with the line where it is no CSV."""
+    """Yields the table's rows without empty lines. Raises JobError with the line that is not CSV."""
     reader = csv.reader(text)
     while True:
         try:
@@ -198,7 +198,7 @@ def _opened(source: str) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _written(out: str) -> Iterator[TextIO]:
-    """Standard output, or a file that is there only once it is whole: it may be the table itself."""
+    """Opens standard output, or a file that appears only when it is complete, because it may be the table itself."""
     if not out:
         yield sys.stdout
         return
