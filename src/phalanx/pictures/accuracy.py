@@ -12,9 +12,9 @@ from phalanx.validation.accuracy import GradedRow, by
 
 _SIDE, _LEFT, _TOP, _GAP, _BOTTOM, _LEGEND = 420, 70, 64, 90, 60, 18
 _BAND = 0.1
-"""Where a prediction is this much off: the band around the diagonal."""
+"""Relative error of the band around the diagonal."""
 _SHAPES = ("circle", "square")
-"""More sources than colours: the next ones have another shape."""
+"""Marks: sources beyond the number of colours have another shape."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class AccuracyPanel:
     title: str
     unit: str
     points: dict[str, list[tuple[float, float]]]
-    """Measured and predicted, by source."""
+    """Measured and predicted values by source."""
 
 
 def svg(found: Sequence[GradedRow], title: str = "predicted against measured") -> str:
@@ -106,7 +106,7 @@ def _drawn(panel: AccuracyPanel, names: Sequence[str]) -> list[str]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, or the powers alone where these are many."""
+    """Returns 1, 2 and 5 times powers of ten, or the powers alone if these are many."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     steps = (1, 2, 5) if high - low < 2.5 else (1,)
     every = [step * 10.0**power for power in powers for step in steps]

@@ -22,17 +22,16 @@ class Panel:
 
     title: str
     x: str
-    """What the x axis shows, with its unit."""
+    """Quantity on the x axis, with its unit."""
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
-    """By name, the points (x, y) in order. The same name has the same colour in every panel."""
+    """Points (x, y) in order, by name. The same name has the same colour in every panel."""
     marks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By the name of a line, a point of it that a dot shows."""
+    """A point that a dot marks, by the name of its line."""
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
-    """Returns the panels side by side under one legend, as an SVG document. Raises ValueError if a panel has no
-    points."""
+    """Returns the panels side by side under one legend, as an SVG document. Raises ValueError for an empty panel."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     each = _LEFT + _WIDTH + _RIGHT
     width, height = each * len(panels), _TOP + _HEIGHT + _BOTTOM
@@ -97,7 +96,7 @@ def _colours(names: Sequence[str]) -> list[str]:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """The range of an axis: that of the values, and never empty."""
+    """Returns the range of an axis, which is never empty."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 

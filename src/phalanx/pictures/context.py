@@ -1,8 +1,6 @@
-"""A picture of context parallelism: who holds which tokens of a sequence, who meets which keys when, and whether all
-have the same to do (`phalanx predict JOB --svg FILE --picture context`).
-
-It is drawn from the arithmetic that training uses (partition/sequence.py), for a sequence without slices.
-"""
+"""A picture of context parallelism: the tokens of each rank, the ring step in which queries meet keys, and the balance
+of the work (`phalanx predict JOB --svg FILE --picture context`). It is drawn from the arithmetic that training uses
+(partition/sequence.py), for a sequence without slices."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ _LONGEST = 220  # bar
 
 
 def svg(job: Job) -> str:
-    """Returns the picture of how a job's layout distributes sequences, as an SVG document. Raises JobError without
-    cp."""
+    """Returns the picture of how a layout distributes sequences, as an SVG document. Raises JobError without cp."""
     layout, tokens = job.layout, job.model.seq_len
     if layout.cp == 1:
         raise JobError(
@@ -58,7 +55,7 @@ def pairs(runs: Sequence[range], window: int = 0) -> int:
 
 
 def contiguous(layout: Layout, tokens: int, place: int) -> list[range]:
-    """Returns the positions of a ring position if sequences were cut into contiguous runs."""
+    """Returns the tokens of a ring position if sequences were cut into contiguous runs."""
     share = tokens // layout.ring
     return [range(place * share, (place + 1) * share)]
 
@@ -77,7 +74,7 @@ def _caption(layout: Layout) -> Iterator[str]:
 
 
 def _strip(layout: Layout, tokens: int) -> Iterator[str]:
-    """The sequence from top to bottom, each run in its rank's colour."""
+    """Yields the sequence from top to bottom, each run in its rank's colour."""
     yield _title(_MARGIN, "Tokens held")
     scale = _SIDE / tokens
     for rank in range(layout.cp):
@@ -90,7 +87,7 @@ def _strip(layout: Layout, tokens: int) -> Iterator[str]:
 
 
 def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
-    """Queries × keys, once for each rank's part of the heads; and where the lowest ends."""
+    """Returns queries × keys, once for each rank's part of the heads; and the lower end."""
     drawn, parts = [_title(_MATRICES, "Attention: queries ↓ × keys →")], layout.cp_ulysses
     if parts == 1:
         return [*drawn, *_matrix(layout, model, 0, (_MATRICES, _TOP, _SIDE))], _TOP + _SIDE
@@ -106,8 +103,8 @@ def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
 
 
 def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, float, float]) -> Iterator[str]:
-    """One square: of ring places' chunks of queries and of keys, the pairs that meet; those of which a window leaves
-    some are drawn whole."""
+    """Yields one square: the pairs of the ring positions' chunks of queries and of keys that meet; those that a window
+    cuts are drawn whole."""
     x, y, side = box
     rank_of = {cp_coordinates(layout, rank): rank for rank in range(layout.cp)}
     # With as many tokens as there are chunks, positions are the chunks' numbers.
@@ -144,7 +141,7 @@ def _single(runs: Sequence[range]) -> Iterator[range]:
 
 
 def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
-    """What every rank computes, dealt out in zig-zag and, for comparison, in runs; and where the bars end."""
+    """Returns the work of every rank in zig-zag and, for comparison, in contiguous runs; and the lower end."""
     heads, tokens = model.n_heads // layout.tp // layout.cp_ulysses, model.seq_len
     kinds = {"zig-zag": ring_positions, "contiguous": contiguous} if layout.ring > 1 else {"": ring_positions}
     counts = {

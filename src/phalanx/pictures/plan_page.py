@@ -115,7 +115,7 @@ def _section(name: str, heading: str, parts: Iterator[str]) -> Iterator[str]:
 
 
 def _chosen(first: Candidate) -> Iterator[str]:
-    """The best layout: its line, its figures, and how to run it."""
+    """Yields the best layout: its line, its figures, and the command that runs it."""
     prediction = first.prediction
     low, high = (duration(factor * first.seconds) for factor in prediction.spread)
     share = prediction.fullest.peak / prediction.memory_limit
@@ -141,7 +141,7 @@ def _chosen(first: Candidate) -> Iterator[str]:
 
 
 def _nothing(plan: Plan) -> Iterator[str]:
-    """By how much the layout that needs least does not fit, and what would help."""
+    """Yields the excess of the layout that needs the least memory, and changes that help."""
     yield "<section id='chosen'>"
     if plan.nearest is None:
         yield "<p class='bad'><b>No layout is legal.</b></p>"
@@ -153,7 +153,7 @@ def _nothing(plan: Plan) -> Iterator[str]:
 
 
 def _table(best: Sequence[Candidate]) -> Iterator[str]:
-    """The best layouts, a row each; its columns sort."""
+    """Yields the best layouts, one row each, in sortable columns."""
     yield "<div class='scroll'><table class='sorts'><thead><tr><th data-sort>#</th>"
     for name in COLUMNS:
         words = " class='words'" if name == "layout" else ""
@@ -197,7 +197,7 @@ def _list(sentences: Sequence[str]) -> Iterator[str]:
 
 
 def _alternatives(plan: Plan) -> Iterator[str]:
-    """A row each, its bar as long as its step beside the slowest."""
+    """Yields one row per alternative, with a bar as long as its step relative to the slowest."""
     factors = [slower(each, plan) for each in plan.alternatives]
     longest = max([1.0, *(factor for factor in factors if factor)])
     yield "<div class='scroll'><table class='stacks'><thead><tr><th class='words'>layout</th><th>step</th>"
@@ -217,7 +217,7 @@ def _alternatives(plan: Plan) -> Iterator[str]:
 
 
 def _rejected(plan: Plan) -> Iterator[str]:
-    """A row a reason, its bar as long as its count beside the largest."""
+    """Yields one row per reason, with a bar as long as its count relative to the largest."""
     reasons = largest_first(plan.rejected)
     most = max(1, reasons[0][1])
     yield "<div class='scroll'><table class='stacks'><tbody>"
@@ -232,5 +232,5 @@ def _bar(share: float, kind: str) -> str:
 
 
 def _breakable(line: str) -> str:
-    """A layout's line, which may be broken after its commas."""
+    """Returns a layout's line with possible breaks after its commas."""
     return escape(line).replace(",", ",<wbr>")

@@ -21,13 +21,13 @@ _LIMIT = COLOURS[1]
 
 
 class _LayoutRow(NamedTuple):
-    """A bar: what it is of, its parts in order, its end in words."""
+    """One bar: its label, its parts in order, and the text at its end."""
 
     label: str
     parts: list[tuple[str, float]]
     whole: str
     mark: float = 0.0
-    """Where a mark stands; none at 0."""
+    """Position of a mark; 0: none."""
 
 
 def time_picture(shown: Sequence[Candidate]) -> str:
@@ -41,8 +41,7 @@ def time_picture(shown: Sequence[Candidate]) -> str:
 
 
 def memory_picture(shown: Sequence[Candidate]) -> str:
-    """Draws the memory of the fullest rank by part, one bar per layout, with the device's memory as a line, as an SVG
-    document."""
+    """Draws the memory of the fullest rank by part, one bar per layout, and the device's memory, as an SVG document."""
     rows = [
         _LayoutRow(_label(rank, each), [*each.prediction.fullest.parts()], gib(each.prediction.fullest.peak))
         for rank, each in enumerate(shown, 1)
@@ -106,7 +105,7 @@ def _stacked(
 def _bar(
     row: _LayoutRow, top: float, scale: float, fill: Callable[[str], str], shown: Callable[[float], str]
 ) -> Iterator[str]:
-    """The label, the end in words, and below them the bar."""
+    """Yields the label, the text at the end, and below them the bar."""
     room = int((_WIDTH - 2 * _LEFT) / _LETTER)
     yield f"<title>{escape(row.label)}</title>"
     yield text(_LEFT, top + 13, shorten(row.label, room), "font-size='11'")
@@ -122,7 +121,7 @@ def _bar(
 
 
 def _keys(rows: Sequence[_LayoutRow], fill: Callable[[str], str], longest: float, y: float) -> tuple[list[str], float]:
-    """The colours of all parts that can be seen, in lines; and where they end."""
+    """Returns the colours of all visible parts, in lines; and the lower end."""
     seen = {_kind(name) for row in rows for name, size in row.parts if size > 1e-3 * longest}
     drawn, x = [], float(_LEFT)
     for name in dict.fromkeys(_kind(name) for row in rows for name, _ in row.parts):
@@ -137,5 +136,5 @@ def _keys(rows: Sequence[_LayoutRow], fill: Callable[[str], str], longest: float
 
 
 def _kind(name: str) -> str:
-    """Communication of all axes has one colour, and one key."""
+    """Returns the legend entry of a part: communication on all axes shares one colour."""
     return "communication exposed" if name.endswith(" exposed") else name

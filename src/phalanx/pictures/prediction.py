@@ -62,7 +62,7 @@ def _caption(spec: StepSpec, prediction: Prediction) -> Iterator[str]:
 
 
 def _time(prediction: Prediction, top: float) -> tuple[list[str], float]:
-    """A row a part, each beginning where the one before ends, then the whole with its interval; and where it ends."""
+    """Returns one row per part, each starting where the last one ends, the whole with its interval; the lower end."""
     step, (low, high) = prediction.step_time_s, prediction.spread
     scale = _TIME_WIDTH / (step * max(1.0, high))
     drawn = [text(_MARGIN, top - 6, f"Time of a step: {seconds(step)}", "font-weight='600'")]
@@ -99,7 +99,7 @@ def time_fill(name: str) -> str:
 
 
 def _memory(prediction: Prediction, top: float) -> Iterator[str]:
-    """A bar a pipeline rank, the device's memory as a line, and the figures of the fullest rank."""
+    """Yields one bar per pipeline rank, the device's memory as a line, and the figures of the fullest rank."""
     ranks, fullest, limit = prediction.memory, prediction.fullest, prediction.memory_limit
     where = f" on rank {ranks.index(fullest)}" if len(ranks) > 1 else ""
     fits = "fits" if prediction.fits else "does not fit"
@@ -124,7 +124,7 @@ def _memory(prediction: Prediction, top: float) -> Iterator[str]:
 
 
 def _bars(prediction: Prediction, base: float, scale: float) -> Iterator[str]:
-    """The stacked bars, from `base` upwards, `scale` pixels a byte."""
+    """Yields the stacked bars, from `base` upwards, `scale` pixels per byte."""
     count = len(prediction.memory)
     each = min(64.0, _BARS_WIDTH / count)
     gap = min(8.0, each / 5)
@@ -142,7 +142,7 @@ def _bars(prediction: Prediction, base: float, scale: float) -> Iterator[str]:
 
 
 def _legend(prediction: Prediction, y: float) -> Iterator[str]:
-    """The colours, with the figures of the fullest rank."""
+    """Yields the colours, with the figures of the fullest rank."""
     fullest, (least, most) = prediction.fullest, prediction.memory_spread
     several = len(prediction.memory) > 1
     heading = f"rank {prediction.memory.index(fullest)}" if several else "the device"
@@ -167,7 +167,7 @@ def memory_fill(name: str) -> str:
 
 
 def _fill(colour: str, pale: bool = False) -> str:
-    """What nothing uses is pale, with a border."""
+    """Returns a colour as attributes; pale with a border for what nothing uses."""
     return f"fill='{colour}' fill-opacity='.25' stroke='{colour}' stroke-width='.5'" if pale else f"fill='{colour}'"
 
 

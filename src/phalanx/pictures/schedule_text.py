@@ -22,7 +22,7 @@ _MOST_LINES = 600
 
 
 class _Piece(NamedTuple):
-    """What a rank does from one unit of time to another: an action, or nothing."""
+    """An interval of a rank's time in whole units: an action, or idle time."""
 
     begin: int
     end: int
@@ -60,7 +60,7 @@ def text(timing: Timing, width: int = 120) -> str:
 
 
 def _lines(timing: Timing, width: int) -> Iterator[list[tuple[str, _Piece | None]]]:
-    """The lines, each in parts: the words, and the piece of a rank's time that they stand for (None: a heading)."""
+    """Yields the lines, each in parts: the text, and the interval that it stands for (None: a heading)."""
     rows = [list(_pieces(timing, rank)) for rank in range(timing.schedule.ranks)]
     cell = 1 + max(len(piece.label) for row in rows for piece in row)
     names = [f"rank {rank}" for rank in range(len(rows))]
@@ -86,7 +86,7 @@ def _lines(timing: Timing, width: int) -> Iterator[list[tuple[str, _Piece | None
 
 
 def _words(piece: _Piece, begin: int, end: int, cell: int) -> str:
-    """A piece's part in a band, with a space after it. What begins in the band before has its label there."""
+    """Returns an interval's text in a band, with a space after it; its label is in the band where it begins."""
     wide = (min(end, piece.end) - max(begin, piece.begin)) * cell
     if not piece.label:
         return "." * (wide - 1) + " "

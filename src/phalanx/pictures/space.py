@@ -84,7 +84,7 @@ def _dot(point: SpacePoint, across: Scale, up: Scale, colours: dict[str, str]) -
 
 
 def _marks(plan: Plan, across: Scale, up: Scale) -> Iterator[str]:
-    """A ring around the best, or around the one that needs least; diamonds for the alternatives."""
+    """Yields a ring around the best layout, or the one that needs least memory, and diamonds for alternatives."""
     for each in plan.alternatives:
         if each.candidate:
             tip = f"{each.name}\n{each.candidate.layout.line()}\n{each.why}"
@@ -130,7 +130,7 @@ def _legend(plan: Plan, colours: dict[str, str]) -> Iterator[str]:
 
 
 def _colours(points: Sequence[SpacePoint]) -> dict[str, str]:
-    """A colour a family, the most frequent first; where colours do not suffice, the last of them are `others`."""
+    """Returns a colour per family, most frequent first; families beyond the number of colours are `others`."""
     families = [family for family, _ in Counter(point.family for point in points).most_common()]
     named = [family for family in families if family != _OTHERS]
     found: dict[str, str] = dict(zip(named, COLOURS, strict=False))
@@ -148,13 +148,13 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """The range of a logarithmic axis, with room at both ends."""
+    """Returns the range of a logarithmic axis, with a margin at both ends."""
     low, high = min(values), max(values)
     room = max(1.12, (high / low) ** 0.06)
     return low / room, high * room
 
 
 def _scale(span: tuple[float, float], start: float, end: float) -> Scale:
-    """From a value to pixels, logarithmically."""
+    """Returns the function from a value to pixels, logarithmically."""
     low, high = log10(span[0]), log10(span[1])
     return lambda value: start + (log10(value) - low) / (high - low) * (end - start)
