@@ -28,8 +28,8 @@ class Accelerator(Hashed):
     fp32_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak in float32 (no tensor cores), in TFLOP/s."""
     ceiling: Annotated[float, Between(0, 1)] = 0.8
-    """Share of the peak that the best matrix product reaches, over shapes (16 bits; the maximum achievable matmul
-    FLOPs of ml-engineering)."""
+    """Share of the 16-bit peak that the best matrix product reaches (ml-engineering's maximum achievable matmul FLOPs).
+    """
     fp8_ceiling: Annotated[float, Between(0, 1)] = 0.7
     """Share of the peak that the best 8-bit or 4-bit matrix product reaches."""
     memory_gib: Annotated[float, AtLeast(0)] = 0.0
@@ -66,14 +66,14 @@ class Link:
     """One-way bandwidth between two devices in GB/s if links join pairs instead of a switch; 0: there is a switch, and
     a pair has all of `gbs`."""
     reduces: bool = False
-    """The switch reduces in the network (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once, not
-    twice."""
+    """Whether the switch reduces in the network (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once.
+    """
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Sharing(Hashed):
-    """How the processes of a measured CPU node share its cores."""
+    """The share of each process in the cores of a measured CPU node."""
 
     node_cores: Annotated[int, AtLeast(0)] = 0
     """Cores of the node."""

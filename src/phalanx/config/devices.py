@@ -16,8 +16,7 @@ _BEKMAN = "ml-engineering, compute/accelerator (Bekman 2026)"
 """Source of peaks, memory, bandwidth and ceilings; the page cites the makers' data sheets."""
 _TPU_SOURCE = f"{_BEKMAN}; ceiling: How to Scale Your Model (Austin et al. 2025), chapter 12"
 MEMORY_TOLERANCE = 0.12
-"""Relative difference allowed between the memory that a driver reports and the row's, because ECC and the driver take
-some."""
+"""Relative difference allowed between a driver's figure for the memory and the row's: ECC and the driver take some."""
 
 
 @dataclass(frozen=True)

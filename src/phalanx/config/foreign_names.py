@@ -1,4 +1,4 @@
-"""What users of other frameworks type, and what it is called here. Offered as a suggestion, never accepted silently.
+"""Names in other frameworks and their counterparts here, offered as suggestions, never accepted silently.
 
 nanoGPT (train.py), wordplay (configs.py), torchtitan (job_config.py), Megatron-LM (arguments.py), DeepSpeed (JSON
 configuration), Accelerate and transformers' Trainer, torchrun.

@@ -28,10 +28,10 @@ class Layout(Hashed):
     cp: Annotated[int, AtLeast(1)] = 1
     """Context-parallel ranks: each holds a part of every sequence."""
     cp_ulysses: Annotated[int, AtLeast(1)] = 1
-    """Of the cp ranks, how many exchange heads for tokens (Ulysses); between the cp / cp_ulysses groups of these, keys
-    and values travel a ring. 1 is a ring alone, cp is Ulysses alone, between them lies USP."""
+    """Number of the cp ranks that exchange heads for tokens (Ulysses); between the cp / cp_ulysses groups of these,
+    keys and values travel a ring. 1 is a ring alone, cp is Ulysses alone, between them lies USP."""
     cp_inner: Literal["ulysses", "ring"] = "ulysses"
-    """With both ulysses and ring: which one joins neighbouring ranks and so gets the faster links."""
+    """With both ulysses and ring: the one that joins neighbouring ranks and so gets the faster links."""
     tp: Annotated[int, AtLeast(1)] = 1
     """Tensor-parallel ranks: each holds a part of every matrix."""
     pp: Annotated[int, AtLeast(1)] = 1
@@ -39,7 +39,7 @@ class Layout(Hashed):
     ep: Annotated[int, AtLeast(1)] = 1
     """Expert-parallel ranks, taken from dp_shard × cp: each holds a part of the routed experts."""
     zero: Literal[1, 2, 3] = 3
-    """What dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
+    """State that dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
     reshard: bool = True
     """zero=3: give up a block's parameters after its forward pass and gather them again for the backward pass; without,
     less traffic and more memory."""
@@ -69,19 +69,18 @@ class Layout(Hashed):
     recompute: Recompute = "none"
     """Activations that the backward pass recomputes instead of keeping them."""
     recompute_cut: str = ""
-    """Recomputation per layer as runs of layers in order: 8*full+4*selective+20*none; empty: `recompute` for all
-    layers."""
+    """Recomputation per layer as runs of layers, 8*full+4*selective+20*none; empty: `recompute` for all layers."""
     loss_chunk: Annotated[int, AtLeast(0)] = 0
     """Tokens whose logits exist at once while the loss is computed; 0: all of a micro-batch."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """State kept in host memory instead of device memory."""
     data_parallel: Literal["ddp", "threads"] = "ddp"
-    """How dp_replicate runs: one process per replica (ddp), or one process with one thread per replica (threads:
-    torch's
-    DataParallel, a baseline that shows the cost of one interpreter)."""
+    """Execution of dp_replicate: one process per replica (ddp), or one process with one thread per replica (threads:
+    torch's DataParallel, a baseline that shows the cost of one interpreter)."""
     sync: Literal["bsp", "asp", "local_sgd", "diloco"] = "bsp"
-    """How replicas (dp_replicate) synchronise: bsp sums gradients every step; asp sends each replica's to a parameter
-    server and waits for nobody; local_sgd averages parameters, diloco takes an outer step, every sync_every steps."""
+    """Synchronisation of replicas (dp_replicate): bsp sums gradients every step; asp sends each replica's to a
+    parameter server and waits for nobody; local_sgd averages parameters, diloco takes an outer step, every sync_every
+    steps."""
     sync_every: Annotated[int, AtLeast(1)] = 10
     """local_sgd, diloco: steps that a replica makes alone between two synchronisations."""
     bucket_mb: Annotated[float, Above(0)] = 25.0
@@ -99,8 +98,7 @@ class Layout(Hashed):
 
     @property
     def shard_ranks(self) -> int:
-        """Number of ranks that share one sharded state: dp_shard × cp, because cp ranks would hold the same
-        parameters."""
+        """Number of ranks that share one sharded state: dp_shard × cp, because cp ranks have the same parameters."""
         return self.dp_shard * self.cp
 
     @property

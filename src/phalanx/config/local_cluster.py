@@ -18,8 +18,7 @@ NOT_MEASURED = {"cluster.preset": "this file describes a machine itself"}
 
 
 def default_path(env: Mapping[str, str] = os.environ) -> Path:
-    """Returns $PHALANX_HOME/cluster.yaml, or phalanx/cluster.yaml in the user's configuration folder (XDG base
-    directories)."""
+    """Returns $PHALANX_HOME/cluster.yaml, or phalanx/cluster.yaml in the user's XDG configuration folder."""
     if env.get("PHALANX_HOME"):
         return Path(env["PHALANX_HOME"]).expanduser() / "cluster.yaml"
     base = Path(env.get("XDG_CONFIG_HOME", ""))  # "All paths must be absolute": the specification has others ignored
@@ -57,8 +56,7 @@ def read(nodes: int = 0, path: Path | None = None) -> Cluster:
 
 
 def read_partly(path: Path) -> Cluster:
-    """Returns the cluster of the file, which may lack measurements. Raises JobError if there is no file or if it has
-    errors."""
+    """Returns the cluster of the file, which may lack measurements. Raises JobError if it is absent or has errors."""
     if not path.exists():
         raise JobError(
             f"cluster=local is this machine as measured, and it was not measured ({path} does not exist): run "

@@ -22,7 +22,7 @@ class RopeScaling:
     kind: Literal["linear", "llama3"] = "llama3"
     """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1)."""
     factor: Annotated[float, AtLeast(1)] = 1.0
-    """How many times longer the context becomes; 1 switches scaling off."""
+    """Factor by which the context becomes longer; 1 switches scaling off."""
     low_freq_factor: Annotated[float, Above(0)] = 1.0
     """llama3: wavelengths above original_seq_len / this are fully stretched."""
     high_freq_factor: Annotated[float, Above(0)] = 4.0

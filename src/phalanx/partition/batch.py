@@ -52,8 +52,7 @@ def solve(global_batch: int, layout: Layout) -> Batch:
 
 
 def _filling_accumulation(pp: int, sequences: int) -> int:
-    """Returns the accumulation that keeps a pipeline busy: the number of equal micro-batches of a data rank's
-    sequences."""
+    """Returns the accumulation that keeps a pipeline busy, for a data rank with `sequences` sequences."""
     if pp == 1:
         return 1
     return next((n for n in range(2 * pp, sequences) if sequences % n == 0), sequences)

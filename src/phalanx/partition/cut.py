@@ -31,8 +31,7 @@ ROUNDING = 1e-9
 
 
 class LayerCosts(NamedTuple):
-    """The cost per token of every block, of the first stage's embedding and of the last stage's head, in any one
-    unit."""
+    """The cost per token of every block, of the first stage's embedding and of the last stage's head, in any unit."""
 
     layers: Sequence[float]
     first: float = 0

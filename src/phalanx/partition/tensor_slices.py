@@ -65,8 +65,7 @@ def slice_of(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, ran
 
 
 def experts_of(n_experts: int, ep: int, rank: int) -> range:
-    """Returns the routed experts of rank `rank` of `ep` expert-parallel ranks: equal runs in order. ep must divide the
-    experts."""
+    """Returns the routed experts of rank `rank` of `ep` ranks: equal runs in order. ep must divide the experts."""
     each = n_experts // ep
     return range(rank * each, (rank + 1) * each)
 
@@ -83,8 +82,7 @@ def tile(name: str, whole: tuple[int, ...], tiles: int, model: ModelConfig) -> t
 
 
 def in_buckets(sizes: Sequence[int], least: float) -> list[list[int]]:
-    """Returns buckets of parameters of `sizes` bytes, as indices in order: every bucket but the last has at least
-    `least` bytes."""
+    """Groups parameters of `sizes` bytes in order into buckets of indices; all but the last have >= `least` bytes."""
     found: list[list[int]] = [[]]
     size = 0
     for place, more in enumerate(sizes):

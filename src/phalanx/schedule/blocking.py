@@ -66,8 +66,7 @@ def _stuck(schedule: Schedule) -> dict[int, tuple[int, str]]:
 
 
 def _message(schedule: Schedule, action: Action, rank: int, *, incoming: bool) -> tuple[int, Action]:
-    """Returns the other rank of an incoming or outgoing message of an action (-1 for none), and the result that it
-    carries."""
+    """Returns the other rank of an action's incoming or outgoing message (-1 if none), and the result in it."""
     ahead = 1 if action.kind == "F" else -1
     other = action.stage + (-ahead if incoming else ahead)
     message = action._replace(kind="F" if action.kind == "F" else "B", stage=other if incoming else action.stage)

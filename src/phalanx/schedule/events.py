@@ -22,10 +22,10 @@ class Events:
 
     schedule: Schedule
     starts: tuple[tuple[float, ...], ...]
-    """By rank, when each action begins; a rank in a deadlock has entries only for the actions before it."""
+    """Start times of the actions, by rank; a rank in a deadlock has entries only for the actions before it."""
     arrivals: Sequence[float]
-    """By stage, micro-batch and slice, first of forward and then of backward passes (or their I): when the result has
-    arrived at the next stage."""
+    """Arrival times of results at the next stage, by stage, micro-batch and slice, first of forward and then of
+    backward passes (or their I)."""
 
     def arrivals_of(self, rank: int) -> list[float]:
         """Returns, per action of a rank, the time at which its result is on the rank that needs it; for a W, which no

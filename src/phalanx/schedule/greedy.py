@@ -41,8 +41,7 @@ def with_weight_passes(orders: Sequence[Sequence[Action]], stages: int, most: in
 
 
 def _input_ready(action: Action, done: Mapping[str, Sequence[int]]) -> bool:
-    """Returns whether the input of an F or I pass from the neighbouring stage exists; `done` counts the micro-batches
-    through each stage."""
+    """Returns whether the neighbouring stage's input of an F or I pass exists; `done` counts micro-batches by stage."""
     kind, stage, micro, _ = action
     other, through = (stage - 1 if kind == "F" else stage + 1), done[kind]
     return not 0 <= other < len(through) or micro < through[other]

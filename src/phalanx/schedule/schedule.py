@@ -39,7 +39,7 @@ class Schedule:
     pass through the ranks in reverse, through second copies of the stages."""
     micro_batches: int
     programs: tuple[tuple[Action, ...], ...]
-    """By rank, its actions in order."""
+    """Actions of each rank, in order."""
     slices: int = 1
     """Slices that each sequence is cut into (TeraPipe: Li et al. 2021)."""
     steps: int = 1
@@ -85,7 +85,7 @@ class Schedule:
         return most
 
     def needs(self, action: Action) -> Iterator[tuple[Action, ...]]:
-        """Returns the actions that must precede an action, on any rank: of each group, any one."""
+        """Yields the actions that must precede an action, on any rank: of each group, any one."""
         kind, stage, micro, part = action
         if kind == "F":
             if stage > 0:

@@ -25,8 +25,7 @@ class Size(NamedTuple):
         return self.ranks * self.chunks // entry.directions
 
     def slots(self) -> int:
-        """Returns the micro-batches per stage that generators visit, those that only fill and drain the pipeline
-        included."""
+        """Returns the micro-batches per stage that generators visit, including those that only fill and drain."""
         return max(self.micro_batches, 2 * self.ranks)
 
     def actions(self, entry: ScheduleEntry) -> int:

@@ -25,7 +25,7 @@ class Timing:
     schedule: Schedule
     costs: Mapping[str, float]
     starts: tuple[tuple[float, ...], ...]
-    """By rank, when each action begins; a rank in a deadlock has entries only for the actions before it."""
+    """Start times of the actions, by rank; a rank in a deadlock has entries only for the actions before it."""
 
     @property
     def complete(self) -> bool:

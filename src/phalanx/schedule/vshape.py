@@ -40,8 +40,8 @@ def v_half(ranks: int, micro_batches: int) -> Schedule:
 
 
 def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
-    """One half of DualPipe's ranks as a V: the return of its own micro-batches replaces those of the other half, so
-    there is no second copy of the parameters.
+    """Runs one half of DualPipe's ranks as a V: the return of its own micro-batches replaces those of the other half,
+    so there is no second copy of the parameters.
 
     With M >= 2 P: bubble (P - 1) (F + B + B - 3 W) over 2 M (F + B) if the forward and backward pass of a pair wait for
     each other; with F = I = W, (P - 1) / (6 M) if they need not. Peak on every rank: min(2 M, 2 P + 1) activations.

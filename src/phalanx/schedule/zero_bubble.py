@@ -14,10 +14,11 @@ from phalanx.schedule.schedule import Schedule
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with rank r's W passes r micro-batches behind.
+    """Runs 1F1B with rank r's W passes r micro-batches behind.
 
-    Bubble (P - 1) / (3 M) where M >= P: a third of 1F1B's. Peak on every rank: the activations of min(M, P)
-    micro-batches, rank 0's in 1F1B. Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 2.1."""
+    Bubble (P - 1) / (3 M) if M >= P: a third of 1F1B's. Peak on every rank: the activations of min(M, P) micro-batches,
+    rank 0's in 1F1B. Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 2.1.
+    """
     return _one_stage_per_rank("zb_h1", micro_batches, [(ranks - rank, rank) for rank in range(ranks)])
 
 
@@ -32,8 +33,7 @@ def zb_h2(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _one_stage_per_rank(name: str, micro_batches: int, shifts: Sequence[tuple[int, int]]) -> Schedule:
-    """Builds a schedule with one stage per rank from each rank's number of initial forward passes and the lag of its W
-    passes."""
+    """Builds a schedule from each rank's number of initial forward passes and the lag of its W passes."""
     programs = [
         program(_passes(before, behind, micro_batches), [Lane(rank, range(micro_batches))])
         for rank, (before, behind) in enumerate(shifts)
