@@ -26,7 +26,7 @@ def problems_of(job: Job) -> list[Problem]:
     problems that no choice of the other fields could solve."""
     found = [*out_of_range(job), *size_problems(job), *_sources(job.data)]
     if found:
-        return found  # the equations below would only repeat such a number in other words, or take for ever over it
+        return found  # the equations below would only repeat them, or never end
     return [
         *_model(job.model),
         *_unimplemented(job),

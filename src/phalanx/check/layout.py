@@ -64,7 +64,7 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
     if tokens % layout.cp:
         equation = f"{length} / cp {layout.cp} is not an integer"
     elif layout.cp % layout.cp_ulysses or layout.cp == 1:
-        return  # the first has its own message
+        return  # cp_ulysses has its own message
     elif not _evenly(tokens, layout, 1):
         equation = (
             f"{length} / (2 × ring {layout.ring}) is not an integer: each ring group holds a chunk from either end"
@@ -72,7 +72,7 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
     elif not _evenly(tokens, layout, tp):
         equation, alternative = f"{length} / (cp {layout.cp} × tp {tp} (sp)) is not an integer", ", or sp=false"
         if tokens % tp:
-            return  # so would it be without cp: that has its own message
+            return  # sp without cp has its own message
     else:
         return
     alone = layout.cp_ulysses == layout.cp

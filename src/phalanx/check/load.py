@@ -83,7 +83,7 @@ def resolve(
         except ValueError as error:
             found.append(f"{setting.origin}: {setting.path}: {error}")
             continue
-        if not presets or setting.path not in ("model.preset", "cluster.preset"):  # these two came first
+        if not presets or setting.path not in ("model.preset", "cluster.preset"):  # these two are already applied
             job = replace(job, setting.path, value)
         origins[setting.path] = setting.origin
     if not job.run.name:

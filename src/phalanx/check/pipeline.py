@@ -46,7 +46,7 @@ def _named(job: Job) -> Iterator[Problem]:
     if equation is not None:  # else the batch equation has its own message
         note = f" (accumulation in {equation.equation()})"
         choice = layout.pp, equation.accumulation, layout.pp_chunks, layout.pp_slices
-        # Where there are more stages than layers, the nearest legal number of ranks is that of the layers.
+        # With more stages than layers, the nearest legal number of ranks follows from the layers.
         sized = catalogue.stages(name, layout.pp, layout.pp_chunks) <= job.model.n_layers
         for problem in catalogue.problems(name, *choice, sized=sized):
             yield "layout.schedule", problem + (note if "micro-batch" in problem else "")

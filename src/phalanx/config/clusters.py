@@ -155,7 +155,7 @@ MACHINES: dict[str, MachineEntry] = {
         source="OLCF, Frontier user guide: four Slingshot-11 cards for eight dies, 50 GB/s per link between dies",
     ),
     # Between GPUs 15 GB/s were measured, which is also a tile's share of the eight cards (200 Gb/s for 1.5 tiles):
-    # beyond a pair of tiles all ways are as slow as the network.
+    # beyond a pair of tiles all links are as slow as the network.
     "aurora": MachineEntry(
         replace(
             _node(

@@ -59,7 +59,7 @@ def _fields_of(line: str) -> dict[str, Any]:
                 found[name] = values.convert(text, kinds[name])
             except ValueError as error:
                 problems.append(f"{name}: {error}")
-                found[name] = None  # given, if wrongly: a second time is still a second time
+                found[name] = None  # given, though invalid: a repetition is still reported
     if problems:
         raise JobError([f"layout {line!r}: {problem}" for problem in problems])
     return found

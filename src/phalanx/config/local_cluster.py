@@ -21,7 +21,7 @@ def default_path(env: Mapping[str, str] = os.environ) -> Path:
     """Returns $PHALANX_HOME/cluster.yaml, or phalanx/cluster.yaml in the user's XDG configuration folder."""
     if env.get("PHALANX_HOME"):
         return Path(env["PHALANX_HOME"]).expanduser() / "cluster.yaml"
-    base = Path(env.get("XDG_CONFIG_HOME", ""))  # "All paths must be absolute": the specification has others ignored
+    base = Path(env.get("XDG_CONFIG_HOME", ""))  # the specification ignores relative paths
     return (base if base.is_absolute() else Path.home() / ".config") / "phalanx" / "cluster.yaml"
 
 

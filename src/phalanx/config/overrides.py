@@ -73,7 +73,7 @@ def _flag(word: str, rest: list[str], switches: Collection[str], words: CommandL
         hint = f"; did you mean --{meant.replace('_', '-')}?" if meant else suggestion(plain)
         words.problems.append(f"unknown option {word.partition('=')[0]}{hint}")
         if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
-            rest.pop(0)  # its value: one mistake is one message
+            rest.pop(0)  # its value, so that one mistake gives one message
     elif equals:
         _set(name, text, word, words)
     elif leaves().get(path) is bool:

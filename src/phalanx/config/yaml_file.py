@@ -86,7 +86,7 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
         else:
             target = path if path in leaves() or path == layout_line.SECTION else SECTION_SHORTHAND.get(path)
             if target is None:
-                # A short name (`lr: 1e-3`) is for the command line: a file is read by others and says where.
+                # A short name (`lr: 1e-3`) is for the command line; files name the section for their readers.
                 meant = resolve(key, value.value if isinstance(value, yaml.ScalarNode) else None)
                 hint = f"; did you mean {meant}?" if meant else suggestion(path)
                 problems.append(f"{origin}: unknown key {path}{hint}")

@@ -125,7 +125,7 @@ def _best(cost: StageCost, stages: int, room: int, limit: float, squares: bool) 
         value = row + each * each if squares else np.maximum(row, each)
         value[each > limit] = inf
         best = value.min(axis=1)
-        # The fewest to the stages before, among equals.
+        # Among equal cuts, the one with the fewest layers in the stages before.
         choice = np.argmax(value <= best[:, None] * (1 + ROUNDING), axis=1)
         row = value[np.arange(room + 1), choice]
         taken.append(choice)

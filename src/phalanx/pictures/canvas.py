@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-# White digits are legible on them, and they are on white and on black.
+# White digits are legible on these colours, which are legible on white and on black.
 COLOURS = ("#3b76c4", "#c4513d", "#2f8f57", "#8e5fc0", "#b0741a", "#1d8c9c", "#bd4a8a", "#74801f")
 NEUTRAL = "#808890"
 FONT = "font-family='system-ui, sans-serif'"
 
-_WIDTH, _HEIGHT = 400, 260  # of the space for lines in a panel, pixels
+_WIDTH, _HEIGHT = 400, 260  # pixels of a panel's plot
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 72, 52
 
 

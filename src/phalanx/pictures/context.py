@@ -18,9 +18,9 @@ from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 from phalanx.units import counted
 
 _WIDTH, _MARGIN, _TOP = 1000, 24, 128
-_SIDE = 340  # of the space for the matrices, and the height of the strip
-_MATRICES, _BARS = 216, 626  # where the two begin
-_LONGEST = 220  # bar
+_SIDE = 340  # pixels of the matrices' side, and the strip's height
+_MATRICES, _BARS = 216, 626  # left edges
+_LONGEST = 220  # pixels of the longest bar
 
 
 def svg(job: Job) -> str:
@@ -61,7 +61,7 @@ def contiguous(layout: Layout, tokens: int, place: int) -> list[range]:
 
 
 def _caption(layout: Layout) -> Iterator[str]:
-    yield "A colour is a rank. The matrix shows which rank computes a query's score with a key; later keys are masked."
+    yield "Colours are ranks. The matrix shows which rank computes a query's score with a key; later keys are masked."
     if layout.ring > 1:
         groups = "rank" if layout.cp_ulysses == 1 else f"group of {layout.cp_ulysses} ranks"
         yield (
@@ -152,7 +152,7 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
         for name, held in kinds.items()
     }
     widest = max(count for each in counts.values() for count in each)
-    parts, y = [_title(_BARS, "Query × key pairs of a rank, all its heads")], _TOP
+    parts, y = [_title(_BARS, "Query × key pairs per rank, over all its heads")], _TOP
     for rank in range(layout.cp):
         parts.append(_text(_BARS, y + 12, f"rank {rank}"))
         for name, each in counts.items():
@@ -163,7 +163,7 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
         y += 7
     y += 12
     for name, each in counts.items():
-        most = f"the most a rank has is {max(each) * len(each) / sum(each):.2f} × the mean"
+        most = f"the maximum is {max(each) * len(each) / sum(each):.2f} × the mean"
         if name:
             parts.append(_box(_BARS, y - 10, 12, 12, NEUTRAL, hollow=name == "contiguous"))
         parts.append(_text(_BARS + (20 if name else 0), y, f"{name}: {most}" if name else most))

@@ -16,12 +16,12 @@ from phalanx.errors import DataError
 from phalanx.pictures import canvas
 from phalanx.pictures.canvas import FONT, NEUTRAL, Panel
 
-# White digits are legible on them, and they are on white and on black.
+# White digits are legible on these colours, which are legible on white and on black.
 _LESS, _EVEN, _MORE = (0x2E, 0x76, 0xE6), (0x5C, 0x62, 0x6A), (0xD2, 0x4B, 0x2A)
 _TONES = 20
 """Number of colours from an even share down to the smallest, and up to the largest."""
-_HEADER, _LEFT, _TOP = 40, 56, 72  # above both halves, pixels; left of the map; above it, as above the plot
-_MAP_WIDTH, _MAP_HEIGHT, _WIDEST, _NARROWEST, _LOWEST = 480, 260, 56, 3, 6  # the map, and a cell of it
+_HEADER, _LEFT, _TOP = 40, 56, 72  # pixels above both halves, left of the map, and above it
+_MAP_WIDTH, _MAP_HEIGHT, _WIDEST, _NARROWEST, _LOWEST = 480, 260, 56, 3, 6  # pixels of the map and of its cells
 _SCALE_WIDTH = 8 * (2 * _TONES + 1)
 
 
@@ -50,7 +50,7 @@ def svg(name: str, metrics: Path) -> str:
     cells = _cells(shares)
     map_width = _LEFT + max(len(next(iter(shares.values()))) * cells.width, _SCALE_WIDTH) + 40
     height = _HEADER + max(_TOP + len(shares) * cells.height + 100, 384)
-    curve = _curve(rows) if len(rows) > 1 else ""  # of one row there is no more to see than the map
+    curve = _curve(rows) if len(rows) > 1 else ""  # one row shows no more than the map
     width = max(map_width + (488 if curve else 0), 32 + 10 * len(title))
     return "\n".join(
         [
@@ -77,7 +77,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            continue  # a trainer that was killed left half a line
+            continue  # half a line, left by a trainer that was killed
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
         rows.append(row)

@@ -14,12 +14,12 @@ from phalanx.cost import fit
 from phalanx.cost.fit import AttentionTiming, FitRow, ProductTiming, StreamTiming, Transfer
 from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 
-_WIDTH, _HEIGHT = 320, 200  # of the space for points in a panel, pixels
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 32, 48  # around it; at the top without the names of the lines
+_WIDTH, _HEIGHT = 320, 200  # pixels of a panel's plot
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 32, 48  # margins around it; the top one without the legend
 _HEADER = 60
-_LINE = 15  # of names
-_LABELS = 5  # on an axis, about
-_CURVE = 6  # parts between two measured sizes
+_LINE = 15  # pixels of a line of the legend
+_LABELS = 5  # approximate number of labels on an axis
+_CURVE = 6  # points of the curve per measured size
 
 
 class Series(NamedTuple):
@@ -60,7 +60,7 @@ def device_svg(
         _add_rate(memory, s.kernel, s.moved, s.moved / 1e9, next(fits))
     memory = {name: series for name, series in memory.items() if len(series.measured) > 1}
     families = list(rates.items())
-    pairs = [dict(families[at : at + 2]) for at in range(0, len(families), 2)]  # more of them hide each other
+    pairs = [dict(families[at : at + 2]) for at in range(0, len(families), 2)]  # more lines would hide each other
     return _svg(
         title,
         [
@@ -93,7 +93,7 @@ def link_svg(title: str, groups: Sequence[tuple[Cluster, Sequence[Transfer]]]) -
     for collective, time in times.items():
         name = collective.replace("_", "-")
         panels.append(FitPanel(name, "bytes", "microseconds", time))
-        panels.append(FitPanel(f"{name}, sent by a rank", "bytes", "GB/s", buses[collective]))
+        panels.append(FitPanel(f"{name}, sent per rank", "bytes", "GB/s", buses[collective]))
     return _svg(title, panels, columns=2)
 
 

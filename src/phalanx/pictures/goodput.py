@@ -11,7 +11,7 @@ from phalanx.simulate.goodput import at, best
 
 SIZES = (1024, 4096, 16384, 100_000)
 """Numbers of devices of the jobs that are compared with the user's."""
-_POINTS, _LONGEST = 160, 60.0  # of a line; minutes between saves at its end
+_POINTS, _LONGEST = 160, 60.0  # points of a line, and minutes between checkpoints at its end
 
 
 def svg(sizes: Sequence[int], failures_per_device_day: float, saves: Sequence[float], restart_s: float) -> str:
@@ -28,5 +28,7 @@ def svg(sizes: Sequence[int], failures_per_device_day: float, saves: Sequence[fl
             top = best(devices, failures_per_device_day, save, restart_s)
             if minutes[0] <= top.interval_s / 60 <= _LONGEST:
                 marks[name] = top.interval_s / 60, 100 * top.fraction
-        panels.append(Panel(f"a save takes {save:g} s", "minutes between saves", "% productive time", lines, marks))
-    return canvas.svg(f"Productive time where a restart takes {restart_s / 60:g} minutes", panels)
+        panels.append(
+            Panel(f"a checkpoint takes {save:g} s", "minutes between checkpoints", "% productive time", lines, marks)
+        )
+    return canvas.svg(f"Productive time if a restart takes {restart_s / 60:g} minutes", panels)

@@ -67,13 +67,13 @@ def _caption(job: Job) -> list[str]:
         dealt = f", distributed over {layout.ep} ep ranks, one shade each" if layout.ep > 1 else ""
         lines.append(f"In the matrices of experts each row is an expert{dealt}.")
     if layout.tp > 1:
-        lines[0] += " A colour is a tensor rank."
+        lines[0] += " Colours are tensor ranks."
     if layout.pp > 1:
         lines.append(f"Below: the first of {layout.pp} pipeline ranks with equal numbers of layers.")
     if layout.shard_ranks > 1:
         of = "dp_shard" if layout.cp == 1 else "dp_shard × cp"
         what = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
-        lines.append(f"A shade is the {what[layout.zero - 1]} of one of the {of} ranks.")
+        lines.append(f"Shades are the {what[layout.zero - 1]} of the {of} ranks.")
     return lines
 
 
@@ -136,7 +136,7 @@ def _share(
 ) -> Iterator[str]:
     """Yields a tensor rank's slice of a matrix, in shades for the ranks that keep its rows."""
     x, y, width, height = box
-    if held.dim is not None and len(held.whole) == 3:  # experts: whichever side of their matrices is cut
+    if held.dim is not None and len(held.whole) == 3:  # experts, whose matrices may be cut on either side
         x, width = x + width * held.start / held.whole[held.dim], width * held.real / held.whole[held.dim]
     elif held.dim == 0:
         y, height = y + height * held.start / held.whole[0], height * held.real / held.whole[0]

@@ -120,7 +120,7 @@ def _chosen(first: Candidate) -> Iterator[str]:
     low, high = (duration(factor * first.seconds) for factor in prediction.spread)
     share = prediction.fullest.peak / prediction.memory_limit
     figures = {
-        duration(first.seconds): f"a step; {low} to {high}",
+        duration(first.seconds): f"per step; {low} to {high}",
         f"{first.tokens_per_s_per_device:,.0f}": "tokens/s per device",
         f"{first.mfu:.1%}": "MFU",
         gib(prediction.fullest.peak): f"of a device's {gib(prediction.memory_limit)}, {share:.0%}",

@@ -14,8 +14,8 @@ from phalanx.plan.plan import Candidate
 from phalanx.plan.report.report import short_line
 from phalanx.units import gib
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 600, 8, 524, 34  # pixels; the bars end at _RIGHT, beside them stand their ends in words
-_ROW, _BAR = 40, 15  # from row to row; the height of a bar
+_WIDTH, _LEFT, _RIGHT, _TOP = 600, 8, 524, 34  # pixels; the bars end at _RIGHT, with their values beside them
+_ROW, _BAR = 40, 15  # pixels from row to row, and of a bar's height
 _LETTER = 6.0  # pixels of a letter of size 11
 _LIMIT = COLOURS[1]
 

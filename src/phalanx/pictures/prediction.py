@@ -18,7 +18,7 @@ from phalanx.pictures.roofline import rule, seconds, text
 from phalanx.units import gib
 
 _WIDTH, _MARGIN, _LINE = 1080, 24, 17  # pixels
-_TIME, _TIME_WIDTH = 164, 210  # where the bars of time begin, and how far the interval's end is from there
+_TIME, _TIME_WIDTH = 164, 210  # pixels: left edge of the bars of time, and width up to the interval's end
 _MEMORY, _BARS, _BARS_WIDTH, _BARS_HEIGHT = 540, 588, 280, 240
 _LEGEND, _RIGHT = 884, 1056
 
@@ -26,7 +26,7 @@ _TIME_COLOURS = {"memory-bound": COLOURS[2], "recompute": COLOURS[4], "host": CO
 _EXPOSED = COLOURS[1]
 _MEMORY_COLOURS: dict[str, str] = dict(zip(PARTS, (*(COLOURS[n] for n in (0, 4, 3, 2, 5, 6)), NEUTRAL), strict=True))
 _LIMIT = COLOURS[1]
-_SHOWN = 5e-4  # of the step: a part that is at least that is not 0.0 %
+_SHOWN = 5e-4  # smallest share of the step that is drawn: a smaller one would be 0.0 %
 
 
 def svg(spec: StepSpec, prediction: Prediction) -> str:

@@ -16,9 +16,14 @@ from phalanx.pictures.canvas import COLOURS, NEUTRAL
 Area = tuple[float, float, float, float]
 """Left, upper, right and lower edge."""
 
-_MARGIN, _LEFT, _WIDE, _TABLE = 24, 76, 436, 548  # pixels; the last three: of the plot, and where the table begins
+_MARGIN, _LEFT, _WIDE, _TABLE = (
+    24,
+    76,
+    436,
+    548,
+)  # pixels; the last three: left edge and width of the plot, left edge of the table
 _COLUMNS = {"time": 190, "FLOP/byte": 264, "TFLOP/s": 328, "collectives": 408}
-_COLUMN = 110  # of the plot, for labels
+_COLUMN = 110  # pixels of the plot's right part for labels
 _LETTER = 6.6  # pixels of a letter of size 11, generously
 _VERDICTS = {"compute": COLOURS[0], "memory": COLOURS[2], "launch": COLOURS[7], "communication": COLOURS[1]}
 

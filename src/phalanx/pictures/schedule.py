@@ -21,8 +21,8 @@ _KINDS = {
     "W": (COLOURS[4], "gradients of weights"),
 }
 _LEFT, _RIGHT, _MARGIN, _TOP = 72, 104, 16, 68  # pixels
-_ROW, _CELL = 28, 22  # from row to row; the height of a cell
-_WIDEST = 2400  # of the cells together, where they need not be narrower than a pixel a unit of time
+_ROW, _CELL = 28, 22  # pixels from row to row, and of a cell's height
+_WIDEST = 2400  # pixels of all cells, unless a unit of time would be narrower than a pixel
 DIGIT = 6.2
 """Pixels of a digit in a cell."""
 
@@ -30,7 +30,7 @@ DIGIT = 6.2
 def svg(timing: Timing) -> str:
     """Draws a timed schedule as an SVG document."""
     schedule, duration = timing.schedule, timing.duration
-    # As wide as the longest number needs in the shortest cell, in a picture that is not too wide.
+    # Wide enough for the longest number in the shortest cell, if the picture does not become too wide.
     longest = max(len(number(action, schedule)) for program in schedule.programs for action in program)
     unit = max(1.0, min(max(16.0, longest * DIGIT + 7), _WIDEST / duration))
     bottom = _TOP + schedule.ranks * _ROW

@@ -37,7 +37,7 @@ def show(timing: Timing) -> None:
     if not sys.stdout.isatty():
         print(text(timing, width))
         return
-    from rich.console import Console  # here, because a pipe need not wait for it
+    from rich.console import Console  # imported here, because it is slow and a pipe needs none
     from rich.text import Text
 
     count = _count(timing.schedule)

@@ -28,10 +28,10 @@ _OTHERS = {
     "gather": (COLOURS[3], "gather parameters"),
     "reduce": (COLOURS[7], "reduce gradients"),
 }
-_LARGEST = 1_000_000  # bytes of a document, about
-_MOST, _FEWER = 32, 16  # ranks shown; where the document would be too large with all of them
+_LARGEST = 1_000_000  # approximate upper bound on a document's bytes
+_MOST, _FEWER = 32, 16  # most ranks shown, and the number if the document would be too large
 _LEFT, _MARGIN, _TOP = 72, 16, 76  # pixels
-_NARROW, _WIDE, _PASS = 800, 1600, 22  # of the plot: at least, at most, and for each pass between
+_NARROW, _WIDE, _PASS = 800, 1600, 22  # pixels of the plot: at least, at most, and per pass in between
 _COLUMNS = {"busy": 48, "exposed": 112, "idle": 164, "peak in flight": 254}
 """Distances of a rank's figures from the right end of the plot."""
 _TO_THE_LEFT = "text-anchor='end'"
@@ -47,7 +47,7 @@ def svg(timeline: Timeline, begin: float | None = None, end: float | None = None
             f"nothing happens from {shown.begin:g} s to {shown.end if end is None else end:g} s: the step takes "
             f"{timeline.seconds:g} s; give a beginning before that, and an end after the beginning"
         )
-    # First fewer ranks, whose passes stay whole; then coarser in time.
+    # First fewer ranks, with whole passes; then a coarser scale of time.
     ways = chain([(_MOST, NARROWEST)], ((_FEWER, NARROWEST * 2**more) for more in count()))
     figures = [_Figures.of(timeline, rank) for rank in range(timeline.schedule.ranks)]
     return next(drawn for way in ways if (drawn := _Picture(timeline, figures, shown, *way).draw()))

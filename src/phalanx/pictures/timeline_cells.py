@@ -27,7 +27,7 @@ class Window:
             start, end = max(span.start, self.begin), min(span.end, self.end)
             if start == span.start and end == span.end and span.seconds > 0:
                 yield span
-            elif end - start > 1e-9 * (self.end - self.begin):  # not what only rounding has inside
+            elif end - start > 1e-9 * (self.end - self.begin):  # not a span that lies inside only by rounding
                 exposed = min(end - start, max(0.0, end - (span.end - span.exposed)))
                 yield span._replace(start=start, seconds=end - start, exposed=exposed)
 
@@ -81,7 +81,7 @@ def _column(column: Sequence[Span], window: Window, colour: Callable[[Span], Has
     if len(column) < 2:
         return
     x, seconds = window.x(column[0].start), max(span.end for span in column) - column[0].start
-    # Of messages to several ranks at once there is more than time.
+    # Simultaneous messages to several ranks add up to more than the time.
     whole = max(seconds, sum(span.seconds for span in column))
     width = max(NARROWEST, seconds * window.unit)
     by_colour: defaultdict[Hashable, list[Span]] = defaultdict(list)

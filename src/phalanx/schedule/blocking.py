@@ -46,7 +46,7 @@ def _stuck(schedule: Schedule) -> dict[int, tuple[int, str]]:
         rank = ready.pop()
         while True:
             if (other := target[rank]) >= 0:
-                # A receive of this rank's messages that is posted and open is of this one or of a later one.
+                # A posted receive of this rank's messages is for this message or a later one.
                 if source[other] != rank:
                     break
                 target[rank] = -1

@@ -15,7 +15,7 @@ from phalanx.schedule.timing import time, waits_for
 
 _MOST_PROBLEMS = 40  # problems that an error lists
 
-# What has been done of a stage for a micro-batch, as bits; before each kind there must be exactly what stands here.
+# Completed passes of a stage for a micro-batch as bits, and those that must precede each kind, exactly.
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
 _BEFORE = {"F": 0, "B": 1, "I": 1, "W": 1 | 4}
 _WHOLE, _HALVES = 1 | 2, 1 | 4 | 8

@@ -63,7 +63,7 @@ def run(
         len(schedule.placements),
         {pair: [seconds, 0.0] for pair, seconds in (p2p_seconds or {}).items() if seconds},
     )
-    # By direction and stage, the channel that takes a result on, and when it is free.
+    # Channels of results by direction and stage, each with its seconds per message and the time when it is free.
     onward, back = (
         [[channels.get((at, to)) for at, to in zip(ranks, others, strict=True)] for ranks, others in neighbours]
         for neighbours in (

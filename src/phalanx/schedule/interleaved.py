@@ -38,8 +38,8 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-    # A last group that is smaller is filled up with micro-batches that are left out in the end: what remains of an
-    # order without deadlock has none.
+    # A smaller last group is filled up with micro-batches that are dropped in the end: a part of an order without
+    # deadlock has none.
     groups = [range(first, first + ranks) for first in range(0, micro_batches, ranks)]
     stages = range(rank, ranks * chunks, ranks)
     forward = [Action("F", stage, micro) for group in groups for stage in stages for micro in group]

@@ -98,6 +98,6 @@ class Schedule:
             yield (Action("F", stage, micro, part),)
             if stage < self.stages - 1:
                 yield Action("B", stage + 1, micro, part), Action("I", stage + 1, micro, part)
-            # A part of a sequence is attended to by those after it: their gradients of its keys come first.
+            # Later slices attend to this one, so their gradients of its keys come first.
             if part < self.slices - 1:
                 yield Action("B", stage, micro, part + 1), Action("I", stage, micro, part + 1)

@@ -87,7 +87,7 @@ def document(name: str, rows: Sequence[TraceRow], arrows: Iterable[Arrow] = ()) 
     for number, arrow in enumerate(arrows):
         words = {"name": arrow.name, "cat": "arrow", "id": number, "pid": 0}
         events.append({**words, "ph": "s", "tid": arrow.row, "ts": _nanosecond(arrow.start)})
-        # bp "e": to the event that begins there, not to the next one.
+        # bp "e" binds the arrow to the event that begins there, not to the next one.
         events.append({**words, "ph": "f", "bp": "e", "tid": arrow.to_row, "ts": _nanosecond(arrow.to_start)})
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
 

@@ -66,7 +66,7 @@ def at(
         raise JobError(f"the time between checkpoints is {interval_s:g} s: it has to be more than 0 and finite")
     segment = interval_s + checkpoint_s
     running = math.exp(-rate * restart_s)
-    # u / (exp(u) - 1) written so that it does not overflow where almost no attempt succeeds.
+    # u / (exp(u) - 1) in a form that does not overflow if almost no attempt succeeds.
     u = rate * segment
     kept = u * math.exp(-u) / -math.expm1(-u) if u else 1.0
     return Goodput(
@@ -97,7 +97,7 @@ def best(
     if step_s == 0 and exact == 0:
         running = math.exp(-rate * restart_s)
         return Goodput(devices, checkpoint_s, restart_s, 1 / rate, 0.0, running, 0.0, 0.0, 1 - running)
-    # The fraction has one maximum, so that the best number of steps is next to it.
+    # The fraction has one maximum, so the best number of steps is next to it.
     below = max(1, math.floor(exact / step_s)) if step_s else 0
     choices = [step_s * below, step_s * (below + 1)] if step_s else [exact]
     found = [at(interval, devices, failures_per_device_day, checkpoint_s, restart_s) for interval in choices]

@@ -83,7 +83,7 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
             "I": time.backward_seconds - time.weights,
             "W": time.weights,
         }
-        # Communication lies in both passes as the rest of them does, none in the gradients of weights.
+        # Communication is spread over both passes in proportion; the gradients of weights have none.
         share = time.communication / (time.total - time.weights) if time.total > time.weights else 0.0
         for kind, seconds in passes.items():
             durations[kind][stage] = seconds * factor

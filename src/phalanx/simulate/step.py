@@ -47,7 +47,7 @@ def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> floa
         raise JobError(problems)
     disturbance = disturbance or Disturbance()
     m, pp, name = spec.batch.accumulation, spec.layout.pp, spec.layout.schedule
-    # A schedule of a file has its own number of micro-batches.
+    # A schedule from a file states its number of micro-batches.
     period = 0 if is_file(name) else catalogue.SCHEDULES[name].period(pp)
     settled = period * max(SETTLED_PERIODS, ceil(SETTLED_MICRO_BATCHES / pp))
     while 0 < 2 * settled < m:
@@ -107,7 +107,7 @@ class _Step:
         self.events: Events = run(schedule, durations, self.p2p_seconds, floors, blocks)
         self.reduced = [list(self._reduce(rank)) for rank in range(schedule.ranks)]
         self.ready = [self._ready(rank) for rank in range(schedule.ranks)]
-        # Clipping wants the norm of all gradients: no rank's optimizer begins before the last gradient is there.
+        # Clipping needs the norm of all gradients, so every optimizer waits for the last gradient.
         self.all_ready = max(self.ready)
         self.after = max(one.optimizer + one.late_gather for one in self.ranks)
 
@@ -157,7 +157,7 @@ class _Step:
             else:
                 part = 1 / max(2.0, costs.blocks[stage])
                 start = max(free, begins + (ends - begins) * part)
-                # The last block's gradients are there when the pass ends.
+                # The last block's gradients are complete when the pass ends.
                 free = max(start + seconds, ends + seconds * part)
                 start = free - seconds
             yield Span(start, seconds, "reduce", stage)
@@ -221,7 +221,7 @@ def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
             {
                 "busy_s": busy,
                 "communication_s": communication,
-                # What rounding leaves of nothing is nothing.
+                # Rounding may leave a negative rest.
                 "idle_s": max(0.0, timeline.seconds - busy - communication),
                 "peak_in_flight": timeline.schedule.peak_live_activations(rank) / timeline.schedule.slices,
             }

@@ -68,10 +68,10 @@ def _outside(spans: Sequence[Span], hiding: Sequence[Span]) -> float:
         return 0.0
     starts, seconds = _columns(spans)
     ends = np.maximum.accumulate(starts + seconds)
-    # What each span adds to those before it: from where they end.
+    # Each span starts where those before it end, so that overlaps count once.
     starts[1:] = np.maximum(starts[1:], ends[:-1])
     hides, during = _columns(hiding)
-    # Seconds of `hiding` before a moment: a line that goes up within each of them, and is level between.
+    # Seconds of `hiding` before a moment: a line that rises within each span, and is level in between.
     edges = np.column_stack([hides, hides + during]).ravel()
     hidden = np.cumsum(np.column_stack([np.zeros(len(hides)), during]).ravel())
     inside = np.interp(ends, edges, hidden) - np.interp(starts, edges, hidden) if len(hiding) else 0.0

@@ -132,7 +132,7 @@ def errors(values: Iterable[float | None]) -> Errors | None:
     if not signed:
         return None
     absolute = sorted(abs(value) for value in signed)
-    # Nearest rank: the least that ninety of a hundred do not exceed.
+    # Nearest-rank percentile: the smallest value that 90 % do not exceed.
     ninetieth = absolute[-(-9 * len(absolute) // 10) - 1]
     return Errors(len(signed), statistics.median(absolute), ninetieth, statistics.median(signed))
 

@@ -148,7 +148,7 @@ def _sharding(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str
     default = 3 if framework in SHARDED else 1 if framework in DISTRIBUTED else 0
     zero = int(stage[0]) if stage else default
     if model.moe.n_experts and layout.ep > 1:
-        zero = max(zero, 1)  # experts are dealt out over ranks that shard
+        zero = max(zero, 1)  # experts are distributed over ranks that shard
     if not model.moe.n_experts:
         layout = replace(layout, ep=1)
     elif layout.shard_ranks % layout.ep or model.moe.n_experts % layout.ep:
@@ -170,7 +170,7 @@ def _sharding(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str
 def _group(cells: Cells, cluster: Cluster, layout: Layout) -> int:
     """Returns the ranks that shard among themselves, if they are fewer than all (HSDP); 0 if all do."""
     if cluster.accelerator.name.startswith("tpu") and cluster.domain and layout.dp_shard * layout.tp > cluster.domain:
-        cells.assume("a replica a slice")
+        cells.assume("one replica per slice")
         return max(1, cluster.domain // layout.tp)
     if "fsdp group" in cells.description:
         # dgxc-benchmarking prints the groups by number of devices: 128, at 256 devices 256.
@@ -240,7 +240,7 @@ def _batch(cells: Cells, cluster: Cluster, layout: Layout) -> Batch | None:
         each = per_device * layout.tp or micro or 1
         sequences = each * dp
         micro = micro or each
-        cells.assume(f"global batch blank: {sequences}, {each} a data rank")
+        cells.assume(f"global batch blank: {sequences}, {each} per data rank")
     if sequences % dp:
         near = max(1, round(sequences / dp)) * dp
         cells.problem(f"global_batch_seqs: {sequences} sequences do not divide by {dp} data ranks; nearest: {near}")

@@ -73,7 +73,7 @@ _FRAMEWORKS: tuple[tuple[str, str], ...] = (
     ("2407\\.21783", "llama3"),
     ("megascale.*(baseline|megatron-lm|parallel transformer|sliding window|\\+tp overlap|\\+pp overlap)", "megatron"),
     ("megascale", "megascale"),
-    # Before NeMo: half of the submissions have its name in theirs.
+    # Before NeMo, because half of the submissions have NeMo in their name.
     ("mlperf.*(google|tpu)", "maxtext"),
     ("mlperf", "mlperf"),
     ("\\b25\\.[01][0-9] nemo|v25\\.|dgxc", "nemo-2025"),
@@ -151,8 +151,8 @@ def _sited(cells: Cells, machine: str) -> Cluster:
         return replace(CLUSTERS["dgx-v100"], accelerator=ACCELERATORS["v100-16gb"])
     cluster = CLUSTERS[site]
     if "vtrain" in cells.description:
-        # 800 Gb/s a node in all (its config/validation), for eight devices. What NVLink reaches there its own tables
-        # of NCCL say, from which the preset's figure is.
+        # 800 Gb/s per node (its config/validation), for eight devices. The preset's NVLink figure is from its own
+        # tables of NCCL.
         return replace(cluster, inter=replace(cluster.inter, gbs=12.5))
     return cluster
 
@@ -181,7 +181,7 @@ def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
         and cells.whole("n_gpus") <= 8
         and re.search("mlperf.*v5\\.1.*8b.*(fp4|2 candidate|not matched)", cells.description)
     ):
-        # Two recipes of one node: the submitters whose recipe is not the one with 8 bits took that with 4.
+        # There are two recipes for one node: submitters that do not use the 8-bit one use the 4-bit one.
         cells.assume("precision blank: fp4, the faster of the round's two recipes")
         return "fp4"
     if "mlperf" in cells.description and device.fp8_tflops and not device.name.startswith("tpu"):

@@ -138,7 +138,7 @@ def _solved(cells: Cells, shape: ModelConfig, pp: int, known: bool) -> ModelConf
         return None
     if not shape.n_layers:
         layers = (billions * 1e9 - shape.vocab_size * shape.d_model) / (12 * shape.d_model**2)
-        # Whole layers on every stage: what people who chose the layers to fit their pipelines had.
+        # Equal stages, as chosen by authors whose layers fit their pipelines.
         if layers > 1000:
             cells.problem(
                 f"hidden: {billions:g} B parameters {shape.d_model} wide are {layers:.0f} layers; give n_layers"
@@ -156,7 +156,7 @@ def _solved(cells: Cells, shape: ModelConfig, pp: int, known: bool) -> ModelConf
     elif not cells.text("n_heads") and not known:
         cells.assume(f"n_heads blank: {shape.n_heads}")
     if shape.d_model % shape.n_heads and not shape.head_dim and not shape.mla.kv_rank:
-        # Vanishingly rare, and then published tables round: the size of a head that is nearest.
+        # This is rare and comes from rounded tables: the nearest smaller head size is taken.
         cells.assume(f"hidden {shape.d_model} / n_heads {shape.n_heads} is not an integer: heads of its floor")
     if shape.n_kv_heads and shape.n_heads % shape.n_kv_heads:
         cells.problem(f"n_kv_heads: n_heads {shape.n_heads} / n_kv_heads {shape.n_kv_heads} is not an integer")

@@ -74,12 +74,12 @@ _MPT = {"bias": False, "vocab": 50368}
 _QWEN2 = {"qkv_bias": True}
 _SMALL = {"head_dim": 128, "tied": True}
 
-# Keys are names in small letters and digits, with p for a point: see `plain`.
+# Keys are lower-case letters and digits, with p for a point: see `plain`.
 SHAPES: dict[str, ModelConfig] = {
     **{
         re.sub(r"[^a-z0-9]", "", name.replace(".", "p")): shape
         for name, shape in PRESETS.items()
-        if shape.vocab_size  # without one it is no published model but a small one to test with
+        if shape.vocab_size  # models without a vocabulary are small ones for tests
     },
     # Brown et al. 2020, table 2.1; the sizes between are NeMo's examples.
     **_sizes(

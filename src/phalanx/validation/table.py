@@ -90,7 +90,7 @@ def write(file: BinaryIO, target: TextIO, predict: Predict, progress: Progress =
     size = file.seek(0, os.SEEK_END) if file.seekable() else 0
     if size:
         file.seek(0)
-    # Bytes that are no UTF-8 are carried through as they are.
+    # Bytes that are not UTF-8 are copied unchanged.
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     csv.field_size_limit(_LONGEST_CELL)
     began = time.monotonic()

@@ -100,7 +100,7 @@ def _without(best: Layout) -> Iterator[Family]:
     """Yields the best layout's meshes without one of its axes, and itself with another schedule or recomputation."""
     for axis, name in AXES.items():
         if getattr(best, axis) > 1:
-            # What else is used stays open; what is not, too: the other axes may take over.
+            # All other axes stay open, used or not, so that they may take over.
             yield Family(f"{WITHOUT}{name} parallelism", _one(axis), _common(best), Layout(dp_shard=best.world))
     same = replace(best, micro_batch=0, accumulation=0, pp_cut="")
     if best.pp > 1 and best.schedule != Layout.schedule:

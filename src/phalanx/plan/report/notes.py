@@ -87,7 +87,7 @@ def _inner(first: Candidate, axis: str) -> str:
     if spec.cluster.joined >= layout.world or not spec.cluster.inter.gbs:
         return f"{text}."
     inside = _inside(spec.cluster, ranks)
-    # Every device a node of its own: all links are the network's. Or all of them one node.
+    # With one device per node all links are the network's; with one node for all, none is.
     other = predict(replace(spec, cluster=replace(spec.cluster, domain=1 if inside else layout.world)))
     elsewhere = other.parts.exposed.get(axis, 0.0)
     if abs(elsewhere - spent) > MENTIONED * first.prediction.step_time_s:

@@ -77,4 +77,4 @@ def _drawn(search: Search, number: int) -> Iterator[StepSpec]:
         try:
             yield search.request.spec(space.layout(rows, int(draw.integers(len(rows)))))
         except (JobError, ValueError):
-            continue  # the schedule does not go with the layers
+            continue  # the schedule does not match the layers

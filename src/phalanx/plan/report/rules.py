@@ -73,7 +73,7 @@ def _with_larger_batches(request: PlanRequest, layout: Layout) -> Layout:
         if not _fits(request, larger):
             break
         layout = larger
-    # Of one micro-batch there is nothing to accumulate.
+    # A single micro-batch needs no accumulation.
     return replace(layout, accumulate="local") if layout.micro_batch == share else layout
 
 
@@ -94,7 +94,7 @@ def _one_node(request: PlanRequest, world: int) -> tuple[str, Layout]:
     sharded = [(f"ZeRO-{zero}", _with_experts(request, Layout(dp_shard=world, zero=zero))) for zero in (1, 2, 3)]
     pipelines = [(_name(layout), layout) for layout in _combinations(request, world, most_tp=1) if layout.pp > 1]
     tensor = [(_name(layout), layout) for layout in _combinations(request, world)]
-    # Between slow links a stage's hidden states are the least there is to send.
+    # On slow links pipelines come first: a stage's hidden states are the least traffic.
     tried = [*sharded, *tensor, *pipelines] if fast else [*pipelines, *sharded, *tensor]
     return _first(request, f"{where}, a whole copy does not fit on a device", tried)
 
