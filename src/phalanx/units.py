@@ -15,9 +15,9 @@ def gib(count: float) -> str:
     return f"{count:.1f}GiB"
 
 
-def counted(count: float, what: str) -> str:
+def counted(count: float, noun: str) -> str:
     """Formats a number with its noun: "1 call", "0.5 calls", "12 buckets"."""
-    return f"{count:.4g} {what}" if count == 1 else f"{count:.4g} {what}s"
+    return f"{count:.4g} {noun}" if count == 1 else f"{count:.4g} {noun}s"
 
 
 def seconds(value: float) -> str:

@@ -82,8 +82,8 @@ def _strip(layout: Layout, tokens: int) -> Iterator[str]:
             y, height = _TOP + run.start * scale, len(run) * scale
             yield _box(_MARGIN, y, 22, height, _colour(rank))
             if height >= 11:
-                shown = f"{run.start:,}" if len(run) == 1 else f"{run.start:,}–{run.stop - 1:,}"
-                yield _text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {shown}", "font-size='11'")
+                tokens_held = f"{run.start:,}" if len(run) == 1 else f"{run.start:,}–{run.stop - 1:,}"
+                yield _text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {tokens_held}", "font-size='11'")
 
 
 def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
@@ -146,10 +146,10 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
     kinds = {"zig-zag": ring_positions, "contiguous": contiguous} if layout.ring > 1 else {"": ring_positions}
     counts = {
         name: [
-            heads * pairs(held(layout, tokens, cp_coordinates(layout, rank)[0]), model.window)
+            heads * pairs(positions(layout, tokens, cp_coordinates(layout, rank)[0]), model.window)
             for rank in range(layout.cp)
         ]
-        for name, held in kinds.items()
+        for name, positions in kinds.items()
     }
     widest = max(count for each in counts.values() for count in each)
     parts, y = [_title(_BARS, "Query × key pairs per rank, over all its heads")], _TOP

@@ -47,11 +47,11 @@ _EXPLAINED = {
 def html(plan: Plan, timeline_svg: str | None = None) -> str:
     """Returns the page. `timeline_svg` is the picture of the best layout's step (phalanx.simulate), an SVG document."""
     title = f"Plan: {headline(plan)}"
-    shown = plan.best[:_DRAWN] or ([plan.nearest] if plan.nearest else [])
+    layouts = plan.best[:_DRAWN] or ([plan.nearest] if plan.nearest else [])
     sections = [
         *(_chosen(plan.best[0]) if plan.best else _nothing(plan)),
         *(_section("best", "The best layouts", _table(plan.best)) if plan.best else []),
-        *(_section("parts", "Where time and memory go", _parts(shown)) if shown else []),
+        *(_section("parts", "Where time and memory go", _parts(layouts)) if layouts else []),
         *(_section("why", "Why" if plan.best else "More devices", _list(plan.notes)) if plan.notes else []),
         *(_section("instead", "Alternatives", _alternatives(plan)) if plan.alternatives else []),
         *(
@@ -59,7 +59,7 @@ def html(plan: Plan, timeline_svg: str | None = None) -> str:
             if timeline_svg
             else []
         ),
-        *(_section("space", "The space", _figure(space_picture(plan), "map")) if shown or plan.points else []),
+        *(_section("space", "The space", _figure(space_picture(plan), "map")) if layouts or plan.points else []),
         *(_section("rejected", "Rejected", _rejected(plan)) if plan.rejected else []),
     ]
     return "\n".join(
@@ -130,7 +130,7 @@ def _chosen(first: Candidate) -> Iterator[str]:
     yield f"<p class='layout'><code>{_breakable(first.layout.line())}</code></p>"
     yield f"<p class='soft'>{escape(first.spec.batch.equation())}</p>"
     yield "<div class='figures'>"
-    yield from (f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in figures.items())
+    yield from (f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in figures.items())
     yield "</div>"
     yield "<div class='pair'>"
     yield f"<div><span class='soft'>in the job file</span><pre>{escape(job_section(first.layout))}</pre></div>"
@@ -179,10 +179,10 @@ def _table(best: Sequence[Candidate]) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
-def _parts(shown: Sequence[Candidate]) -> Iterator[str]:
+def _parts(layouts: Sequence[Candidate]) -> Iterator[str]:
     yield "<div class='pair'>"
-    yield from _figure(time_picture(shown), "bars")
-    yield from _figure(memory_picture(shown), "bars")
+    yield from _figure(time_picture(layouts), "bars")
+    yield from _figure(memory_picture(layouts), "bars")
     yield "</div>"
 
 

@@ -30,23 +30,23 @@ class _LayoutRow(NamedTuple):
     """Position of a mark; 0: none."""
 
 
-def time_picture(shown: Sequence[Candidate]) -> str:
+def time_picture(layouts: Sequence[Candidate]) -> str:
     """Draws the parts of a step's time, one bar per layout, with a mark at the simulated time, as an SVG document."""
     rows = [
         _LayoutRow(_label(rank, each), each.prediction.parts.items(), seconds(each.seconds), each.seconds)
-        for rank, each in enumerate(shown, 1)
+        for rank, each in enumerate(layouts, 1)
     ]
     foot = "The parts are predicted; the upright mark is the simulated time."
     return _stacked("Time of a step by part, in seconds", rows, 1.0, time_fill, seconds, 0.0, foot)
 
 
-def memory_picture(shown: Sequence[Candidate]) -> str:
+def memory_picture(layouts: Sequence[Candidate]) -> str:
     """Draws the memory of the fullest rank by part, one bar per layout, and the device's memory, as an SVG document."""
     rows = [
         _LayoutRow(_label(rank, each), [*each.prediction.fullest.parts()], gib(each.prediction.fullest.peak))
-        for rank, each in enumerate(shown, 1)
+        for rank, each in enumerate(layouts, 1)
     ]
-    limit = shown[0].prediction.memory_limit
+    limit = layouts[0].prediction.memory_limit
     foot = f"Peak of the fullest rank; the dashed line is the memory of a device, {gib(limit)}."
     return _stacked("Memory of a device by part, in GiB", rows, 2.0**30, memory_fill, gib, limit, foot)
 

@@ -27,8 +27,8 @@ def choose(
     `worlds` are the numbers of devices that may be used (empty: all of the cluster's). Raises JobError if the devices
     are unknown or no legal layout has the fixed fields, and DoesNotFitError if no legal layout fits.
     """
-    kept = {name: getattr(job.layout, name) for name in fixed}
-    request = replace(plan_request(job, vocab, kept), worlds=worlds)
+    fixed_values = {name: getattr(job.layout, name) for name in fixed}
+    request = replace(plan_request(job, vocab, fixed_values), worlds=worlds)
     plan = search(request, progress)
     if plan.best:
         return plan

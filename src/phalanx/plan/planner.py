@@ -71,13 +71,15 @@ def _search_of(found: Sequence[tuple[Search, Found]], best: Sequence[Candidate])
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Returns the best layout of each mesh, at most `LISTED`."""
-    shown: dict[tuple[int, ...], Candidate] = {}
+    by_mesh: dict[tuple[int, ...], Candidate] = {}
     for candidate in candidates:
-        shown.setdefault(degrees(candidate.layout), candidate)
-    return list(shown.values())[:LISTED]
+        by_mesh.setdefault(degrees(candidate.layout), candidate)
+    return list(by_mesh.values())[:LISTED]
 
 
 def nearest(searches: Iterable[Search], weighed: Iterable[Alternative]) -> Candidate:
     """Returns, if nothing fits, the layout that needs the least memory."""
-    found = [one for one in (*(one.leanest for one in searches), *(each.candidate for each in weighed)) if one]
-    return min(found, key=lambda one: (one.prediction.fullest.needed, complexity(one.layout)))
+    found = [*(each.leanest for each in searches), *(each.candidate for each in weighed)]
+    return min(
+        filter(None, found), key=lambda candidate: (candidate.prediction.fullest.needed, complexity(candidate.layout))
+    )

@@ -67,8 +67,8 @@ def deadlock(stuck: Mapping[int, tuple[int, str]]) -> list[str]:
 def _number_problems(schedule: Schedule) -> list[str]:
     """Returns the problems of the numbers and the placements."""
     found = [
-        f"{what} must be at least 1, is {number}"
-        for what, number in (
+        f"{name} must be at least 1, is {number}"
+        for name, number in (
             ("micro_batches", schedule.micro_batches),
             ("slices", schedule.slices),
             ("steps", schedule.steps),

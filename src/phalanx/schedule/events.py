@@ -74,9 +74,9 @@ def run(
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()
-        program, clock, begun, seconds = schedule.programs[rank], clocks[rank], starts[rank], durations[rank]
+        program, clock, started, seconds = schedule.programs[rank], clocks[rank], starts[rank], durations[rank]
         floor = floors[rank] if floors else None
-        for number in range(len(begun), len(program)):
+        for number in range(len(started), len(program)):
             kind, stage, micro, part = program[number]
             place = (stage * micros + micro) * slices + part
             begins, missing = clock, -1
@@ -100,7 +100,7 @@ def run(
             if begins == NOT_YET:
                 waiting[missing] = rank
                 break
-            begun.append(begins)
+            started.append(begins)
             clock = begins + seconds[kind][stage]
             if kind == "W":
                 continue

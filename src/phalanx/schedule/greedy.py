@@ -17,18 +17,18 @@ def with_weight_passes(orders: Sequence[Sequence[Action]], stages: int, most: in
     programs = [list[Action]() for _ in orders]
     ahead = [deque(order) for order in orders]
     late = [deque[Action]() for _ in orders]
-    held = [0] * len(orders)
+    live = [0] * len(orders)
     done = {kind: [0] * stages for kind in ("F", "I")}
     while any(ahead) or any(late):
         now = list[Action]()
         for rank, program in enumerate(programs):
-            if ahead[rank] and held[rank] + _HOLDS[ahead[rank][0].kind] <= most and _input_ready(ahead[rank][0], done):
+            if ahead[rank] and live[rank] + _HOLDS[ahead[rank][0].kind] <= most and _input_ready(ahead[rank][0], done):
                 action = ahead[rank].popleft()
             elif late[rank]:
                 action = late[rank].popleft()
             else:
                 continue
-            held[rank] += _HOLDS[action.kind]
+            live[rank] += _HOLDS[action.kind]
             if action.kind == "I":
                 late[rank].append(Action("W", action.stage, action.micro))
             program.append(action)

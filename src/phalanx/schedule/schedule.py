@@ -74,15 +74,15 @@ class Schedule:
     def peak_live_activations(self, rank: int, weights: Sequence[float] | None = None) -> float:
         """Returns the peak live activations of a rank, each activation of stage s weighted by weights[s] (default 1),
         from its F to the end of its B, or of its W if the backward pass is split."""
-        kept = most = 0.0
+        live = peak = 0.0
         for kind, stage, _, _ in self.programs[rank]:
             weight = 1 if weights is None else weights[stage]
             if kind == "F":
-                kept += weight
-                most = max(most, kept)
+                live += weight
+                peak = max(peak, live)
             elif kind != "I":
-                kept -= weight
-        return most
+                live -= weight
+        return peak
 
     def needs(self, action: Action) -> Iterator[tuple[Action, ...]]:
         """Yields the actions that must precede an action, on any rank: of each group, any one."""

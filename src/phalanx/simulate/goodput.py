@@ -68,16 +68,16 @@ def at(
     running = math.exp(-rate * restart_s)
     # u / (exp(u) - 1) in a form that does not overflow if almost no attempt succeeds.
     u = rate * segment
-    kept = u * math.exp(-u) / -math.expm1(-u) if u else 1.0
+    kept_share = u * math.exp(-u) / -math.expm1(-u) if u else 1.0
     return Goodput(
         devices,
         checkpoint_s,
         restart_s,
         mtbf_s=1 / rate if rate else math.inf,
         interval_s=interval_s,
-        fraction=running * kept * interval_s / segment,
-        saving=running * kept * checkpoint_s / segment,
-        rework=running * (1 - kept),
+        fraction=running * kept_share * interval_s / segment,
+        saving=running * kept_share * checkpoint_s / segment,
+        rework=running * (1 - kept_share),
         restarting=1 - running,
     )
 

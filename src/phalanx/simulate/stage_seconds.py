@@ -23,6 +23,7 @@ from phalanx.schedule.schedule import Schedule
 from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.timeline import Span
 
+
 @dataclass(frozen=True)
 class RankSeconds:
     """The times of one pipeline rank. Lists by stage have an entry per stage of the pipeline, 0 for other ranks'."""
@@ -69,13 +70,13 @@ class RankSeconds:
 def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Disturbance) -> RankSeconds:
     """Returns the times of a pipeline rank."""
     stages = stages_of_case(spec, schedule.stages)
-    held = schedule.stages_on(rank)
-    contents = {stage: content_of(spec, stages, [stage]) for stage in held}
+    local_stages = schedule.stages_on(rank)
+    contents = {stage: content_of(spec, stages, [stage]) for stage in local_stages}
     factor = disturbance.device(rank) / schedule.slices
     empty = [0.0] * schedule.stages
     durations = {kind: list(empty) for kind in "FBIW"}
     exposed = {kind: list(empty) for kind in "FBIW"}
-    for stage in held:
+    for stage in local_stages:
         time = _disturbed(stage_time(spec, contents[stage]), disturbance)
         passes = {
             "F": time.forward_seconds,
@@ -89,20 +90,20 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
             durations[kind][stage] = seconds * factor
             exposed[kind][stage] = share * (seconds - (time.weights if kind == "B" else 0)) / schedule.slices
         exposed["W"][stage] = 0.0
-    state = {stage: _state(spec, contents[stage], disturbance) for stage in held}
+    state = {stage: _state(spec, contents[stage], disturbance) for stage in local_stages}
     zero3, overlaps = zero_three(spec.layout), spec.framework.dp_overlaps
     whole = ParameterCounts(
-        *map(sum, zip(*((h.dense, h.experts) for h in (held_by(spec, contents[s]) for s in held)), strict=True))
+        *map(sum, zip(*((h.dense, h.experts) for h in (held_by(spec, contents[s]) for s in local_stages)), strict=True))
     )
-    messages = bucket_messages(sum(contents[stage].blocks for stage in held))
+    messages = bucket_messages(sum(contents[stage].blocks for stage in local_stages))
     after = not overlaps and not zero3
     return RankSeconds(
         durations={kind: tuple(seconds) for kind, seconds in durations.items()},
         exposed={kind: tuple(seconds) for kind, seconds in exposed.items()},
         gather={} if after else {stage: seconds.gather for stage, seconds in state.items()},
         reduce={stage: seconds.reduce for stage, seconds in state.items()},
-        blocks={stage: 1.0 if zero3 else contents[stage].blocks for stage in held},
-        duplicated_stages=twins_seconds(spec, whole) if _has_duplicated_stages(schedule, held) else 0.0,
+        blocks={stage: 1.0 if zero3 else contents[stage].blocks for stage in local_stages},
+        duplicated_stages=twins_seconds(spec, whole) if _has_duplicated_stages(schedule, local_stages) else 0.0,
         optimizer=optimizer_seconds(spec, whole) * disturbance.device(rank),
         late_gather=sum(seconds.gather for seconds in state.values()) if after else 0.0,
         interference_factor=0.0 if zero3 else interference(spec, whole, messages),
@@ -110,9 +111,9 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
     )
 
 
-def _has_duplicated_stages(schedule: Schedule, held: list[int]) -> bool:
+def _has_duplicated_stages(schedule: Schedule, local_stages: list[int]) -> bool:
     """Returns whether other ranks have copies of these stages."""
-    return any(len({placement[stage] for placement in schedule.placements}) > 1 for stage in held)
+    return any(len({placement[stage] for placement in schedule.placements}) > 1 for stage in local_stages)
 
 
 @lru_cache(20_000)
@@ -136,10 +137,10 @@ def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:
 def _state(spec: StepSpec, content: Content, disturbance: Disturbance) -> StateSeconds:
     """Returns the seconds of a stage's state collectives, once per step; with zero=3 those of its non-block parameters,
     because the others are in the passes."""
-    held, factor = held_by(spec, content), disturbance.axis("dp")
+    parameters, factor = held_by(spec, content), disturbance.axis("dp")
     if zero_three(spec.layout):
-        found = state_seconds(spec, held, max(1, content.blocks))
+        found = state_seconds(spec, parameters, max(1, content.blocks))
         once = (found.gather + found.reduce) / max(1, content.blocks)
         return StateSeconds(once * factor, once * factor)
-    found = state_seconds(spec, held, max(1, round(content.blocks / BLOCKS_PER_BUCKET)))
+    found = state_seconds(spec, parameters, bucket_messages(content.blocks))
     return StateSeconds(found.gather * factor, found.reduce * factor)

@@ -58,16 +58,16 @@ def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> floa
     return _Step(spec, _schedule(spec, m), disturbance).seconds()
 
 
-def _extrapolated(spec: StepSpec, disturbance: Disturbance, period: int, few: int) -> tuple[float, float]:
-    """Returns a lower and an upper estimate of a step from `few` micro-batches and a `period` fewer: every rank
+def _extrapolated(spec: StepSpec, disturbance: Disturbance, period: int, micro_batches: int) -> tuple[float, float]:
+    """Returns a lower and an upper estimate of a step from `micro_batches` of them and a `period` fewer: every rank
     continues at its rate, or at the rate of its own work. They differ while the first micro-batches in flight hide that
     a rank is slower than the one that sets the pace."""
-    fewer, some = (_Step(spec, _schedule(spec, n), disturbance) for n in (few - period, few))
-    more, least, most = (spec.batch.accumulation - few) / period, 0.0, 0.0
-    for rank, (early, late) in enumerate(zip(fewer.ready, some.ready, strict=True)):
-        grows, works = late - early, some.work(rank) - fewer.work(rank)
-        least, most = max(least, late + more * grows), max(most, late + more * max(grows, works))
-    return (least + some.after) / some.schedule.steps, (most + some.after) / some.schedule.steps
+    shorter, longer = (_Step(spec, _schedule(spec, n), disturbance) for n in (micro_batches - period, micro_batches))
+    more, least, most = (spec.batch.accumulation - micro_batches) / period, 0.0, 0.0
+    for rank, (early, late) in enumerate(zip(shorter.ready, longer.ready, strict=True)):
+        growth, work_growth = late - early, longer.work(rank) - shorter.work(rank)
+        least, most = max(least, late + more * growth), max(most, late + more * max(growth, work_growth))
+    return (least + longer.after) / longer.schedule.steps, (most + longer.after) / longer.schedule.steps
 
 
 def refusals(spec: StepSpec) -> Iterator[str]:

@@ -169,7 +169,7 @@ def ranking(found: Iterable[GradedRow]) -> Ranking | None:
         pairs = len(layouts) * (len(layouts) - 1) // 2
         if tau is not None:
             taus.append((tau, pairs))
-        regrets.append(min(layouts, key=lambda one: one[1])[0] / min(measured) - 1)
+        regrets.append(min(layouts, key=lambda layout: layout[1])[0] / min(measured) - 1)
         rows += len(layouts)
     if not regrets or not taus:
         return None
@@ -201,12 +201,12 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 def verdicts(found: Iterable[GradedRow]) -> Verdicts:
     """Returns the verdicts on rows that ran out of memory, and on those whose time or memory was measured."""
-    said, missed, ran, refused = 0, list[str](), 0, list[str]()
+    oom_predicted, missed, ran_predicted, refused = 0, list[str](), 0, list[str]()
     for outcome in found:
         if outcome.oom:
-            said += not outcome.fits
+            oom_predicted += not outcome.fits
             missed += [outcome.row_id] * outcome.fits
         elif outcome.measured_s is not None or outcome.measured_bytes is not None:
-            ran += outcome.fits
+            ran_predicted += outcome.fits
             refused += [outcome.row_id] * (not outcome.fits)
-    return Verdicts(said, tuple(missed), ran, tuple(refused))
+    return Verdicts(oom_predicted, tuple(missed), ran_predicted, tuple(refused))

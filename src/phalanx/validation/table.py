@@ -63,7 +63,7 @@ class Summary:
         return "\n".join(lines)
 
 
-def silent(what: str, done: int, total: int) -> None:
+def silent(activity: str, done: int, total: int) -> None:
     """Shows no progress."""
 
 
@@ -79,8 +79,8 @@ def run(
     not exist."""
     if as_json and not out:
         raise JobError("--json prints one document and nothing else: name a file for the table, such as --out OUT.csv")
-    with _opened(source) as file, progress() as shown, _written(out) as target:
-        summary = write(file, target, whole.predict, shown)
+    with _opened(source) as file, progress() as callback, _written(out) as target:
+        summary = write(file, target, whole.predict, callback)
     print(json.dumps(summary.as_dict(), indent=1) if as_json else summary, file=sys.stdout if as_json else sys.stderr)
     return 0
 
@@ -97,20 +97,20 @@ def write(file: BinaryIO, target: TextIO, predict: Predict, progress: Progress =
     rows = _rows(text)
     header = next(rows, [])
     names = [name.strip().lower() for name in header]
-    kept = [place for place, name in enumerate(names) if name not in ADDED]
+    copied = [place for place, name in enumerate(names) if name not in ADDED]
     if not set(names) & set(COLUMNS):
         raise JobError(f"the table's first line names no column that is known (known: {', '.join(COLUMNS)})")
     summary = Summary(missing=tuple(name for name in COLUMNS if name not in names))
     writer = csv.writer(target, lineterminator="\n")
-    writer.writerow([*(header[place] for place in kept), *ADDED])
-    shown = -1
+    writer.writerow([*(header[place] for place in copied), *ADDED])
+    reported = -1
     for cells in rows:
         row = dict(zip(names, [*cells, *[""] * (len(names) - len(cells))], strict=False))
         added = _predicted(row, len(cells) - len(names), predict, summary)
         padded = [*cells, *[""] * (len(names) - len(cells))]
-        writer.writerow([*(padded[place] for place in kept), *added])
-        if size and (percent := 100 * file.tell() // size) > shown:
-            shown = percent
+        writer.writerow([*(padded[place] for place in copied), *added])
+        if size and (percent := 100 * file.tell() // size) > reported:
+            reported = percent
             progress("predicting", percent, 100)
     summary.seconds = time.monotonic() - began
     text.detach()

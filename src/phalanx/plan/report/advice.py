@@ -33,7 +33,7 @@ def advice(spec: StepSpec) -> list[Advice]:
     """Returns single changes that make the layout fit, fastest first. If there is none, combines several: each time the
     one that needs the least memory, until it fits or nothing helps. World size and global batch stay the same."""
     found = list(_tried(spec))
-    fitting = sorted((one for one, _ in found if one.fits), key=lambda one: one.step_time_s)
+    fitting = sorted((change for change, _ in found if change.fits), key=lambda change: change.step_time_s)
     if fitting or not found:
         return fitting
     changes: list[str] = []
@@ -46,7 +46,7 @@ def advice(spec: StepSpec) -> list[Advice]:
         found = [(replace(best, change=" ".join(changes)), after)]
         if best.fits:
             break
-    return [one for one, _ in found[:1]]
+    return [change for change, _ in found[:1]]
 
 
 def _tried(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:

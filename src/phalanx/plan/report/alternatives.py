@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,25 +29,25 @@ RULE, HEADROOM = "rule of thumb", "with headroom for"
 
 def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[Alternative, ...]:
     """Returns the rule of thumb first, then the alternatives that fit, fastest first, then the others. A kind that
-    contains the best layout is omitted, and so is one whose layout was listed already. `found` is what the search has
-    seen."""
+    contains the best layout is omitted, and so is one whose layout was listed before. `found` is the search's result.
+    """
     first = _rule(search, best)
-    listed = {_key(one.layout) for one in (best, first.candidate) if one}
-    shown, weighed = list[Alternative](), [first.candidate] if first.candidate else []
+    listed = {_key(candidate.layout) for candidate in (best, first.candidate) if candidate}
+    others, weighed = list[Alternative](), [first.candidate] if first.candidate else []
     for family in families(search.space, search.request.cluster, best.layout if best else None):
         if best and family.has(best.layout):
             continue
-        one = _fastest_of(search, family, weighed, best)
-        if one.candidate:
-            weighed.append(one.candidate)
+        alternative = _fastest_of(search, family, weighed, best)
+        if alternative.candidate:
+            weighed.append(alternative.candidate)
             # An ablation is listed for each axis, even if its layout was listed before.
-            if _key(one.candidate.layout) in listed and not family.name.startswith(WITHOUT):
+            if _key(alternative.candidate.layout) in listed and not family.name.startswith(WITHOUT):
                 continue
-            listed.add(_key(one.candidate.layout))
-        shown.append(one)
+            listed.add(_key(alternative.candidate.layout))
+        others.append(alternative)
     if best and best.prediction.fits and not has_headroom(best):
-        shown.append(_headroom_alternative(search, found, best))
-    return (first, *sorted(shown, key=_order))
+        others.append(_headroom_alternative(search, found, best))
+    return (first, *sorted(others, key=_order))
 
 
 def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
@@ -69,13 +70,13 @@ def _headroom_alternative(search: Search, found: Found, best: Candidate) -> Alte
     more = best.prediction.memory_spread[1]
     room = search.with_room(more)
     # The search has seen all that are nearly as fast as the best.
-    seen = [spec for spec, seconds in sorted(found.predicted, key=lambda one: one[1]) if seconds <= found.cutoff]
+    seen = [spec for spec, seconds in sorted(found.predicted, key=itemgetter(1)) if seconds <= found.cutoff]
     near = next((spec for spec in seen if needed_bytes(spec, room.limit) <= room.limit), None)
-    one = (
+    candidate = (
         Candidate(near, predict(near), found.simulated(near)) if near else room.one(np.ones(len(room.pair_bytes), bool))
     )
-    why = _why(one, best) if one else "no layout of the search space has it"
-    return Alternative(f"{HEADROOM} {more - 1:.0%} more memory", one, why)
+    why = _why(candidate, best) if candidate else "no layout of the search space has it"
+    return Alternative(f"{HEADROOM} {more - 1:.0%} more memory", candidate, why)
 
 
 def _rule(search: Search, best: Candidate | None) -> Alternative:
@@ -97,12 +98,12 @@ def _fastest_of(search: Search, family: Family, weighed: Sequence[Candidate], be
     """Returns the fastest layout of a family, from a search or among those weighed before; if none fits, the one that
     needs the least memory."""
     pairs, keep = masks(search, family)
-    known = [one for one in weighed if one.prediction.fits and family.has(one.layout)]
-    fastest = [one for one in (*known, search.one(pairs, keep)) if one]
-    one = min(fastest, key=lambda one: one.seconds) if fastest else search.least(pairs, keep)
-    if one is None:
+    known = [candidate for candidate in weighed if candidate.prediction.fits and family.has(candidate.layout)]
+    fastest = [candidate for candidate in (*known, search.one(pairs, keep)) if candidate]
+    candidate = min(fastest, key=lambda candidate: candidate.seconds) if fastest else search.least(pairs, keep)
+    if candidate is None:
         return Alternative(family.name, None, _not_legal(search, family))
-    return Alternative(family.name, one, _why(one, best))
+    return Alternative(family.name, candidate, _why(candidate, best))
 
 
 def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
@@ -111,13 +112,13 @@ def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
     columns = SimpleNamespace(
         **{name: space.column(name) for name in MeshDegrees._fields}, micro_batch=space.micro_batch.astype(np.int64)
     )
-    kept = np.array(
+    belongs = np.array(
         [
             [[family.options(scheduled, state, mode) for mode in RECOMPUTE] for state in STATES]
             for scheduled in space.schedules
         ]
     )
-    return family.meshes(columns), lambda rows: kept[rows.scheduled, rows.state, rows.recompute]
+    return family.meshes(columns), lambda rows: belongs[rows.scheduled, rows.state, rows.recompute]
 
 
 def _why(candidate: Candidate, best: Candidate | None) -> str:

@@ -175,11 +175,11 @@ def _memory(first: Candidate) -> str:
     text = f"Peak memory is {gib(prediction.fullest.peak)} of {gib(prediction.memory_limit)} ({share:.0%})"
     if layout.recompute == "none" and not layout.recompute_cut:
         return f"{text} with nothing recomputed."
-    kept = predict(replace(first.spec, layout=replace(layout, recompute="none", recompute_cut="")))
-    if kept.fits:
+    stored = predict(replace(first.spec, layout=replace(layout, recompute="none", recompute_cut="")))
+    if stored.fits:
         return f"{text}."
     how = f"{layout.recompute} recomputation" if not layout.recompute_cut else "recomputation in some layers"
-    return f"{text} with {how}; without recomputation it would be {gib(kept.fullest.needed)}."
+    return f"{text} with {how}; without recomputation it would be {gib(stored.fullest.needed)}."
 
 
 def _headroom(first: Candidate, found: Sequence[Alternative]) -> str:
@@ -201,9 +201,9 @@ def _next(best: Sequence[Candidate]) -> str:
     first, *others = best
     if not others:
         return "No other mesh comes within 1% of it."
-    near = [one for one in others if one.seconds <= first.seconds * (1 + EQUAL)]
+    near = [candidate for candidate in others if candidate.seconds <= first.seconds * (1 + EQUAL)]
     low, high = first.prediction.spread
-    second = min(others, key=lambda one: one.seconds)
+    second = min(others, key=lambda candidate: candidate.seconds)
     line = replace(second.layout, micro_batch=0, accumulation=0, pp_cut="").line().replace(",", " ")
     behind = second.seconds / first.seconds - 1
     beside = "as fast" if abs(behind) < 5e-4 else f"{abs(behind):.1%} {'slower' if behind > 0 else 'faster'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import ceil
+from operator import itemgetter
 
 import numpy as np
 
@@ -31,15 +32,15 @@ def points(found: Sequence[tuple[Search, Found]], sample: int) -> tuple[SpacePoi
     and random ones for the rest."""
     share = ceil(sample / len(found))
     specs = dict[Layout, StepSpec]()
-    for search, what in found:
-        fitting = sorted(what.predicted, key=lambda one: one[1])
-        chosen = [*_spread(fitting, share // 3), *_spread(what.too_large, share // 3)]
+    for search, results in found:
+        fitting = sorted(results.predicted, key=itemgetter(1))
+        chosen = [*_spread(fitting, share // 3), *_spread(results.too_large, share // 3)]
         specs |= {spec.layout: spec for spec, _ in chosen}
         specs |= {spec.layout: spec for spec in _drawn(search, share - len(chosen))}
     drawn = [(family(spec.layout), spec) for spec in specs.values()]
     names = [name for name, _ in Counter(name for name, _ in drawn).most_common()]
-    shown = names if len(names) <= MOST_FAMILIES else names[: MOST_FAMILIES - 1]
-    return tuple(_point(name if name in shown else OTHERS, spec) for name, spec in drawn)
+    listed = names if len(names) <= MOST_FAMILIES else names[: MOST_FAMILIES - 1]
+    return tuple(_point(name if name in listed else OTHERS, spec) for name, spec in drawn)
 
 
 def family(layout: Layout) -> str:

@@ -44,8 +44,8 @@ def node_of(request: PlanRequest) -> int:
 def fitted(request: PlanRequest, layout: Layout) -> Layout | None:
     """Returns the layout with the least recomputation and, without a pipeline, the largest micro-batch with which it
     fits; None if it is illegal or does not fit."""
-    kept = {name: value for name, value in request.fixed.items() if name not in OPEN}
-    layout = replace(layout, **kept, micro_batch=1)
+    fixed = {name: value for name, value in request.fixed.items() if name not in OPEN}
+    layout = replace(layout, **fixed, micro_batch=1)
     if layout.pp > 1:
         layout = replace(layout, **{name: request.fixed[name] for name in _PIPELINE if name in request.fixed})
     if request.problems(layout):
