@@ -11,10 +11,10 @@ from contextlib import contextmanager
 def gc_paused() -> Iterator[None]:
     """Pauses the search for reference cycles: the millions of objects of a layout search or a simulation have none, and
     the search takes a sixth to a third of the time."""
-    was = gc.isenabled()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if enabled:
             gc.enable()

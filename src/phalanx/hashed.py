@@ -27,12 +27,12 @@ def hashed_once(cls: T) -> T:
     """Makes each object of a frozen dataclass cache its hash."""
     compute = cls.__hash__
 
-    def kept(self: Any) -> int:
+    def cached(self: Any) -> int:
         try:
             return self._hash
         except AttributeError:
             object.__setattr__(self, "_hash", compute(self))
             return self._hash
 
-    cls.__hash__ = kept
+    cls.__hash__ = cached
     return cls

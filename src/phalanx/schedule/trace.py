@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.timing import Timing
 
-_MICROSECONDS = 1000.0
+_MICROSECONDS_PER_UNIT = 1000.0
 """Microseconds shown for one unit of time: the viewers measure in microseconds."""
 
 
@@ -53,8 +53,8 @@ def text(timing: Timing) -> str:
             Event(
                 pass_name(schedule, *action),
                 action.kind,
-                start * _MICROSECONDS,
-                (start + timing.costs[action.kind]) * _MICROSECONDS,
+                start * _MICROSECONDS_PER_UNIT,
+                (start + timing.costs[action.kind]) * _MICROSECONDS_PER_UNIT,
                 pass_args(action.stage, action.micro, action.slice),
             )
             for action, start in zip(program, starts, strict=True)

@@ -11,7 +11,7 @@ from phalanx.schedule import trace
 from phalanx.schedule.trace import Arrow, Event, TraceRow
 from phalanx.simulate.timeline import Span, Timeline
 
-_MICROSECONDS = 1e6
+_MICROSECONDS_PER_SECOND = 1e6
 
 
 def text(timeline: Timeline) -> str:
@@ -42,8 +42,8 @@ def span_name(timeline: Timeline, span: Span) -> str:
 def _event(timeline: Timeline, span: Span) -> Event:
     args = trace.pass_args(span.stage, span.micro, span.part) if span.micro >= 0 else {}
     if span.exposed:
-        args["exposed_us"] = span.exposed * _MICROSECONDS
-    start, end = span.start * _MICROSECONDS, span.end * _MICROSECONDS
+        args["exposed_us"] = span.exposed * _MICROSECONDS_PER_SECOND
+    start, end = span.start * _MICROSECONDS_PER_SECOND, span.end * _MICROSECONDS_PER_SECOND
     return Event(span_name(timeline, span), span.kind, start, end, args)
 
 
@@ -72,5 +72,5 @@ def _arrows(timeline: Timeline, device_rows: Sequence[int], network_rows: Sequen
                 starts = passes[span.to, span.micro, span.part]
                 following = bisect_left(starts, span.start)
                 if following < len(starts):
-                    start, fed = span.start * _MICROSECONDS, starts[following] * _MICROSECONDS
+                    start, fed = span.start * _MICROSECONDS_PER_SECOND, starts[following] * _MICROSECONDS_PER_SECOND
                     yield Arrow("message", row, start, device_rows[span.to], fed)
