@@ -131,7 +131,7 @@ def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, flo
 
 
 def _first_key(query: int, model: ModelConfig, chunks: int) -> int:
-    """The first chunk of keys that the window leaves to a chunk of queries."""
+    """Returns the first chunk of keys in the window of a chunk of queries."""
     first = query * model.seq_len // chunks - model.window + 1
     return max(0, first) * chunks // model.seq_len if model.window else 0
 
