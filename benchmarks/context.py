@@ -53,7 +53,7 @@ from phalanx.model.attention import CoreAttention
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import context
 from phalanx.parallel import mesh as meshes
-from phalanx.partition import sequence as shares
+from phalanx.partition import sequence
 from phalanx.train.step import Stepper
 
 MODEL = (
@@ -88,7 +88,7 @@ def load(length: int, layout: Layout) -> Job:
 
 def held(layout: Layout, length: int, rank: int) -> Tensor:
     """Positions of the tokens that a rank holds."""
-    return torch.tensor([place for run in shares.places(layout, length, rank) for place in run])
+    return torch.tensor([place for run in sequence.rank_positions(layout, length, rank) for place in run])
 
 
 def one_layer(way: str, job: Job, layout: Layout) -> Transformer:
@@ -204,7 +204,7 @@ def balance(ranks: int, length: int) -> dict[str, float]:
     """Pairs of a query and a key that it sees on the rank with the most, as a multiple of the mean: with a ring's
     shares, and with a run of tokens for each rank."""
     zigzag = [
-        sum(place + 1 for run in shares.places(Layout(cp=ranks), length, rank) for place in run)
+        sum(place + 1 for run in sequence.rank_positions(Layout(cp=ranks), length, rank) for place in run)
         for rank in range(ranks)
     ]
     share = length // ranks

@@ -39,7 +39,7 @@ def parts(one: StepSpec) -> list[Hashed]:
 def test_every_kind_keeps_its_own_hash(kind: type[Hashed]) -> None:
     """And does not inherit the place of it from a decorator that stands elsewhere."""
     assert issubclass(kind, Hashed)
-    assert kind.__hash__.__name__ == "kept"
+    assert kind.__hash__.__name__ == "cached"
 
 
 def test_a_hash_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

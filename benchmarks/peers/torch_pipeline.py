@@ -57,7 +57,7 @@ class TorchPipeline:
         steps = batch.solve(job.train.global_batch, job.layout)
         schedule = schedule_of(job.layout, steps.accumulation)
         factor = 1 / (steps.global_batch * job.model.seq_len)
-        self.modules = [_module(job, schedule, rank, number, vocab) for number in schedule.held(rank)]
+        self.modules = [_module(job, schedule, rank, number, vocab) for number in schedule.stages_on(rank)]
         stages = [_stage(job, module, schedule, steps.micro_batch, vocab) for module in self.modules]
         self.first = any(module.stage.first for module in self.modules)
         self.last = any(module.stage.last for module in self.modules)

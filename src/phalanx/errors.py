@@ -1,4 +1,4 @@
-"""What can go wrong for a user, each with the exit code that the command returns.
+"""Errors that are shown to users, each with the exit code of the command.
 
 A user's mistake is one of these, shown as one message without a traceback; anything else is a bug and keeps its
 traceback. The codes are listed in docs/architecture.md.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class PhalanxError(Exception):
-    """Base of all errors that are shown as a message. `exit_code` is what the process returns."""
+    """Base of all errors that are shown as a message; `exit_code` is the exit code of the process."""
 
     exit_code = 1
 
@@ -20,7 +20,7 @@ class RunError(PhalanxError):
 
 
 class JobError(PhalanxError):
-    """The job or the command line is wrong. Carries every problem that was found, not only the first."""
+    """The job or the command line is wrong; `problems` lists every problem that was found."""
 
     exit_code = 2
 
@@ -30,7 +30,7 @@ class JobError(PhalanxError):
 
 
 class DoesNotFitError(PhalanxError):
-    """What was asked for needs more memory than the devices have."""
+    """The request needs more memory than the devices have."""
 
     exit_code = 3
 
@@ -54,6 +54,6 @@ class NotFiniteError(PhalanxError):
 
 
 class StoppedError(PhalanxError):
-    """Stopped on request with a checkpoint on disk: run the same command again to go on (EX_TEMPFAIL)."""
+    """Stopped on request with a checkpoint on disk: the same command resumes (EX_TEMPFAIL)."""
 
     exit_code = 75

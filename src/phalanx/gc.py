@@ -1,4 +1,4 @@
-"""When not to look for garbage."""
+"""A pause of Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No search for objects that refer to each other in circles meanwhile. Among the millions that a search for layouts
-    or a simulation makes there are none, and looking for them takes a sixth to a third of the time."""
-    was = gc.isenabled()
+    """Pauses the search for reference cycles: the millions of objects of a layout search or a simulation have none, and
+    the search takes a sixth to a third of the time."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if enabled:
             gc.enable()

@@ -14,8 +14,7 @@ T = TypeVar("T", bound="type[Hashed]")
 
 
 class Hashed:
-    """Has a place for the hash beside the fields, where `vars` and pickles do not find it: another process hashes
-    strings differently."""
+    """A base with a slot for the hash, unseen by `vars` and pickles: other processes hash strings differently."""
 
     __slots__ = ("_hash",)
     _hash: int
@@ -25,15 +24,15 @@ class Hashed:
 
 
 def hashed_once(cls: T) -> T:
-    """Has each object of a frozen dataclass keep its hash."""
+    """Makes each object of a frozen dataclass cache its hash."""
     compute = cls.__hash__
 
-    def kept(self: Any) -> int:
+    def cached(self: Any) -> int:
         try:
             return self._hash
         except AttributeError:
             object.__setattr__(self, "_hash", compute(self))
             return self._hash
 
-    cls.__hash__ = kept
+    cls.__hash__ = cached
     return cls

@@ -1,4 +1,4 @@
-"""What a wrong value most likely meant, or which legal ones lie nearest: the end of every message of refusal."""
+"""Likely meanings of a wrong value and nearest legal values, for error messages."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from math import isqrt
 
 
 def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The choice that a mistyped name most likely meant, or None where none is as alike as `cutoff` (0 to 1)."""
+    """Returns the choice that a mistyped name most likely means, or None if no similarity reaches `cutoff` (0 to 1)."""
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 def nearest_divisors(n: int, wanted: int, count: int = 3) -> str:
-    """The divisors of n that lie nearest to `wanted`, as text: "2, 4, 8"."""
+    """Returns the divisors of n that are nearest to `wanted`, as text: "2, 4, 8"."""
     return nearest_of(divisors(n), wanted, count)
 
 
 def divisors(n: int) -> list[int]:
-    """Every divisor of n, 1 or more, in ascending order. Takes the square root of n steps."""
+    """Returns every divisor of n >= 1 in ascending order, in sqrt(n) steps."""
     low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
 def nearest_of(legal: Iterable[int], wanted: int, count: int = 3) -> str:
-    """The numbers that lie nearest to `wanted`, as text."""
+    """Returns the numbers that are nearest to `wanted`, as text."""
     near = sorted(sorted(legal, key=lambda d: (abs(d - wanted), d))[:count])
     return ", ".join(map(str, near))

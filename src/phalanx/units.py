@@ -1,4 +1,4 @@
-"""Numbers with units, as every log line, table and report prints them."""
+"""Numbers with units, in the form of every log line, table and report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ MIB = 2**20
 
 
 def gib(count: float) -> str:
-    """Bytes as text in binary units: "12.3GiB"."""
+    """Formats bytes in binary units: "12.3GiB"."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f}{unit}" if unit == "B" else f"{count:.1f}{unit}"
@@ -15,13 +15,13 @@ def gib(count: float) -> str:
     return f"{count:.1f}GiB"
 
 
-def counted(count: float, what: str) -> str:
-    """A number with its noun: "1 call", "0.5 calls", "12 buckets"."""
-    return f"{count:.4g} {what}" if count == 1 else f"{count:.4g} {what}s"
+def counted(count: float, noun: str) -> str:
+    """Formats a number with its noun: "1 call", "0.5 calls", "12 buckets"."""
+    return f"{count:.4g} {noun}" if count == 1 else f"{count:.4g} {noun}s"
 
 
 def seconds(value: float) -> str:
-    """A duration as text: "850ms", "12.3s", "4m05s", "2h07m"."""
+    """Formats a duration: "850ms", "12.3s", "4m05s", "2h07m"."""
     if value < 1:
         return f"{value * 1000:.0f}ms"
     if value < 60:

@@ -28,7 +28,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.presets import PRESETS
 from phalanx.cost.flops import hardware_flops_per_step
 from phalanx.model.loss import cross_entropy_sum
-from phalanx.partition.sequence import group_places
+from phalanx.partition.sequence import ring_positions
 
 _ALL = KINDS | MOE_AND_MLA
 
@@ -127,7 +127,7 @@ def test_the_busiest_rank_s_pairs(ring: int, ulysses: int, chunk: int, window: i
     core = next(op.core for op in block(place_of(model, layout), block_kinds(model)[0]) if op.core)
     most = 0
     for position in range(ring):
-        queries = [q for run in group_places(layout, model.seq_len, position) for q in run]
+        queries = [q for run in ring_positions(layout, model.seq_len, position) for q in run]
         seen = sum(q - window < k <= q or (not window and k <= q) for q in queries for k in range(model.seq_len))
         most = max(most, 2 * seen - len(queries))
     assert core.pairs == -(-most // ulysses)

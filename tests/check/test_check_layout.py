@@ -12,7 +12,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.train import Train
-from phalanx.partition.sequence import places
+from phalanx.partition.sequence import rank_positions
 
 MODEL = ModelConfig(n_layers=4, d_model=96, n_heads=12, n_kv_heads=4, d_ff=96, seq_len=48)
 EXPERTS = replace(MODEL, moe=MoE(n_experts=8, d_ff=32))
@@ -152,7 +152,7 @@ def test_what_is_legal_deals_out_equal_parts_and_the_nearest_choice_is_legal(seq
     layout = Layout(cp=cp, cp_ulysses=ulysses, tp=tp, sp=sp)
     found = problems(model, **asdict(layout))
     if not found:
-        parts = [sum(map(len, places(layout, seq_len, rank))) for rank in range(cp)]
+        parts = [sum(map(len, rank_positions(layout, seq_len, rank))) for rank in range(cp)]
         assert parts == [seq_len // cp] * cp
         assert not sp or seq_len // cp % tp == 0
         assert MODEL.n_heads % (tp * ulysses) == 0

@@ -65,7 +65,7 @@ def test_the_micro_batches_come_from_the_batch_equation():
     assert found.startswith("layout.schedule: pipedream: 2 micro-batches < 4 ranks")
     assert found.endswith("(accumulation in global batch 16 = micro-batch 8 × accumulation 2 × data ranks 1)")
     (found,) = problems(pp=4, schedule="dualpipe", cp=2, tiles=2, accumulation=1)
-    assert found.startswith("layout.schedule: dualpipe: 1 micro-batches do not go 2 ways")
+    assert found.startswith("layout.schedule: dualpipe: 1 micro-batches cannot be split over 2 directions")
     assert found.endswith("(accumulation in global batch 16 = micro-batch 16 × accumulation 1 × data ranks 1)")
     assert problems(pp=4, schedule="dualpipe", cp=2, tiles=2, accumulation=2) == []
     (found,) = problems(pp=4, micro_batch=3)

@@ -15,7 +15,7 @@ from phalanx.cli.job_words import JobVerb, JobWords
 from phalanx.config import layout_line
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError, RunError
-from phalanx.plan.report.notes import NO_ROOM
+from phalanx.plan.report.notes import NO_HEADROOM
 from phalanx.train.run_directory import RunDirectory
 
 VERB = JobVerb("test", "A verb.", {})
@@ -87,7 +87,7 @@ def test_the_verb_goes_on_with_what_the_planner_chose(measured, asked, capsys):
 
 
 def test_a_choice_that_leaves_no_room_says_so(measured, asked, capsys):
-    asked.notes = ("Step time: 99% computing.", f"{NO_ROOM}: one step in ten needs 5% more than predicted.")
+    asked.notes = ("Step time: 99% computing.", f"{NO_HEADROOM}: one step in ten needs 5% more than predicted.")
     parse("layout=auto", VOCAB)
     _, first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("layout: dp_replicate=2")

@@ -141,7 +141,7 @@ def test_a_file_that_deadlocks_is_refused_with_its_circle(capsys, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     assert main(["schedule", "check", str(path)]) == 2
-    assert "the ranks wait in a circle, rank 0 -> rank 1 -> rank 0" in capsys.readouterr().err
+    assert "the ranks wait in a cycle, rank 0 -> rank 1 -> rank 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", list(catalogue.SCHEDULES))

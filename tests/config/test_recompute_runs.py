@@ -1,4 +1,4 @@
-"""Runs of layers that recompute alike: as they are written, and what each layer gets of them."""
+"""Runs of layers that recompute uniform_recompute: as they are written, and what each layer gets of them."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse as parse_line
 from phalanx.errors import JobError
-from phalanx.partition.recompute import MODES, RecomputeRun, alike, modes, parse, recompute_of
+from phalanx.partition.recompute import MODES, RecomputeRun, modes, parse, recompute_of, uniform_recompute
 
 RUNS = st.lists(st.builds(RecomputeRun, st.integers(1, 40), st.sampled_from(MODES)), min_size=1, max_size=6)
 
@@ -26,7 +26,7 @@ def test_what_is_written_is_what_each_layer_does(runs):
 def test_without_a_cut_every_layer_does_what_the_layout_says():
     assert modes("selective", 3) == ("selective",) * 3
     assert recompute_of(Layout(recompute="full"), 7, 8) == "full"
-    assert alike(Layout(recompute_cut="1*full+1*none"), "full") == Layout(recompute="full")
+    assert uniform_recompute(Layout(recompute_cut="1*full+1*none"), "full") == Layout(recompute="full")
 
 
 @pytest.mark.parametrize(

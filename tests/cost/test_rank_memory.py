@@ -130,8 +130,8 @@ def test_in_flight_is_what_the_schedule_says_however_many_micro_batches(name, pp
     found = flights(layout, micro_batches)[rank % pp]
     weights = [1 + stage % 3 for stage in range(whole.stages)]
     peak = max(sum(n * weights[stage] for n, stage in zip(most, found.held, strict=True)) for most in found.most)
-    assert found.held == tuple(whole.held(rank % pp))
-    assert peak == pytest.approx(whole.peak(rank % pp, weights) / whole.slices)
+    assert found.held == tuple(whole.stages_on(rank % pp))
+    assert peak == pytest.approx(whole.peak_live_activations(rank % pp, weights) / whole.slices)
 
 
 def test_1f1b_keeps_fewer_on_later_ranks_and_gpipe_all():

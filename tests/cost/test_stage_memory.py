@@ -35,7 +35,7 @@ def test_the_stages_together_have_the_state_of_the_model_and_of_a_tied_matrix_tw
 def test_a_rank_holds_every_stage_that_its_schedule_gives_it():
     for name, held in (("dualpipe", [0, 3]), ("zb_v", [0, 7]), ("interleaved_1f1b", [0, 4])):
         schedule = catalogue.build(name, 4, 8)
-        assert schedule.held(0) == held
+        assert schedule.stages_on(0) == held
         cut = ranges([8 // schedule.stages] * schedule.stages)
         stages = [cut[number] for number in held]
         found = state_bytes(GPT, Layout(pp=4), "fp32", vocab=VOCAB, stages=stages)

@@ -23,7 +23,7 @@ from phalanx.parallel.mesh import Mesh, build
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.ring import RingBlock, zigzag
 from phalanx.partition import sequence
-from phalanx.partition.sequence import grid, group_places, places
+from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
 
 HEADS, SIZE, SEQ, BATCH = 8, 4, 48, 2
 
@@ -123,7 +123,7 @@ def attention(core: CoreAttention, inputs: list[Tensor], gradient: Tensor, *rest
 
 def here(layout: Layout, rank: int, slices: int) -> Tensor:
     """Positions that a rank holds of the sequences so far."""
-    return torch.cat([torch.arange(run.start, run.stop) for run in places(layout, SEQ * slices, rank, slices)])
+    return torch.cat([torch.arange(run.start, run.stop) for run in rank_positions(layout, SEQ * slices, rank, slices)])
 
 
 def all_cases(ranks: Any, layout: Layout) -> list[str]:
@@ -333,7 +333,7 @@ def test_blocks_cover_every_visible_pair_once(places_of_ring, chunk, slices, dat
 
 
 def _positions(layout: Layout, place: int, whole: int, slices: int) -> list[int]:
-    runs = group_places(layout, whole, place) if layout.ring > 1 else [range(whole)]
+    runs = ring_positions(layout, whole, place) if layout.ring > 1 else [range(whole)]
     return [start * whole + position for start in range(slices) for run in runs for position in run]
 
 
@@ -359,6 +359,6 @@ def whole_and_mine(ranks: Any, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS[2:], ids=Layout.line)
 def test_sequences_are_put_together_and_taken_apart_by_position(ranks, layout):
     ranks(whole_and_mine, 4, layout)
-    assert sorted(grid(layout, rank) for rank in range(4)) == [
+    assert sorted(cp_coordinates(layout, rank) for rank in range(4)) == [
         (i, j) for i in range(layout.ring) for j in range(layout.cp_ulysses)
     ]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from phalanx.config.layout import AXES, Layout
 from phalanx.errors import JobError
 from phalanx.parallel.mesh import build, lines, place
-from phalanx.partition.sequence import grid
+from phalanx.partition.sequence import cp_coordinates
 
 degree = st.integers(1, 4)
 
@@ -37,7 +37,7 @@ def test_axes_that_are_made_of_others(degrees, data, inner, rank):
     shard = here["dp_shard"] * layout.cp + here["cp"]
     assert every["shard"].place(rank) == shard
     assert (every["ep"].place(rank), every["edp"].place(rank)) == (shard % ep, shard // ep)
-    assert (every["ring"].place(rank), every["ulysses"].place(rank)) == grid(layout, here["cp"])
+    assert (every["ring"].place(rank), every["ulysses"].place(rank)) == cp_coordinates(layout, here["cp"])
     for axis in ("pp", "dp_replicate", "cp", "tp"):
         assert (every[axis].size, every[axis].place(rank)) == (degrees[axis], here[axis])
     assert every["ep"].size * every["edp"].size == every["shard"].size == layout.shard_ranks

@@ -19,7 +19,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import build
 from phalanx.parallel.parameter_shards import ParameterShard, counted, cut, wholes
-from phalanx.partition.tensor_slices import TensorSlice, piece
+from phalanx.partition.tensor_slices import TensorSlice, slice_of
 
 SHAPE = ModelConfig(n_layers=1, d_model=8, n_heads=4, n_kv_heads=2, d_ff=20, seq_len=4, tied=False, activation="swiglu")
 VOCAB = 11
@@ -31,7 +31,7 @@ ALONE = build(Layout(), "cpu")
 def test_a_cut_parameter_is_put_together_again(rows, columns, tp, embeds):
     name, whole = ("embed.weight", (rows, columns)) if embeds else ("attn.wo.weight", (rows, columns * tp))
     tensor = torch.rand(whole) + 1
-    tensor_slices = [piece(name, whole, SHAPE, tp, rank) for rank in range(tp)]
+    tensor_slices = [slice_of(name, whole, SHAPE, tp, rank) for rank in range(tp)]
     parts = [cut(tensor, each) for each in tensor_slices]
     for part, each in zip(parts, tensor_slices, strict=True):
         assert part.shape == each.shape

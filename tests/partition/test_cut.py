@@ -11,7 +11,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
-from phalanx.partition.cut import LayerCosts, cut, layer_costs, shown, stage_costs, stages_of
+from phalanx.partition.cut import LayerCosts, cut, describe, layer_costs, stage_costs, stages_of
 from phalanx.partition.stages import even, ranges
 
 cost = st.integers(0, 20) | st.floats(0, 20, allow_subnormal=False)
@@ -92,7 +92,7 @@ def test_a_model_is_cut_by_the_flops_of_its_blocks_and_its_head():
     costs = layer_costs(gpt2)
     assert 4 < costs.last / costs.layers[0] < 5
     assert stages_of(gpt2, Layout(pp=4), 4) == ranges([3, 4, 4, 1])
-    assert shown(stages_of(gpt2, Layout(pp=4), 4), costs) == "3 + 4 + 4 + 1 layers, slowest stage 1.33 × the mean"
+    assert describe(stages_of(gpt2, Layout(pp=4), 4), costs) == "3 + 4 + 4 + 1 layers, slowest stage 1.33 × the mean"
 
 
 def test_the_vocabulary_of_the_tokenizer_counts_where_the_model_leaves_it_open():

@@ -11,7 +11,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.partition.sequence import group_places
+from phalanx.partition.sequence import ring_positions
 from phalanx.pictures.canvas import COLOURS
 from phalanx.pictures.context import contiguous, pairs, svg
 
@@ -66,7 +66,7 @@ def test_every_rank_computes_as_many_chunks():
 def test_zigzag_gives_all_places_the_same_number_of_pairs(ring, ulysses, chunk):
     layout, tokens = Layout(cp=ring * ulysses, cp_ulysses=ulysses), 2 * ring * ulysses * chunk
     everything = tokens * (tokens + 1) // 2
-    dealt = [pairs(group_places(layout, tokens, place)) for place in range(ring)]
+    dealt = [pairs(ring_positions(layout, tokens, place)) for place in range(ring)]
     assert dealt == [everything // ring] * ring
     assert sum(pairs(contiguous(layout, tokens, place)) for place in range(ring)) == everything
     assert pairs([range(5)]) == sum(range(1, 6))

@@ -3,13 +3,13 @@
 from xml.etree import ElementTree
 
 from phalanx.pictures.goodput import SIZES, svg
-from phalanx.simulate.goodput import LLAMA_3
+from phalanx.simulate.goodput import LLAMA_3_RATE
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_each_size_has_its_line_with_a_dot_at_its_top():
-    panels = ElementTree.fromstring(svg(SIZES, LLAMA_3, (30.0, 3.0), 600.0)).findall(f"{SVG}g[@class='panel']")
+    panels = ElementTree.fromstring(svg(SIZES, LLAMA_3_RATE, (30.0, 3.0), 600.0)).findall(f"{SVG}g[@class='panel']")
     assert len(panels) == 2
     for panel in panels:
         dots = {dot.get("fill"): dot for dot in panel.iter(f"{SVG}circle")}
@@ -23,5 +23,5 @@ def test_each_size_has_its_line_with_a_dot_at_its_top():
 
 
 def test_what_is_best_outside_the_picture_has_no_dot():
-    panel = ElementTree.fromstring(svg((1, 16384), LLAMA_3, (30.0, 3.0), 600.0))
+    panel = ElementTree.fromstring(svg((1, 16384), LLAMA_3_RATE, (30.0, 3.0), 600.0))
     assert len(list(panel.iter(f"{SVG}circle"))) == 2

@@ -70,7 +70,7 @@ def test_the_map_has_a_dot_a_layout_and_rings_the_best() -> None:
     assert len(of_kind(root, "}path", "diamond")) == 1 + sum(1 for each in plan().alternatives if each.candidate)
     assert "best" in words(root)
     assert set(Counter(point.family for point in plan().points)) <= set(words(root))
-    assert f"a device has {gib(bytes_limit)}" in words(root)
+    assert f"memory per device: {gib(bytes_limit)}" in words(root)
 
 
 def test_the_map_where_nothing_fits_and_where_there_is_nothing() -> None:

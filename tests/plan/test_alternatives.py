@@ -9,7 +9,7 @@ from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.cost.time.step_time import step_parts
 from phalanx.plan.plan import Alternative
 from phalanx.plan.planner import search
-from phalanx.plan.report.alternatives import alternatives, roomy, with_room
+from phalanx.plan.report.alternatives import alternatives, has_headroom, headroom_layout
 from phalanx.plan.search.branch import Found, Search, simulated
 from plan.answers import planned, request, slow_network
 
@@ -95,10 +95,10 @@ def test_what_leaves_room_is_the_fastest_that_does(seen: bool) -> None:
     one = Search(request("llama2-13b", "dgx-a100:1", 32, sp=True, accumulate="local", cp=1))
     found = one.best()
     best = simulated(found)[0]
-    assert not roomy(best)
-    room = with_room(alternatives(one, found if seen else Found(), best))
+    assert not has_headroom(best)
+    room = headroom_layout(alternatives(one, found if seen else Found(), best))
     assert room is not None
-    assert roomy(room)
+    assert has_headroom(room)
     rows = one.space.rows(np.arange(len(one.space.options)))
     specs = [one.request.spec(one.space.layout(rows, number)) for number in range(len(rows))]
     more = best.prediction.memory_spread[1]

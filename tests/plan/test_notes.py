@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from phalanx.plan.planner import search
-from phalanx.plan.report.alternatives import with_room
+from phalanx.plan.report.alternatives import headroom_layout
 from phalanx.plan.report.families import AXES
 from plan.answers import planned, request, slow_network
 
@@ -80,7 +80,7 @@ def _notes(cluster: str) -> tuple[str, ...]:
 
 def test_a_full_device_is_told_with_what_leaves_room() -> None:
     plan = search(request("llama3-70b", "dgx-h100:8", 256))
-    first, room = plan.best[0].prediction, with_room(plan.alternatives)
+    first, room = plan.best[0].prediction, headroom_layout(plan.alternatives)
     assert first.fullest.needed * first.memory_spread[1] > first.memory_limit
     assert room is not None
     assert room.prediction.fullest.needed * first.memory_spread[1] <= first.memory_limit
@@ -90,5 +90,5 @@ def test_a_full_device_is_told_with_what_leaves_room() -> None:
 
 def test_where_there_is_room_nothing_is_told_of_it() -> None:
     plan = search(request("gpt2", "dgx-h100:1", 64))
-    assert with_room(plan.alternatives) is None
+    assert headroom_layout(plan.alternatives) is None
     assert not any("room" in note for note in plan.notes)

@@ -64,7 +64,7 @@ def test_stages_a_rank_are_the_schedules_own_or_in_its_range():
 
 def test_two_versions_of_the_weights_need_a_micro_batch_for_each_rank():
     assert problems("pipedream", ranks=4, micro_batches=3) == [
-        "pipedream: 3 micro-batches < 4 ranks, and two versions of the weights would not do; nearest legal: "
+        "pipedream: 3 micro-batches < 4 ranks, and two versions of the weights would not suffice; nearest legal: "
         "4 micro-batches, or 3 ranks",
     ]
     assert problems("pipedream", ranks=4, micro_batches=4) == []
@@ -72,8 +72,8 @@ def test_two_versions_of_the_weights_need_a_micro_batch_for_each_rank():
 
 def test_each_way_has_a_micro_batch():
     assert problems("dualpipe", ranks=4, micro_batches=1) == [
-        "dualpipe: 1 micro-batches do not go 2 ways, and the copies of the stages on one would have no gradients; "
-        "nearest legal: 2 micro-batches, or schedule 1f1b",
+        "dualpipe: 1 micro-batches cannot be split over 2 directions: the stages of one direction would get no "
+        "gradients; nearest legal: 2 micro-batches, or schedule 1f1b",
     ]
     assert problems("dualpipe", ranks=4, micro_batches=2) == []
     assert problems("dualpipe", ranks=4, micro_batches=3) == []

@@ -77,7 +77,7 @@ def test_an_action_that_is_dropped_is_missed(case):
 def test_an_action_that_is_repeated_is_named(case):
     schedule, rank, place = case
     program = list(schedule.programs[rank])
-    assert f"rank {rank}: {program[place]} is there more than once" in problems(
+    assert f"rank {rank}: {program[place]} appears more than once" in problems(
         with_program(schedule, rank, [*program, program[place]])
     )
 
@@ -119,7 +119,7 @@ def test_gradients_of_weights_before_those_of_inputs_are_named():
 def test_both_a_whole_backward_pass_and_a_half_is_too_much_and_a_half_is_too_little():
     found = problems(line("0F0 0B0 0W0 0F1 0I1", placements=((0,),)))
     assert found == [
-        "rank 0: 0B0 is there and 0W0 too: a backward pass is B, or its halves I and W",
+        "rank 0: 0B0 appears together with 0W0: a backward pass is B, or its halves I and W",
         "rank 0: 0W1 is missing, the other half of 0I1",
     ]
     assert problems(line("0F0 0F1 0B1", placements=((0,),))) == ["rank 0: 0B0 is missing (or its halves, 0I0 and 0W0)"]
@@ -140,13 +140,13 @@ def test_what_does_not_exist_is_named():
     assert problems(replace(whole, placements=((0, 1), (1,)))) == ["stages in each direction: 2, 1; must be equal"]
 
 
-def test_a_circle_of_waits_is_described():
+def test_a_cycle_of_waits_is_described():
     # Rank 0 wants its gradients before it has sent what rank 1 waits for.
     found = problems(line("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
     assert found == [
         "deadlock: rank 0 cannot begin 0B0: it waits for 1B0 or 1I0 on rank 1",
         "deadlock: rank 1 cannot begin 1F1: it waits for 0F1 on rank 0",
-        "deadlock: the ranks wait in a circle, rank 0 -> rank 1 -> rank 0",
+        "deadlock: the ranks wait in a cycle, rank 0 -> rank 1 -> rank 0",
     ]
 
 
@@ -154,18 +154,18 @@ def test_a_rank_that_waits_for_itself_is_described():
     found = problems(line("1F0 0F0 1B0 0B0", micro_batches=1, placements=((0, 0),)))
     assert found == [
         "deadlock: rank 0 cannot begin 1F0: it waits for 0F0 later in its own program",
-        "deadlock: the ranks wait in a circle, rank 0 -> rank 0",
+        "deadlock: the ranks wait in a cycle, rank 0 -> rank 0",
     ]
 
 
 @given(chosen(), st.randoms())
 @settings(deadline=None, max_examples=40)
-def test_in_any_order_a_schedule_runs_or_its_circle_is_found(case, random):
+def test_in_any_order_a_schedule_runs_or_its_cycle_is_found(case, random):
     schedule, rank, _ = case
     program = list(schedule.programs[rank])
     random.shuffle(program)
     found = problems(with_program(schedule, rank, program))
-    assert not found or "comes before" in found[0] or "in a circle" in found[-1]
+    assert not found or "comes before" in found[0] or "in a cycle" in found[-1]
 
 
 def test_an_error_lists_all_problems_but_of_very_many_only_the_first():
@@ -176,7 +176,7 @@ def test_an_error_lists_all_problems_but_of_very_many_only_the_first():
     assert len(raised.value.problems) == 8 + 7
     with pytest.raises(JobError) as raised:
         check(with_program(catalogue.build("1f1b", 4, 100), 0, [Action("F", 0, 0)]))
-    assert raised.value.problems[-1] == "and 159 problems more"
+    assert raised.value.problems[-1] == "and 159 more problems"
 
 
 def test_activations_are_kept_until_the_end_of_the_backward_pass_or_of_its_second_half():
@@ -191,7 +191,7 @@ def test_sends_that_block_suit_1f1b_and_not_what_goes_round_the_ranks_both_ways(
         "deadlock: rank 1 cannot send the result of 5B1: rank 0 has not posted its receive",
         "deadlock: rank 2 cannot send the result of 6B2: rank 1 has not posted its receive",
         "deadlock: rank 3 cannot send the result of 7B3: rank 2 has not posted its receive",
-        "deadlock: the ranks wait in a circle, rank 0 -> rank 3 -> rank 2 -> rank 1 -> rank 0",
+        "deadlock: the ranks wait in a cycle, rank 0 -> rank 3 -> rank 2 -> rank 1 -> rank 0",
     ]
 
 

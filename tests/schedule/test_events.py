@@ -98,7 +98,7 @@ def test_no_channel_has_two_messages_at_once(name: str) -> None:
 def test_who_blocks_waits_for_its_own_messages() -> None:
     schedule = catalogue.build("gpipe", 2, 3)
     beside = run(schedule, alike(schedule), ways(schedule, 0.5))
-    waits = run(schedule, alike(schedule), ways(schedule, 0.5), blocks=True)
+    waits = run(schedule, alike(schedule), ways(schedule, 0.5), blocking=True)
     assert beside.starts[0][:3] == (0.0, 1.0, 2.0)
     assert waits.starts[0][:3] == (0.0, 1.5, 3.0)
     assert waits.starts[1][:3] == (1.5, 3.0, 4.5)
@@ -108,7 +108,9 @@ def test_who_blocks_waits_for_its_own_messages() -> None:
 def test_blocking_is_never_faster(name: str) -> None:
     schedule = catalogue.build(name, 4, 8)
     durations, hops = alike(schedule), ways(schedule, 0.3)
-    assert end(run(schedule, durations, hops, blocks=True), durations) >= end(run(schedule, durations, hops), durations)
+    assert end(run(schedule, durations, hops, blocking=True), durations) >= end(
+        run(schedule, durations, hops), durations
+    )
 
 
 def test_no_forward_pass_begins_before_its_stage_s_floor() -> None:
@@ -153,7 +155,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Schedule, list[dict[str, list[float]]]]:
 @given(pipelines(), st.floats(0, 3), st.floats(0, 3), st.booleans())
 def test_slower_messages_never_make_a_step_faster(pipeline, less: float, more: float, blocks: bool) -> None:
     schedule, durations = pipeline
-    fast, slow = (run(schedule, durations, ways(schedule, seconds), blocks=blocks) for seconds in (less, less + more))
+    fast, slow = (run(schedule, durations, ways(schedule, seconds), blocking=blocks) for seconds in (less, less + more))
     for early, late in zip(fast.starts, slow.starts, strict=True):
         assert all(a <= b * (1 + 1e-12) for a, b in zip(early, late, strict=True))
 
@@ -163,6 +165,6 @@ def test_slower_messages_never_make_a_step_faster(pipeline, less: float, more: f
 def test_time_has_no_unit(pipeline, hop: float, factor: float, blocks: bool) -> None:
     schedule, durations = pipeline
     scaled = [{kind: [factor * one for one in each] for kind, each in rank.items()} for rank in durations]
-    once = run(schedule, durations, ways(schedule, hop), blocks=blocks)
-    again = run(schedule, scaled, ways(schedule, factor * hop), blocks=blocks)
+    once = run(schedule, durations, ways(schedule, hop), blocking=blocks)
+    again = run(schedule, scaled, ways(schedule, factor * hop), blocking=blocks)
     assert again.starts == tuple(tuple(factor * start for start in starts) for starts in once.starts)

@@ -48,7 +48,7 @@ def test_no_rank_has_fewer_activations_than_the_formula_says(name: str):
     for ranks, micros, chunks, schedule in pipelines(name):
         for rank in range(ranks):
             least = SCHEDULES[name].in_flight(ranks, micros, chunks, rank)
-            assert 1 <= least <= schedule.peak(rank) / schedule.slices, (ranks, micros, chunks, rank)
+            assert 1 <= least <= schedule.peak_live_activations(rank) / schedule.slices, (ranks, micros, chunks, rank)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not SCHEDULES[name].sliced])
@@ -57,14 +57,14 @@ def test_the_formula_is_more_than_half_of_the_activations(name: str):
     exact = name in ("naive", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "pipedream")
     for ranks, micros, chunks, schedule in pipelines(name):
         if schedule.micro_batches >= 2 * ranks:
-            least, peak = SCHEDULES[name].in_flight(ranks, micros, chunks, 0), schedule.peak(0)
+            least, peak = SCHEDULES[name].in_flight(ranks, micros, chunks, 0), schedule.peak_live_activations(0)
             assert least == peak if exact else least > peak / 2, (ranks, micros, chunks)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_micro_batch_is_in_flight_where_that_is_said_and_only_there(name: str):
     every = all(
-        schedule.peak(rank) == chunks * micros
+        schedule.peak_live_activations(rank) == chunks * micros
         for ranks, micros, chunks, schedule in pipelines(name)
         for rank in range(ranks)
     )
@@ -131,7 +131,7 @@ def test_a_full_pipeline_repeats_itself_after_a_period(name: str):
     for rank in range(ranks):
         early = time(fewer).starts[rank][-1], time(more).starts[rank][-1]
         assert early[1] - early[0] == pytest.approx(time(more).work(rank) - time(fewer).work(rank)) or name == "naive"
-        assert entry.all_in_flight or fewer.peak(rank) == more.peak(rank)
+        assert entry.all_in_flight or fewer.peak_live_activations(rank) == more.peak_live_activations(rank)
 
 
 def test_what_the_planner_does_with_a_schedule_goes_together():

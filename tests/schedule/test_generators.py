@@ -84,7 +84,7 @@ def test_a_schedule_bears_its_name_and_is_what_the_catalogue_says(name: str):
     assert schedule.micro_batches == micro_batches * entry.steps
     assert schedule.stages == catalogue.stages(name, ranks)
     assert len(schedule.placements) == entry.directions
-    assert all(len(schedule.held(rank)) == catalogue.chunks_of(name) for rank in range(ranks))
+    assert all(len(schedule.stages_on(rank)) == catalogue.chunks_of(name) for rank in range(ranks))
     assert (schedule.slices, schedule.steps) == (entry.slices, entry.steps)
     assert ("I" in kinds) == ("W" in kinds) == entry.splits
 

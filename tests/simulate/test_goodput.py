@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import JobError
 from phalanx.simulate import goodput
-from phalanx.simulate.goodput import DAY, LLAMA_3, at, best, exact_interval
+from phalanx.simulate.goodput import LLAMA_3_RATE, SECONDS_PER_DAY, at, best, exact_interval
 
 costs = st.floats(1, 600)
 devices = st.integers(1, 200_000)
@@ -22,7 +22,7 @@ def simulated(tau: float, delta: float, restart: float, mtbf: float, days: float
     generator = random.Random(seed)
     spent = dict.fromkeys(("fraction", "saving", "rework", "restarting"), 0.0)
     clock, failure, restarting = 0.0, generator.expovariate(1 / mtbf), False
-    while clock < days * DAY:
+    while clock < days * SECONDS_PER_DAY:
         phase = restart if restarting else tau + delta
         if failure < clock + phase:
             spent["restarting" if restarting else "rework"] += failure - clock
@@ -45,7 +45,7 @@ def simulated(tau: float, delta: float, restart: float, mtbf: float, days: float
 )
 def test_the_closed_form_is_what_a_simulation_finds(tau, delta, restart, mtbf):
     runs = [simulated(tau, delta, restart, mtbf, 60, seed) for seed in range(24)]
-    expected = at(tau, 1, DAY / mtbf, delta, restart)
+    expected = at(tau, 1, SECONDS_PER_DAY / mtbf, delta, restart)
     for name in runs[0]:
         found = [run[name] for run in runs]
         mean = sum(found) / len(found)
@@ -69,14 +69,14 @@ def test_without_failures_only_saving_costs():
 
 
 def test_where_saving_costs_nothing_only_restarts_do():
-    free = best(16384, LLAMA_3, 0, 600)
+    free = best(16384, LLAMA_3_RATE, 0, 600)
     assert free.interval_s == 0
     assert free.fraction == pytest.approx(math.exp(-600 / free.mtbf_s)) == pytest.approx(1 - free.restarting)
-    assert at(1e-3, 16384, LLAMA_3, 0, 600).fraction == pytest.approx(free.fraction, rel=1e-6)
+    assert at(1e-3, 16384, LLAMA_3_RATE, 0, 600).fraction == pytest.approx(free.fraction, rel=1e-6)
 
 
 def test_a_job_that_never_reaches_its_save_trains_nothing():
-    assert at(1e7, 100_000, LLAMA_3, 30, 600).fraction == 0
+    assert at(1e7, 100_000, LLAMA_3_RATE, 30, 600).fraction == 0
 
 
 @given(devices, st.floats(1e-6, 1e-2), costs, costs)
@@ -119,15 +119,15 @@ def test_the_case_of_llama_3():
     """Over 90 % effective time (section 3.3.4) at an interruption every three hours: it takes saves of seconds, which
     the 2 TB/s of its storage allow for 12 bytes a parameter, and restarts of hardly more than a quarter of an hour."""
     save = 405e9 * 12 / 2e12
-    assert best(16384, LLAMA_3, save, 600).mtbf_s / 3600 == pytest.approx(3.09, abs=0.01)
-    assert best(16384, LLAMA_3, save, 600).fraction > 0.92
-    assert best(16384, LLAMA_3, save, 900).fraction > 0.90
-    assert best(16384, LLAMA_3, save, 1000).fraction < 0.90
-    assert best(16384, LLAMA_3, 60, 0).fraction < 0.90, "saves of a minute alone cost a tenth"
+    assert best(16384, LLAMA_3_RATE, save, 600).mtbf_s / 3600 == pytest.approx(3.09, abs=0.01)
+    assert best(16384, LLAMA_3_RATE, save, 600).fraction > 0.92
+    assert best(16384, LLAMA_3_RATE, save, 900).fraction > 0.90
+    assert best(16384, LLAMA_3_RATE, save, 1000).fraction < 0.90
+    assert best(16384, LLAMA_3_RATE, 60, 0).fraction < 0.90, "saves of a minute alone cost a tenth"
 
 
 def test_more_devices_train_a_smaller_share():
-    found = [best(count, LLAMA_3, 30, 600) for count in (1024, 4096, 16384, 100_000)]
+    found = [best(count, LLAMA_3_RATE, 30, 600) for count in (1024, 4096, 16384, 100_000)]
     assert [round(g.fraction, 2) for g in found] == [0.98, 0.95, 0.88, 0.60]
     assert [g.interval_s for g in found] == sorted((g.interval_s for g in found), reverse=True)
 
@@ -143,7 +143,7 @@ def test_impossible_figures_are_all_named():
 
 
 def test_the_text_has_the_figures():
-    lines = goodput.text(best(16384, LLAMA_3, 30, 600)).splitlines()
+    lines = goodput.text(best(16384, LLAMA_3_RATE, 30, 600)).splitlines()
     assert [line.split("  ")[-1].strip() for line in lines] == [
         "7.76 per day, one every 3h05m",
         "13m17s, each checkpoint 30.0s",

@@ -69,7 +69,7 @@ def test_without_a_pipeline_it_is_the_prediction_but_for_a_block_s_collectives(
     content = contents(one)[0]
     state = state_seconds(one, held_by(one, content), round(content.blocks / 4))
     block = (state.gather + state.reduce) / content.blocks
-    slower = rank_seconds(one, catalogue.build("1f1b", 1, m), 0, Disturbance()).slower
+    slower = rank_seconds(one, catalogue.build("1f1b", 1, m), 0, Disturbance()).interference_factor
     assert abs(simulate(one).seconds - predicted(one)) <= block * (1 + slower)
 
 

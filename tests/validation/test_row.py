@@ -14,7 +14,7 @@ from phalanx.config.job import Job
 from phalanx.cost.frameworks.known import FRAMEWORKS
 from phalanx.errors import JobError
 from phalanx.validation.row import read
-from phalanx.validation.row_machine import _PROGRAMS, DISTRIBUTED, MODERN, SHARDED
+from phalanx.validation.row_machine import _FRAMEWORKS, DISTRIBUTED, MODERN, SHARDED
 
 ROW = {
     "model_name": "llama3-8b",
@@ -50,7 +50,7 @@ def test_a_row_is_a_case():
     assert spec.products == "bf16"
     assert (reading.measured_s, reading.measured_from) == (1.5, "step_time_s")
     assert "sequence_parallel blank: yes" in reading.assumptions
-    assert "program unknown: as Megatron" in reading.assumptions
+    assert "framework unknown: as Megatron" in reading.assumptions
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_blank_words_are_blank():
 
 
 def test_every_program_is_known():
-    families = {family for _, family in _PROGRAMS}
+    families = {family for _, family in _FRAMEWORKS}
     assert families <= set(FRAMEWORKS)
     assert set(MODERN) | set(DISTRIBUTED) | set(SHARDED) <= set(FRAMEWORKS)
     # Newer versions of a program have its habits.

@@ -145,7 +145,7 @@ def test_memory_is_in_the_meaning_and_the_unit_of_its_source():
         reading = read(whole | {"notes": notes})
         prediction = predict(reading.spec)
         found[notes] = table.memory_bytes(reading, prediction)
-        shown = dict(zip(table.ADDED, table.answer(reading, prediction), strict=True))
+        shown = dict(zip(table.ADDED, table.predicted_cells(reading, prediction), strict=True))
         assert float(shown["pred_peak_mem_gb"]) == pytest.approx((found[notes] or 0) / 2**30, rel=1e-3)
     assert found["max allocated"] < found["reserved"] < found["nvidia-smi"]
 
@@ -155,7 +155,7 @@ def test_frozen_weights_take_a_part_of_the_time_and_say_nothing_of_memory():
     prediction = predict(reading.spec)
     assert table.step_seconds(reading, prediction) == pytest.approx(prediction.step_time_s * 2 / 3)
     assert table.memory_bytes(reading, prediction) is None
-    shown = dict(zip(table.ADDED, table.answer(reading, prediction), strict=True))
+    shown = dict(zip(table.ADDED, table.predicted_cells(reading, prediction), strict=True))
     assert shown["pred_peak_mem_gb"] == shown["pred_fits"] == ""
 
 

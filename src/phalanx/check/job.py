@@ -18,15 +18,15 @@ from phalanx.nearest import nearest, nearest_divisors
 
 CORPORA = ("stdlib", "shakespeare_char", "text", "random")
 MIN_BPE_VOCAB = 257
-"""The 256 bytes and the end of text."""
+"""The 256 bytes and the end-of-text token."""
 
 
 def problems_of(job: Job) -> list[Problem]:
-    """Everything that no run of this job could get past. Empty where the job is legal. Of a layout that is left to the
-    planner (layout.auto), what no choice of the rest could mend."""
+    """Returns every problem of a job; empty if it is legal. If the layout is left to the planner (layout.auto), only
+    problems that no choice of the other fields could solve."""
     found = [*out_of_range(job), *size_problems(job), *_sources(job.data)]
     if found:
-        return found  # the equations below would only repeat such a number in other words, or take for ever over it
+        return found  # the equations below would only repeat them, or never end
     return [
         *_model(job.model),
         *_unimplemented(job),
@@ -38,21 +38,21 @@ def problems_of(job: Job) -> list[Problem]:
 
 
 def _whole_layout(job: Job) -> Iterator[Problem]:
-    """What needs all of a layout, and waits for the planner where that is to choose it."""
+    """Yields problems that depend on the whole layout, and so wait for the planner's choice."""
     yield from layout_problems(job)
     yield from pipeline_problems(job)
     yield from sync_problems(job)
 
 
 def _unimplemented(job: Job) -> Iterator[Problem]:
-    """Fields that stand for something that does not exist yet: refused by every verb, whatever chooses the layout."""
+    """Yields fields that stand for something that does not exist yet: every verb refuses them."""
     if job.layout.offload != "none":
         yield "layout.offload", "offloading is not done by this version; nearest legal: offload=none"
 
 
 def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
-    """Yields every field of a (nested) dataclass that is outside of the range stated with it, and what is wrong;
-    `prefix` goes before the paths."""
+    """Yields the path of every field of a (nested) dataclass that violates its stated range, and the message; `prefix`
+    is put before the paths."""
     for path, ranges in constraints(type(config)).items():
         value = get(config, path)
         yield from ((f"{prefix}{path}", problem) for each in ranges if (problem := each.problem(value)))
@@ -77,7 +77,7 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
 
 
 def data_problems(data: Data) -> Iterator[Problem]:
-    """What makes no sense in data settings by themselves: `phalanx.data` refuses them for the same reasons."""
+    """Yields the problems of data settings alone, for which `phalanx.data` also refuses them."""
     yield from out_of_range(data, "data.")
     yield from _sources(data)
 

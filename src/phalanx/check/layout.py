@@ -18,8 +18,7 @@ Problem = tuple[str, str]
 
 
 def layout_problems(job: Job) -> Iterator[Problem]:
-    """Yields each problem with its equation and the nearest legal choice. Those of pipelines are in
-    check/pipeline.py."""
+    """Yields each problem with its equation and the nearest legal choice, without those of pipelines."""
     layout = job.layout
     yield from tensor_problems(job)
     if layout.sp_regather and not layout.sp:
@@ -58,20 +57,22 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
     """Yields at most one problem if context-parallel ranks cannot get equal parts of every sequence, or of each of the
     `slices` equal parts in which sequences are pipelined."""
     layout, tokens = job.layout, job.model.seq_len // slices
-    told = (
+    length = (
         f"seq_len {tokens}" if slices == 1 else f"a slice of {tokens} tokens (seq_len {job.model.seq_len} / {slices})"
     )
-    tp, other = layout.tp if layout.sp else 1, ""
+    tp, alternative = layout.tp if layout.sp else 1, ""
     if tokens % layout.cp:
-        equation = f"{told} / cp {layout.cp} is not an integer"
+        equation = f"{length} / cp {layout.cp} is not an integer"
     elif layout.cp % layout.cp_ulysses or layout.cp == 1:
-        return  # the first has its own message
+        return  # cp_ulysses has its own message
     elif not _evenly(tokens, layout, 1):
-        equation = f"{told} / (2 × ring {layout.ring}) is not an integer: each ring group holds a chunk from either end"
+        equation = (
+            f"{length} / (2 × ring {layout.ring}) is not an integer: each ring group holds a chunk from either end"
+        )
     elif not _evenly(tokens, layout, tp):
-        equation, other = f"{told} / (cp {layout.cp} × tp {tp} (sp)) is not an integer", ", or sp=false"
+        equation, alternative = f"{length} / (cp {layout.cp} × tp {tp} (sp)) is not an integer", ", or sp=false"
         if tokens % tp:
-            return  # so would it be without cp: that has its own message
+            return  # sp without cp has its own message
     else:
         return
     alone = layout.cp_ulysses == layout.cp
@@ -81,18 +82,18 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
         if not cp % changed.cp_ulysses and _evenly(tokens, changed, tp) and _exchanges(changed, job.model):
             legal.append(cp)
     both = " (and cp_ulysses the same)" if alone or not legal else ""
-    yield "layout.cp", f"{equation}; nearest cp: {nearest_of(legal or [1], layout.cp)}{both}{other}"
+    yield "layout.cp", f"{equation}; nearest cp: {nearest_of(legal or [1], layout.cp)}{both}{alternative}"
 
 
 def _evenly(tokens: int, layout: Layout, tp: int) -> bool:
-    """Whether `tokens` are dealt out in equal parts to cp × tp ranks, and to the groups of a ring in equal chunks."""
+    """Returns whether cp × tp ranks get equal parts of `tokens`, and the groups of a ring equal chunks."""
     return tokens % (layout.cp * tp) == 0 and (layout.ring == 1 or tokens % (2 * layout.ring) == 0)
 
 
 def _exchanges(layout: Layout, model: ModelConfig) -> bool:
-    """Whether the heads of a tensor rank can be dealt out to `cp_ulysses` ranks: query heads in equal parts, and of
-    key/value heads and ranks one divides the other. True where the heads do not divide by tp, which has its own
-    message."""
+    """Returns whether `cp_ulysses` ranks can share the heads of a tensor rank: query heads in equal parts, and of
+    key/value heads and ranks one divides the other. True if the heads do not divide by tp, which has its own message.
+    """
     ranks = layout.cp_ulysses
     if model.n_heads % layout.tp:
         return True
@@ -133,7 +134,7 @@ def tensor_problems(job: Job) -> Iterator[Problem]:
 
 
 def _widths(model: ModelConfig) -> Iterator[tuple[int, str]]:
-    """The hidden widths that tp cuts. Shared experts are a whole number of times as wide as one."""
+    """Yields the hidden widths that tp cuts. The width of shared experts is a multiple of one expert's."""
     if not model.moe.n_experts or model.moe.n_dense_layers:
         yield model.ff_size, "MLP width"
     if model.moe.n_experts:
@@ -159,7 +160,7 @@ def _tiles(job: Job) -> Iterator[Problem]:
 
 
 def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
-    """How many of the cp ranks exchange heads."""
+    """Yields the problems of the number of cp ranks that exchange heads."""
     ranks = layout.cp_ulysses
     if layout.cp % ranks:
         equation = f"cp {layout.cp} / cp_ulysses {ranks} is not an integer"
@@ -182,7 +183,7 @@ def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _experts(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
-    """What experts are dealt out over."""
+    """Yields the problems of the ranks that experts are distributed over."""
     ranks, experts = layout.shard_ranks, model.moe.n_experts
     legal = nearest_divisors(gcd(ranks, experts), layout.ep) if experts else "1"
     if layout.ep > 1 and not experts:
@@ -202,7 +203,7 @@ def _experts(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _recompute(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
-    """What each layer recomputes, where it is written out."""
+    """Yields the problems of recomputation that is stated per layer."""
     if not layout.recompute_cut:
         return
     if layout.recompute != "none":

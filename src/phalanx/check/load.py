@@ -41,18 +41,18 @@ def load_words(words: overrides.CommandLine, opens: str = "") -> LoadedJob:
         found, wrong = yaml_file.read(path)
         settings = _over(settings, found)
         problems += wrong
-    said = words.settings
-    if opens and not _leaves_layout([*settings, *said]):
-        said = [Setting("layout.auto", "true", opens), *said]
-    settings = _over(settings, said)
+    command_line = words.settings
+    if opens and not _leaves_layout([*settings, *command_line]):
+        command_line = [Setting("layout.auto", "true", opens), *command_line]
+    settings = _over(settings, command_line)
     problems += words.problems
     name = words.files[-1].stem if words.files else "job"
     return resolve(settings, problems, default_name=name)
 
 
 def _over(earlier: list[Setting], later: list[Setting]) -> list[Setting]:
-    """The settings of all job files so far, and of the next or the command line. One that leaves the layout to the
-    planner begins the layout anew: what earlier ones say about it is no wish of whoever says `auto`."""
+    """Returns the settings of all job files so far with those of the next file or the command line. `layout.auto`
+    restarts the layout: earlier settings of it are dropped."""
     if _leaves_layout(later):
         earlier = [setting for setting in earlier if not setting.path.startswith("layout.")]
     return [*earlier, *later]
@@ -83,7 +83,7 @@ def resolve(
         except ValueError as error:
             found.append(f"{setting.origin}: {setting.path}: {error}")
             continue
-        if not presets or setting.path not in ("model.preset", "cluster.preset"):  # these two came first
+        if not presets or setting.path not in ("model.preset", "cluster.preset"):  # these two are already applied
             job = replace(job, setting.path, value)
         origins[setting.path] = setting.origin
     if not job.run.name:
@@ -97,8 +97,7 @@ def resolve(
 
 
 def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[str, str]]:
-    """The default job, or the default job with the presets that the last settings of model.preset and cluster.preset
-    name."""
+    """Returns the default job with the last presets of model.preset and cluster.preset, and the origins."""
     job = default = Job()
     origins = dict.fromkeys(leaves(), "default")
     for section, preset_of in (("model", _model_of), ("cluster", cluster_of)):
@@ -118,7 +117,7 @@ def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[
 
 
 def _model_of(preset: str) -> ModelConfig:
-    """The model that `model.preset` names. Raises JobError with the nearest name where there is none."""
+    """Returns the model of `model.preset`. Raises JobError with the nearest name if it is unknown."""
     if preset not in PRESETS:
         meant = nearest(preset, PRESETS)
         hint = f"; did you mean {meant}?" if meant else ""
@@ -127,7 +126,7 @@ def _model_of(preset: str) -> ModelConfig:
 
 
 def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
-    """Replace a -1 ("the rest of the devices") in dp_replicate or dp_shard; the planner finds that rest by itself."""
+    """Replaces a -1 ("the rest of the devices") in dp_replicate or dp_shard; the planner finds that rest by itself."""
     open_axes = [axis for axis in ("dp_replicate", "dp_shard") if getattr(job.layout, axis) == -1]
     if not open_axes:
         return job
@@ -153,7 +152,7 @@ def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
 
 
 def _at(path: str, message: str, origins: dict[str, str]) -> str:
-    """A problem with the place where its value was written, where somebody wrote it."""
+    """Returns a problem with the place where its value was written, if it was."""
     origin = origins.get(path, "default")
     if origin == "default" or not path:
         return f"{path}: {message}" if path else message

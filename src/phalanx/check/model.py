@@ -1,5 +1,5 @@
-"""What is wrong between the fields of a model's experts or of its latent attention, each of which is in its range: each
-problem with its equation and the nearest legal values."""
+"""The problems among the fields of a model's experts and of its latent attention: each with its equation and the
+nearest legal values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _groups(moe: MoE) -> Iterator[tuple[str, str]]:
         return
     within = n // groups * moe.top_groups
     if within < moe.top_k <= n:
-        legal = [kept for kept in range(1, groups + 1) if n // groups * kept >= moe.top_k]
+        legal = [count for count in range(1, groups + 1) if n // groups * count >= moe.top_k]
         yield (
             "model.moe.top_groups",
             f"top_groups {moe.top_groups} × (n_experts {n} / n_groups {groups}) = {within} experts to choose from, "

@@ -17,8 +17,8 @@ from phalanx.schedule.pipedream import pipedream
 
 
 def pipeline_problems(job: Job) -> Iterator[Problem]:
-    """The dotted path of each field at fault, and the message with the nearest legal choice. Without a pipeline (pp 1)
-    only a schedule that does not exist is one."""
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice. Without a pipeline (pp
+    1) only an unknown schedule is a problem."""
     layout = job.layout
     if not is_file(layout.schedule) and layout.schedule not in catalogue.SCHEDULES:
         for problem in catalogue.problems(layout.schedule, layout.pp, 1):
@@ -40,16 +40,16 @@ def pipeline_problems(job: Job) -> Iterator[Problem]:
 
 
 def _named(job: Job) -> Iterator[Problem]:
-    """Of a schedule with a name."""
+    """Yields the problems of a schedule from the catalogue."""
     layout, name = job.layout, job.layout.schedule
     equation, entry = _equation(job), catalogue.SCHEDULES[name]
     if equation is not None:  # else the batch equation has its own message
-        told = f" (accumulation in {equation.equation()})"
+        note = f" (accumulation in {equation.equation()})"
         choice = layout.pp, equation.accumulation, layout.pp_chunks, layout.pp_slices
-        # Where there are more stages than layers, the nearest legal number of ranks is that of the layers.
+        # With more stages than layers, the nearest legal number of ranks follows from the layers.
         sized = catalogue.stages(name, layout.pp, layout.pp_chunks) <= job.model.n_layers
         for problem in catalogue.problems(name, *choice, sized=sized):
-            yield "layout.schedule", problem + (told if "micro-batch" in problem else "")
+            yield "layout.schedule", problem + (note if "micro-batch" in problem else "")
     least, most = entry.chunks
     if least <= catalogue.chunks_of(name, layout.pp_chunks) <= most:
         stages = catalogue.stages(name, layout.pp, layout.pp_chunks)
@@ -64,7 +64,7 @@ def _named(job: Job) -> Iterator[Problem]:
 
 
 def _file(job: Job) -> Iterator[Problem]:
-    """Of a schedule in a file."""
+    """Yields the problems of a schedule from a file."""
     layout = job.layout
     path = layout.schedule
     try:
@@ -86,10 +86,10 @@ def _file(job: Job) -> Iterator[Problem]:
             f"accumulation {micro_batches} with a global batch that is a multiple of "
             f"{micro_batches * equation.data_ranks}",
         )
-    for name, own in (("pp_chunks", len(schedule.held(0))), ("pp_slices", schedule.slices)):
-        said = getattr(layout, name)
-        if said and said != own:
-            yield f"layout.{name}", f"{path} has {own}, {name} is {said}; nearest legal: {name}=0"
+    for name, own in (("pp_chunks", len(schedule.stages_on(0))), ("pp_slices", schedule.slices)):
+        value = getattr(layout, name)
+        if value and value != own:
+            yield f"layout.{name}", f"{path} has {own}, {name} is {value}; nearest legal: {name}=0"
     yield from _stages(job, schedule.stages, f"{path}: {schedule.stages}", f"n_layers {schedule.stages}")
     yield from _slices(job, schedule.slices)
     if schedule.steps > 1:
@@ -104,8 +104,8 @@ def _file(job: Job) -> Iterator[Problem]:
     yield from _compiled(job, schedule.splits or schedule.slices > 1 or schedule.steps > 1)
 
 
-def _compiled(job: Job, unseen: bool) -> Iterator[Problem]:
-    if job.train.compile and unseen:
+def _compiled(job: Job, splits_passes: bool) -> Iterator[Problem]:
+    if job.train.compile and splits_passes:
         yield (
             "train.compile",
             f"torch.compile handles whole forward and backward passes only, {job.layout.schedule} splits them; "
@@ -114,7 +114,7 @@ def _compiled(job: Job, unseen: bool) -> Iterator[Problem]:
 
 
 def _stages(job: Job, stages: int, equals: str, legal: str) -> Iterator[Problem]:
-    """The model's layers against the number of stages, by the numbers or as the user cuts them."""
+    """Yields the problems of the number of stages, and of the user's cut, with the model's layers."""
     layers, text = job.model.n_layers, job.layout.pp_cut
     if stages > layers:
         yield (
@@ -129,7 +129,7 @@ def _stages(job: Job, stages: int, equals: str, legal: str) -> Iterator[Problem]
 
 
 def _slices(job: Job, slices: int) -> Iterator[Problem]:
-    """What goes with sequences that are cut."""
+    """Yields the options that exclude slices of sequences."""
     if slices == 1:
         return
     layout, tokens = job.layout, job.model.seq_len
@@ -152,7 +152,8 @@ def _slices(job: Job, slices: int) -> Iterator[Problem]:
 
 
 def _without_flush(job: Job) -> Iterator[Problem]:
-    """PipeDream: micro-batches in flight keep the weights that they began with, whole, in several versions."""
+    """Yields the options that exclude a pipeline without a flush (PipeDream): micro-batches in flight keep the weights
+    that they began with, whole, in several versions."""
     layout, name = job.layout, job.layout.schedule
     if layout.sync in ("local_sgd", "diloco"):
         yield (
@@ -181,7 +182,7 @@ def _without_flush(job: Job) -> Iterator[Problem]:
 
 
 def _fewer(job: Job) -> str:
-    """The nearest legal changes where the model has fewer layers than stages: fewer ranks, or fewer stages on each."""
+    """Returns the nearest legal changes for fewer layers than stages: fewer ranks, or fewer stages per rank."""
     layout, layers = job.layout, job.model.n_layers
     chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
     by_pp = next(pp for pp in range(min(layout.pp - 1, layers), 0, -1) if _fits(job, pp=pp))
@@ -190,7 +191,7 @@ def _fewer(job: Job) -> str:
 
 
 def _fits(job: Job, **changed: int) -> bool:
-    """Whether a pipeline with a changed layout is legal for the model's layers and the batch."""
+    """Returns whether a pipeline with a changed layout is legal for the model's layers and the batch."""
     layout = dataclasses.replace(job.layout, **changed)
     if layout.pp == 1:
         return True
@@ -205,7 +206,7 @@ def _fits(job: Job, **changed: int) -> bool:
 
 
 def _equation(job: Job) -> batch.Batch | None:
-    """The batch equation solved; None where it has no solution."""
+    """Returns the solved batch equation; None if it has no solution."""
     try:
         return batch.solve(job.train.global_batch, job.layout)
     except ValueError:

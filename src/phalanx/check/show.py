@@ -19,19 +19,19 @@ def as_dict(job: Job) -> dict[str, Any]:
 
 
 def as_yaml(loaded: LoadedJob) -> str:
-    """Every value of the job with, behind it, where it came from. Reading it back gives the same job. Of a layout that
-    is left to the planner, what is set: the rest is open. Of a cluster that was not measured no calibration."""
-    job, shown = loaded.job, as_dict(loaded.job)
+    """Returns every value of the job as YAML with its origin as a comment. Reading it back gives the same job. A layout
+    that is left to the planner has only the fields that are set; a cluster that was not measured has no calibration."""
+    job, document = loaded.job, as_dict(loaded.job)
     if not job.cluster.calibration.is_known:
-        del shown["cluster"]["calibration"]  # two dozen empty values
+        del document["cluster"]["calibration"]  # two dozen empty values
     if job.layout.auto:
         lines = []
-        shown["layout"] = {
-            name: v for name, v in shown["layout"].items() if loaded.origins[f"layout.{name}"] != "default"
+        document["layout"] = {
+            name: v for name, v in document["layout"].items() if loaded.origins[f"layout.{name}"] != "default"
         }
     else:
         lines = [f"# {solve(job.train.global_batch, job.layout).equation()}"]
-    _section(shown, "", loaded.origins, lines)
+    _section(document, "", loaded.origins, lines)
     return "\n".join(lines) + "\n"
 
 

@@ -10,7 +10,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import AXES
 
 MOST_STAGES = 1024
-"""As many as the deepest model has layers that a job may name."""
+"""Most stages, and most layers of a model."""
 MOST_DEVICES = 1 << 20
 AT_MOST: list[tuple[int, str, list[str]]] = [
     (
@@ -111,7 +111,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
 """Upper bounds, each with its reason: beyond them a typing error is more likely than a job, and answers would take
 minutes or all memory."""
 BOUNDS = {path: (most, reason) for most, reason, paths in AT_MOST for path in paths}
-"""The same by path."""
+"""Upper bounds with their reasons, by path."""
 
 
 def size_problems(job: Job) -> Iterator[Problem]:

@@ -74,7 +74,7 @@ def worlds_of(job: Job) -> tuple[int, ...]:
 def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, speaks: bool = True) -> LoadedJob:
     # Here, because numpy is a third of the time that --help takes.
     from phalanx.plan.auto import choose
-    from phalanx.plan.report.notes import NO_ROOM
+    from phalanx.plan.report.notes import NO_HEADROOM
 
     with stderr_progress() as progress:
         plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if speaks else None)
@@ -85,7 +85,7 @@ def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, speaks: bool
             f"predicted {_step(best.seconds)} per step)",
             file=sys.stderr,
         )
-        for note in (note for note in plan.notes if note.startswith(NO_ROOM)):
+        for note in (note for note in plan.notes if note.startswith(NO_HEADROOM)):
             print(note, file=sys.stderr)
     return _with_layout(loaded, best.layout, worlds, "planned")
 

@@ -93,7 +93,7 @@ def _entry(name: str) -> dict[str, object]:
         "name": name,
         "title": entry.title,
         "source": entry.source,
-        "chunks": {"least": least, "most": most if most < catalogue.MANY else None},
+        "chunks": {"least": least, "most": most if most < catalogue.UNBOUNDED_CHUNKS else None},
         "sliced": entry.sliced,
         "splits": entry.splits,
     }
@@ -144,7 +144,7 @@ def _figures(timed: timing.Timing) -> dict[str, object]:
         "ranks": schedule.ranks,
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
-        "chunks": len(schedule.held(0)),
+        "chunks": len(schedule.stages_on(0)),
         "slices": schedule.slices,
         "steps": schedule.steps,
         "bubble": timed.bubble,

@@ -27,7 +27,7 @@ from phalanx.gc import gc_paused
 from phalanx.plan.report.advice import shortfall
 from phalanx.simulate import goodput
 from phalanx.simulate.disturbance import AXES, Disturbance, check
-from phalanx.simulate.goodput import LLAMA_3, Goodput, best
+from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
 from phalanx.simulate.step import Figures, figures, simulate
 from phalanx.simulate.timeline import Timeline
 
@@ -61,8 +61,8 @@ VERB = JobVerb(
         "failures_per_device_day": Option(
             float,
             None,
-            f"report the time lost to failures at this rate (default with one of the next two: {LLAMA_3:.3g}, Llama "
-            "3's)",
+            f"report the time lost to failures at this rate (default with one of the next two: {LLAMA_3_RATE:.3g}, "
+            "Llama 3's)",
         ),
         "checkpoint_s": Option(float, None, f"seconds for which a save holds training up; {CHECKPOINT_S:g}"),
         "restart_s": Option(float, None, f"seconds from a failure to the next step; {RESTART_S:g}"),
@@ -171,7 +171,7 @@ def _failures(options: Mapping[str, Any]) -> tuple[float, float, float] | None:
     if rate is None and save is None and restart is None and not options["failures_svg"]:
         return None
     return (
-        LLAMA_3 if rate is None else rate,
+        LLAMA_3_RATE if rate is None else rate,
         CHECKPOINT_S if save is None else save,
         RESTART_S if restart is None else restart,
     )

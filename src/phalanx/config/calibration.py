@@ -1,5 +1,5 @@
-"""How far the figures of a measured machine can be trusted: the fit error and the spread of each part, which
-`phalanx bench` stores with the figures, and the bounds above which predictions warn or are refused.
+"""The reliability of a measured machine's figures: the fit error and the spread of each part, which `phalanx bench`
+stores with the figures, and the bounds above which predictions warn or are refused.
 
 The fit error is the median relative error of the fit over the measurements of a part. The spread is the relative
 difference between independent rounds of the same measurements (calibrate/clock.py).
@@ -20,8 +20,8 @@ Measurement = Literal["compute", "comm"]
 
 
 STABLE_SPREAD = 0.05
-"""Spread at which independent rounds are taken to agree and no further one is measured: no more than the
-cost model's own median error (5.3 %, docs/accuracy.md)."""
+"""Spread up to which independent rounds agree, so that no further one is measured: the cost model's own median error
+(5.3 %, docs/accuracy.md)."""
 
 
 class ErrorBounds(NamedTuple):
@@ -49,7 +49,7 @@ class FitQuality:
     spread: Annotated[float, AtLeast(0)] = 0.0
     """Median over the part's measurements of (slowest - fastest) / median of the rounds that were kept."""
     rounds: Annotated[int, AtLeast(0)] = 0
-    """Independent rounds that were measured; 0: this part was not measured, or without a spread."""
+    """Number of independent rounds; 0: this part was not measured, or without a spread."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Provenance:
     """When, where and with which software a measurement was made."""
 
     date: str = ""
-    """Day of the measurement, YYYY-MM-DD; empty: not known."""
+    """Day of the measurement, YYYY-MM-DD; empty if unknown."""
     host: str = ""
     """Network name of the machine."""
     processor: str = ""
@@ -77,7 +77,7 @@ class ComputeCalibration:
     attention: FitQuality = field(default_factory=FitQuality)
     streams: FitQuality = field(default_factory=FitQuality)
     blocks: FitQuality = field(default_factory=FitQuality)
-    """Blocks of small models, on a CPU. Each gives one figure, so that they have a spread and no fit error."""
+    """Blocks of small models, on a CPU. Each gives one figure, so they have a spread and no fit error."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +131,16 @@ class CalibratedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Assessment:
-    """What the stored quality says about predictions that need some of the measurements."""
+    """The reliability of predictions that need some of the measurements, by their stored quality."""
 
     parts: list[CalibratedPart]
     """Measured parts with a known quality."""
     unknown: list[Measurement]
     """Needed measurements whose quality is not stored."""
     made: dict[str, Provenance]
-    """When and where the other ones were made, by measurement."""
+    """Origins of the measurements with a stored quality."""
     changed: str = ""
-    """How this machine differs from the measured one; empty where it does not, or where that does not matter."""
+    """Difference of this machine from the measured one; empty if there is none or if it does not matter."""
 
     @property
     def status(self) -> Literal["reliable", "unknown", "unreliable", "refused"]:
@@ -151,7 +151,7 @@ class Assessment:
 
     @property
     def remedy(self) -> str:
-        """The commands that measure again what is unreliable, unknown or of another machine."""
+        """Returns the commands that repeat the measurements that are unreliable, unknown or from another machine."""
         again = {part.measurement for part in self.parts if part.level} | set(self.unknown)
         again |= set(self.made) if self.changed else set()
         commands = [f"`phalanx bench {name}`" for name in ("compute", "comm") if name in again]
@@ -159,7 +159,7 @@ class Assessment:
 
     @property
     def problem(self) -> str:
-        """What is unreliable, with figures and bounds; empty where nothing is."""
+        """Returns what is unreliable, with figures and bounds; empty if nothing is."""
         return "; ".join(part.excess() for part in self.parts if part.level)
 
     def line(self) -> str:

@@ -13,7 +13,7 @@ class Checkpoint:
     """Saving and resuming."""
 
     every: Annotated[int, AtLeast(0)] = 0
-    """Steps between checkpoints; 0 means only at the end and when stopped."""
+    """Steps between checkpoints; 0: only at the end and when stopped."""
     keep: Annotated[int, AtLeast(0)] = 2
     """Checkpoints kept; older ones are deleted. 0 keeps all."""
     verify: bool = True

@@ -13,12 +13,12 @@ from phalanx.hashed import Hashed, hashed_once
 @hashed_once
 @dataclass(frozen=True)
 class Accelerator(Hashed):
-    """One device, described by its data sheet and a measured matrix product."""
+    """One device, by its data sheet and a measured matrix product."""
 
     name: str = ""
-    """What it is called; empty where nothing is known about it."""
+    """Name of the device; empty if nothing is known about it."""
     bf16_tflops: Annotated[float, AtLeast(0)] = 0.0
-    """Dense peak in bfloat16, in TFLOP/s; 0 where it has none."""
+    """Dense peak in bfloat16, in TFLOP/s; 0 if it has none."""
     fp16_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak in float16, in TFLOP/s."""
     fp8_tflops: Annotated[float, AtLeast(0)] = 0.0
@@ -28,28 +28,28 @@ class Accelerator(Hashed):
     fp32_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak in float32 (no tensor cores), in TFLOP/s."""
     ceiling: Annotated[float, Between(0, 1)] = 0.8
-    """Share of the peak that the best matrix product reaches, over shapes (16 bits; the maximum achievable matmul
-    FLOPs of ml-engineering)."""
+    """Share of the 16-bit peak that the best matrix product reaches (ml-engineering's maximum achievable matmul FLOPs).
+    """
     fp8_ceiling: Annotated[float, Between(0, 1)] = 0.7
-    """The same in 8-bit and 4-bit floats."""
+    """Share of the peak that the best 8-bit or 4-bit matrix product reaches."""
     memory_gib: Annotated[float, AtLeast(0)] = 0.0
-    """Device memory that a program can have, in GiB."""
+    """Device memory available to a program, in GiB."""
     bandwidth_gbs: Annotated[float, AtLeast(0)] = 0.0
     """Device memory bandwidth, in GB/s."""
     cores: Annotated[int, AtLeast(1)] = 1
-    """Processors that each compute one tile of a matrix product at a time (streaming multiprocessors)."""
+    """Processors that compute one tile of a matrix product each (streaming multiprocessors)."""
     sustained: Annotated[float, Above(0)] = 0.9
-    """Rate of matrix products in a long run beside that of the best one alone: power and heat hold clocks down, and
-    between products caches hold something else."""
+    """Rate of matrix products in a long run over that of the best single one: power and heat lower clocks, and other
+    data occupies the caches."""
     older: Annotated[float, Above(0)] = 1.0
-    """Rate of kernels written for the instructions of the generation before, beside those for its own."""
+    """Rate of kernels written for the previous generation's instructions over that of kernels for its own."""
     launch_us: Annotated[float, AtLeast(0)] = 4.0
     """Time on the device between two kernels, in microseconds: the floor of a small kernel."""
     product_us: Annotated[float, AtLeast(0)] = 0.0
-    """What the call of a matrix product takes more than that, in microseconds."""
+    """Extra time of the call of a matrix product, in microseconds."""
     host_us: Annotated[float, AtLeast(0)] = 0.0
-    """What a training program takes besides to start an operation, where the same processor then does it (a CPU), in
-    microseconds; 0: the host starts operations ahead."""
+    """Extra time of a training program to start an operation, in microseconds, if the same processor executes it (a
+    CPU); 0: the host launches operations ahead."""
 
 
 @dataclass(frozen=True)
@@ -57,34 +57,34 @@ class Link:
     """The links of one class, as one device sees them."""
 
     gbs: Annotated[float, AtLeast(0)] = 0.0
-    """Bandwidth a device, one way, while all devices send, in GB/s: of shared cards the share."""
+    """One-way bandwidth per device in GB/s while all devices send; its share of a shared network card."""
     latency_us: Annotated[float, AtLeast(0)] = 0.0
-    """Time of a message of no bytes (alpha), in microseconds."""
+    """Latency of an empty message (alpha), in microseconds."""
     reached: Annotated[float, Between(0, 1)] = 0.8
-    """Share of gbs that large messages of a collective reach."""
+    """Share of `gbs` that large messages of a collective reach."""
     pair_gbs: Annotated[float, AtLeast(0)] = 0.0
-    """Bandwidth between two devices, one way, in GB/s, where links join pairs and not a switch; 0: there is a switch,
-    and a pair has all of `gbs`."""
+    """One-way bandwidth between two devices in GB/s if links join pairs instead of a switch; 0: there is a switch, and
+    a pair has all of `gbs`."""
     reduces: bool = False
-    """The switch reduces in the network (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once, not
-    twice."""
+    """Whether the switch reduces in the network (NVLink SHARP, InfiniBand SHARP): an all-reduce sends its tensor once.
+    """
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Sharing(Hashed):
-    """How the processes of a measured CPU node share its cores."""
+    """The share of each process in the cores of a measured CPU node."""
 
     node_cores: Annotated[int, AtLeast(0)] = 0
     """Cores of the node."""
     processes: Annotated[int, AtLeast(0)] = 0
-    """Processes of which `accelerator` is one; 0: devices do not share."""
+    """Processes that share the node, of which `accelerator` describes one; 0: devices do not share."""
     linked: Annotated[int, AtLeast(0)] = 0
-    """Processes that the links were measured among; 0: as many."""
+    """Processes among which the links were measured; 0: as many."""
     alone_products: Annotated[float, AtLeast(0)] = 0.0
     """Rate of matrix products of one process with all cores, over that of one of `processes`."""
     alone_streams: Annotated[float, AtLeast(0)] = 0.0
-    """The same of what memory bounds."""
+    """Rate of memory-bound operations of one process with all cores, over that of one of `processes`."""
 
 
 @hashed_once
@@ -93,37 +93,37 @@ class Cluster(Hashed):
     """The machine: nodes × devices per node, and the rates of devices and links."""
 
     preset: str = ""
-    """Start from a known machine and its number of nodes, such as dgx-h100:64, or `local`, the machine that
-    `phalanx bench` measured here; other fields override it."""
+    """Start from a known machine and its number of nodes, such as dgx-h100:64, or `local`, this machine as measured by
+    `phalanx bench`; other fields override it."""
     nodes: Annotated[int, AtLeast(1)] = 1
     """Nodes of the job."""
     devices_per_node: Annotated[int, AtLeast(0)] = 0
-    """Devices (GPUs, or CPU processes) on a node; 0 means as many as the layout asks for."""
+    """Devices (GPUs, or CPU processes) per node; 0: as many as the layout needs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the accelerator where there is one."""
+    """Device type; auto uses an accelerator if there is one."""
     peak_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak of one device in this job's precision, in TFLOP/s, for MFU; 0 looks the device up: on a CPU in the
     file of `phalanx bench compute`, and without one it measures a matrix product."""
     domain: Annotated[int, AtLeast(0)] = 0
-    """Neighbouring devices that `intra` joins; 0 means those of a node (72 in a rack of GB200)."""
+    """Neighbouring devices that `intra` joins; 0: those of a node (72 in a rack of GB200)."""
     pod: Annotated[int, AtLeast(0)] = 0
-    """Devices with full bandwidth among them; 0 means all. Beyond it links are shared."""
+    """Devices with full bandwidth among them; 0: all. Links between pods are shared."""
     oversubscription: Annotated[float, Above(0)] = 1.0
-    """Beyond a pod: devices that want a link over links."""
+    """Between pods: bandwidth that devices demand over that of the links."""
     accelerator: Accelerator = field(default_factory=Accelerator)
     intra: Link = field(default_factory=Link)
     inter: Link = field(default_factory=Link)
     sharing: Sharing = field(default_factory=Sharing)
     allow_unreliable: bool = False
-    """Predict also where the measurements of the machine are so noisy that predictions are otherwise refused."""
+    """Predict even if the measurements of the machine are so noisy that predictions would be refused."""
     calibration: Calibration = field(default_factory=Calibration)
 
     @property
     def devices(self) -> int:
-        """Devices of the whole machine; 0 where the layout decides."""
+        """Devices of the whole machine; 0 if the layout decides."""
         return self.nodes * self.devices_per_node
 
     @property
     def joined(self) -> int:
-        """Neighbouring devices with fast links among them."""
+        """Number of neighbouring devices with fast links among them."""
         return self.domain or self.devices_per_node or 1

@@ -16,27 +16,27 @@ from phalanx.errors import JobError
 from phalanx.nearest import nearest
 
 NVLINK2 = Link(gbs=95, latency_us=7, reached=0.9, pair_gbs=25)
-"""Of a V100, 6 × 25 GB/s. Four devices of a node have pairs of links and no switch: 22, 45 and 85 GB/s measured among
-two, three and four (vTrain's tables of NCCL)."""
+"""V100: 6 × 25 GB/s. Four devices of a node have pairs of links and no switch: 22, 45 and 85 GB/s measured among two,
+three and four (vTrain's tables of NCCL)."""
 NVLINK3 = Link(gbs=300, latency_us=6, reached=0.80)
-"""Of an A100, 12 × 25 GB/s: 229 to 240 of 300 GB/s bus bandwidth in all-reduces of 1 GB (vTrain's tables of NCCL)."""
+"""A100: 12 × 25 GB/s; 229 to 240 of 300 GB/s bus bandwidth in all-reduces of 1 GB (vTrain's tables of NCCL)."""
 NVLINK4 = Link(gbs=450, latency_us=5, reached=0.82, reduces=True)
-"""Of an H100, 18 × 25 GB/s. From Hopper on the switch reduces (NVLS)."""
+"""H100: 18 × 25 GB/s. From Hopper on the switch reduces (NVLS)."""
 NVLINK5 = Link(gbs=900, latency_us=5, reached=0.80, reduces=True)
-"""Of a B200, 18 × 50 GB/s."""
+"""B200: 18 × 50 GB/s."""
 PCIE4 = Link(gbs=32, latency_us=10, reached=0.75)
 PCIE5 = Link(gbs=64, latency_us=10, reached=0.75)
-"""Sixteen lanes."""
+"""16 lanes."""
 INFINITY_FABRIC = Link(gbs=448, latency_us=8, reached=0.7, pair_gbs=64)
-"""Of an MI300X or MI325X: a link to each of seven others, 64 GB/s each."""
+"""MI300X and MI325X: a link of 64 GB/s to each of seven others."""
 INFINITY_FABRIC_4 = Link(gbs=537, latency_us=8, reached=0.7, pair_gbs=76.8)
-"""Of an MI350X or MI355X: 76.8 GB/s each."""
+"""MI350X and MI355X: a link of 76.8 GB/s to each of seven others."""
 TPU_NETWORK = Link(gbs=6, latency_us=20, reached=0.8)
-"""Beyond the torus: the data centre's network."""
+"""The data centre's network, beyond the torus."""
 
 
 def _cards(gbits: float, devices_per_card: float = 1, latency_us: float = 12) -> Link:
-    """One network card of `gbits` Gb/s for so many devices."""
+    """Returns the links of network cards of `gbits` Gb/s, each shared by `devices_per_card` devices."""
     return Link(gbs=gbits / 8 / devices_per_card, latency_us=latency_us, reached=0.85)
 
 
@@ -46,11 +46,11 @@ def _node(device: str, devices: int, *, intra: Link, inter: Link) -> Cluster:
 
 @dataclass(frozen=True)
 class MachineEntry:
-    """One row of the table: a node and how nodes are joined."""
+    """One row of the table: a node and the links between nodes."""
 
     cluster: Cluster
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
 
 
 MACHINES: dict[str, MachineEntry] = {
@@ -155,7 +155,7 @@ MACHINES: dict[str, MachineEntry] = {
         source="OLCF, Frontier user guide: four Slingshot-11 cards for eight dies, 50 GB/s per link between dies",
     ),
     # Between GPUs 15 GB/s were measured, which is also a tile's share of the eight cards (200 Gb/s for 1.5 tiles):
-    # beyond a pair of tiles all ways are as slow as the network.
+    # beyond a pair of tiles all links are as slow as the network.
     "aurora": MachineEntry(
         replace(
             _node(
@@ -227,15 +227,13 @@ MACHINES: dict[str, MachineEntry] = {
 CLUSTERS: dict[str, Cluster] = {name: replace(entry.cluster, preset=name) for name, entry in MACHINES.items()}
 """Known machines by name, as one node."""
 LOCAL = "local"
-"""The name of the machine that was measured here (local_cluster.py)."""
+"""Name of the machine that was measured here (local_cluster.py)."""
 
 
 def cluster_of(preset: str) -> Cluster:
-    """The machine that `cluster.preset` names: `dgx-h100:64` is sixty-four of its nodes, `dgx-h100` one, `local` the
-    machine that `phalanx bench` measured here.
-
-    Raises JobError with the nearest name where there is none like it, where the nodes are no number, and where `local`
-    was not measured."""
+    """Returns the machine of `cluster.preset`: `dgx-h100:64` is 64 of its nodes, `dgx-h100` one, `local` the machine
+    that `phalanx bench` measured here. Raises JobError with the nearest name for an unknown machine, for an invalid
+    number of nodes, and for a `local` that was not measured."""
     name, colon, nodes = preset.partition(":")
     if name not in CLUSTERS and name != LOCAL:
         meant = nearest(name, [*CLUSTERS, LOCAL])

@@ -23,7 +23,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class Above:
-    """A value that every legal one exceeds."""
+    """A lower bound that is not legal itself."""
 
     bound: float
 
@@ -45,7 +45,7 @@ class AtMost:
 
 @dataclass(frozen=True)
 class Below:
-    """A value that exceeds every legal one."""
+    """An upper bound that is not legal itself."""
 
     bound: float
 
@@ -69,7 +69,7 @@ class Between:
 
 @dataclass(frozen=True)
 class HalfOpen:
-    """The smallest legal value, and one that exceeds every legal one; of a tuple, the range of each of its values."""
+    """The smallest legal value, and an upper bound that is not legal; of a tuple, the range of each of its values."""
 
     least: float
     bound: float

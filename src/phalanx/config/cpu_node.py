@@ -1,4 +1,4 @@
-"""A CPU node with another number of processes than it was measured with: what each then has of its cores."""
+"""A CPU node with another number of processes than was measured, and the rates that each process then has."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 
 
 def with_processes(cluster: Cluster, processes: int) -> Cluster:
-    """A CPU's cluster that was measured, with so many processes on each node, and what each can do then. Where devices
-    do not share it stays as it is.
+    """Returns a measured CPU cluster with `processes` processes per node and the rates of each; unchanged if devices do
+    not share.
 
-    Fewer processes have more threads each: one alone was measured (`Sharing.alone_products`), between it and the number
-    that was measured together rates grow as a power of the threads. More have a smaller share of what all together can
-    do. Where they are more than cores, each waits for its turn: whatever it starts, and every message, takes so many
-    times as long. What comes out shares nothing any more."""
+    With fewer processes each has more threads: one alone was measured (`Sharing.alone_products`), and up to the number
+    measured together rates grow as a power of the threads. With more, each has a smaller share of the total rate. With
+    more processes than cores they take turns: every start of an operation and every message takes proportionally
+    longer. The result shares nothing any more.
+    """
     shared = cluster.sharing
     if not shared.processes:
         return cluster
@@ -31,8 +32,8 @@ def with_processes(cluster: Cluster, processes: int) -> Cluster:
     )
 
 
-def _grown(gain: float, share: float, processes: int) -> float:
-    """What becomes of a rate where a process has `share` times the cores, if one with all has `gain` times the rate."""
+def _rate_factor(gain: float, share: float, processes: int) -> float:
+    """Returns the factor on the rate of a process with `share` times the cores; `gain` is that with all of them."""
     if share <= 1 or processes == 1:
         return min(1.0, share)
     return (gain or processes) ** (log(share) / log(processes))
@@ -40,7 +41,7 @@ def _grown(gain: float, share: float, processes: int) -> float:
 
 def _device(device: Accelerator, shared: Sharing, share: float, crowd: float) -> Accelerator:
     products, streams = (
-        _grown(gain, share, shared.processes) for gain in (shared.alone_products, shared.alone_streams)
+        _rate_factor(gain, share, shared.processes) for gain in (shared.alone_products, shared.alone_streams)
     )
     return replace(
         device,

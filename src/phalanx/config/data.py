@@ -8,7 +8,7 @@ from typing import Annotated
 from phalanx.config.constraints import AtLeast, Below, Between
 
 IGNORE = -100
-"""A target that counts for nothing (torch's ignore_index)."""
+"""A target that is not counted in the loss (torch's ignore_index)."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Data:
     """A token attends only to tokens of its own document: those since the last separator, which is the tokenizer's
     end-of-text token or, where it has none (char, byte), a newline, so that every line is a document."""
     val_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.1
-    """The share of the corpus, from its end, that is kept for validation."""
+    """Share of the corpus, from its end, kept for validation."""
     limit_mb: Annotated[float, AtLeast(0), Below(1e12)] = 0.0
     """Use only this many megabytes of the corpus's text; 0 means all."""
     dir: str = "data"
-    """Where prepared token shards are kept."""
+    """Folder of the prepared token shards."""
     random_tokens: Annotated[int, AtLeast(1)] = 1_000_000
-    """Corpus random: how many tokens."""
+    """Corpus random: number of tokens."""
     random_vocab: Annotated[int, Between(1, 2**32)] = 256
     """Corpus random: vocabulary size."""
     workers: Annotated[int, AtLeast(0)] = 0
-    """Processes that tokenize in `phalanx data prepare`; 0 means one a core."""
+    """Processes that tokenize in `phalanx data prepare`; 0: one per core."""
     prefetch: Annotated[int, AtLeast(0)] = 4
     """Steps whose batches are read ahead in the background."""

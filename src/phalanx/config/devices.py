@@ -1,8 +1,8 @@
-"""The table of known devices: what each can do, where its figures come from, and the names that drivers report.
+"""The table of known devices: their rates, the sources, and the names that drivers report.
 
-Peaks are dense, of the form that the row names, without sparsity. Two figures of a row are not on data sheets:
-`ceiling` and `fp8_ceiling` are from ml-engineering's table of maximum achievable matmul FLOPs where that has the device
-and those of its family elsewhere; `sustained` and `older` are calibrated on published runs (docs/cost-model.md).
+Peaks are dense, of the form that the row names, without sparsity. Some figures are not on data sheets: `ceiling` and
+`fp8_ceiling` come from ml-engineering's table of maximum achievable matmul FLOPs, or from a device of the same family
+if that lacks it; `sustained` and `older` are calibrated on published runs (docs/cost-model.md).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from phalanx.config.cluster import Accelerator
 
 _BEKMAN = "ml-engineering, compute/accelerator (Bekman 2026)"
-"""Peaks, memory, bandwidth and ceilings as that page has them, which cites the makers' data sheets."""
+"""Source of peaks, memory, bandwidth and ceilings; the page cites the makers' data sheets."""
 _TPU_SOURCE = f"{_BEKMAN}; ceiling: How to Scale Your Model (Austin et al. 2025), chapter 12"
 MEMORY_TOLERANCE = 0.12
-"""How far a driver's figure for the memory may be from the row's, as a share: ECC and the driver take some."""
+"""Relative difference allowed between a driver's figure for the memory and the row's: ECC and the driver take some."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class DeviceEntry:
 
     accelerator: Accelerator
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
     reported_as: tuple[str, ...] = ()
-    """The names that torch.cuda.get_device_name gives it, without the maker's; none where torch has no CUDA or ROCm
-    device of the kind. Rows that share a name are told apart by their memory."""
+    """Names that torch.cuda.get_device_name reports, without the maker's; none for devices without CUDA or ROCm. Rows
+    that share a name differ in memory."""
 
 
 _VOLTA = Accelerator(
@@ -108,7 +108,7 @@ _CDNA4 = Accelerator(
     launch_us=5.0,
 )
 _TPU = Accelerator(ceiling=0.95, fp8_ceiling=0.95, sustained=0.9, launch_us=1.0)
-"""A compiler makes one program of a step, so that nothing is launched. A core has two to four large systolic arrays."""
+"""A compiler makes one program of a step, so nothing is launched. A core has two to four large systolic arrays."""
 
 _ENTRIES = (
     DeviceEntry(
@@ -359,24 +359,21 @@ _ENTRIES = (
 )
 
 DEVICES: dict[str, DeviceEntry] = {entry.accelerator.name: entry for entry in _ENTRIES}
-"""Every known device with its source, by name. Memory is what a program can have, a little less than is printed on the
-box."""
+"""Known devices with their sources, by name. Memory is what a program can use, a little less than the nominal size."""
 ACCELERATORS: dict[str, Accelerator] = {name: entry.accelerator for name, entry in DEVICES.items()}
-"""Every known device by name."""
+"""Known devices by name."""
 
 
 def device_reported_as(name: str, memory_gib: float) -> Accelerator | None:
-    """Returns the known device that a driver reports as `name`, such as "NVIDIA A100-SXM4-80GB", with so many GiB.
-
-    The whole name has to be one of the row's, but for the maker, small letters and hyphens, so that a GB200 is never
-    taken for a B200, nor a slice of a GPU (MIG) for a whole one. Returns None where no row has the name, or where the
-    memory is another."""
+    """Returns the known device that a driver reports as `name`, such as "NVIDIA A100-SXM4-80GB", with `memory_gib` GiB;
+    None if there is none. The whole name must match except for the maker, case and hyphens, so that neither a GB200
+    passes for a B200 nor a slice of a GPU (MIG) for a whole one."""
     spelled = _plain(name)
     found = [entry.accelerator for entry in _ENTRIES if spelled in {_plain(reported) for reported in entry.reported_as}]
     return next((device for device in found if abs(memory_gib / device.memory_gib - 1) < MEMORY_TOLERANCE), None)
 
 
 def _plain(name: str) -> str:
-    """A driver's name without the maker's, in small letters, with one space between words."""
+    """Returns a driver's name without the maker's, in lower case, with single spaces."""
     words = re.sub(r"^(nvidia|amd|tesla|instinct|\s)+\s", "", name.lower().strip())
     return " ".join(re.split(r"[\s_-]+", words))

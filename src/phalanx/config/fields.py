@@ -1,4 +1,4 @@
-"""Every field of a Job by its dotted path, and the shorter names by which a user may call it."""
+"""Every field of a Job by its dotted path, and the shorter names that users may write."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from phalanx.config.job import Job
 from phalanx.nearest import nearest
 
 SECTION_SHORTHAND = {"model": "model.preset", "cluster": "cluster.preset", "data": "data.corpus"}
-"""What a section given as one word means: `model: llama3-8b` is `model.preset: llama3-8b`."""
+"""Field that is set by a section written as one word: `model: llama3-8b` is `model.preset: llama3-8b`."""
 
 LAUNCHER_NAMES = {"nproc_per_node": "cluster.devices_per_node", "nnodes": "cluster.nodes"}
-"""torchrun's names for things that have another name here."""
+"""torchrun's names of fields."""
 
-ALIKE, NEARLY_THE_SAME = 0.7, 0.85
-"""Share of letters (difflib) that a mistyped name has in common with what was meant, at least: with a field that users
-set, and with one that few set or another framework's."""
+FIELD_CUTOFF, RARE_FIELD_CUTOFF = 0.7, 0.85
+"""Least similarity (difflib, 0 to 1) of a mistyped name to a field that users set, and to a rarely set field or another
+framework's name."""
 
 
 @functools.cache
 def leaves(cls: type = Job) -> dict[str, Any]:
-    """The type of every leaf field of a (nested) dataclass, by dotted path, in order of definition."""
+    """Returns the type of every leaf field of a (nested) dataclass, by dotted path, in order of definition."""
     return {path: _plain(kind) for path, kind in _annotated_leaves(cls).items()}
 
 
@@ -57,16 +57,15 @@ def _plain(kind: Any) -> Any:
 
 
 def sections() -> list[str]:
-    """Every section that a job file may have, nested ones by dotted path: model, model.moe, train, ..."""
+    """Returns every section that a job file may have, nested ones by dotted path: model, model.moe, train, ..."""
     return list(dict.fromkeys(path.rsplit(".", 1)[0] for path in leaves()))
 
 
 @functools.cache
 def short_names() -> dict[str, str]:
-    """Names that need no section, because only one field has them: {"tp": "layout.tp", "lr": "optimizer.lr", ...}.
-
-    Of several fields with one name the least nested wins, if it is alone there: d_ff is model.d_ff, not model.moe.d_ff.
-    """
+    """Returns names that need no section because only one field has them: {"tp": "layout.tp", "lr": "optimizer.lr",
+    ...}. Among several fields of one name, the only one at the lowest nesting wins: d_ff is model.d_ff, not
+    model.moe.d_ff."""
     by_name: dict[str, list[str]] = {}
     for path in leaves():
         by_name.setdefault(path.rsplit(".", 1)[-1], []).append(path)
@@ -80,11 +79,9 @@ def short_names() -> dict[str, str]:
 
 
 def resolve(name: str, text: str | None = None) -> str | None:
-    """The dotted path that a user's name means (`tp`, `layout.tp`, `dp-shard`, `model`), or None.
-
-    Where several fields have the name, the `text` of the value decides: `schedule=zb_v` is the pipeline's,
-    `schedule=cosine` the optimizer's. Where it fits several of them the layout's field wins, so that what a layout's
-    line says may also be written word by word."""
+    """Returns the dotted path of a user's name (`tp`, `layout.tp`, `dp-shard`, `model`), or None. If several fields
+    have the name, the `text` of the value decides: `schedule=zb_v` is the pipeline's, `schedule=cosine` the
+    optimizer's. If it fits several, the layout's field wins, so a layout's line may also be written word by word."""
     name = name.replace("-", "_")
     if name in leaves():
         return name
@@ -93,13 +90,13 @@ def resolve(name: str, text: str | None = None) -> str | None:
 
 
 def _namesakes(name: str) -> list[str]:
-    """Every field whose last name it is."""
+    """Returns every field with this last name."""
     return [path for path in leaves() if path.rsplit(".", 1)[-1] == name]
 
 
 def _by_value(paths: Sequence[str], text: str) -> str | None:
-    """The one of several fields that takes a value: one with a type of its own before one that takes any text, unless
-    the text looks like a mistyped choice of the former."""
+    """Returns the field whose type takes the value. Specific types precede free text, unless the text looks like a
+    mistyped choice of the former."""
     closed = [path for path in paths if leaves()[path] is not str]
     fitting = [path for path in closed if _fits(text, leaves()[path])]
     choices = [str(choice) for path in closed for choice in typing.get_args(leaves()[path])]
@@ -118,7 +115,7 @@ def _fits(text: str, kind: Any) -> bool:
 
 
 def suggestion(name: str) -> str:
-    """What to say about an unknown name: "; did you mean train.steps?", or nothing where that would be far-fetched."""
+    """Returns a hint about an unknown name: "; did you mean train.steps?", or nothing if none is close."""
     plain = name.replace("-", "_")
     same = _namesakes(plain)
     if len(same) > 1:
@@ -132,34 +129,34 @@ def suggestion(name: str) -> str:
 
 
 def _mistyped(section: str, name: str) -> str | None:
-    """The field that a wrong section, a mistyped name or both most likely meant: of the section that is named, by its
-    exact name of any, or, where no section is known, by a name like it."""
-    home = section if section in sections() else nearest(section, sections(), ALIKE)
-    if home and (found := _alike(name, [path for path in leaves() if path.startswith(f"{home}.")], ALIKE)):
+    """Returns the field that a wrong section, a mistyped name or both most likely meant: a field of the section that is
+    named, any field with exactly that name, or, if the section is unknown too, a field with a similar name."""
+    home = section if section in sections() else nearest(section, sections(), FIELD_CUTOFF)
+    if home and (found := _alike(name, [path for path in leaves() if path.startswith(f"{home}.")], FIELD_CUTOFF)):
         return found
     exact = _namesakes(name)
     if section in sections() or exact:
         return exact[0] if len(exact) == 1 else None
     shallow = [path for path in leaves() if path.count(".") == 1]
-    if found := _alike(name, shallow, ALIKE) or _alike(name, list(leaves()), NEARLY_THE_SAME):
+    if found := _alike(name, shallow, FIELD_CUTOFF) or _alike(name, list(leaves()), RARE_FIELD_CUTOFF):
         return found
-    foreign = nearest(name, foreign_names.FIELDS, NEARLY_THE_SAME)
+    foreign = nearest(name, foreign_names.FIELDS, RARE_FIELD_CUTOFF)
     return foreign_names.FIELDS[foreign] if foreign else None
 
 
 def _alike(name: str, paths: Sequence[str], cutoff: float) -> str | None:
-    """The path whose last name is most like a name."""
+    """Returns the path whose last name is most similar."""
     by_name = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
     found = nearest(name, by_name, cutoff)
     return by_name[found] if found else None
 
 
 def get(obj: Any, path: str) -> Any:
-    """The value at a dotted path."""
+    """Returns the value at a dotted path."""
     return functools.reduce(getattr, path.split("."), obj)
 
 
 def replace(obj: Any, path: str, value: Any) -> Any:
-    """A copy of a frozen dataclass with the value at a dotted path changed."""
+    """Returns a copy of a frozen dataclass with the value at a dotted path changed."""
     head, _, rest = path.partition(".")
     return dataclasses.replace(obj, **{head: replace(getattr(obj, head), rest, value) if rest else value})

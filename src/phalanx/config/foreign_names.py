@@ -1,4 +1,4 @@
-"""What users of other frameworks type, and what it is called here. Offered as a suggestion, never accepted silently.
+"""Names in other frameworks and their counterparts here, offered as suggestions, never accepted silently.
 
 nanoGPT (train.py), wordplay (configs.py), torchtitan (job_config.py), Megatron-LM (arguments.py), DeepSpeed (JSON
 configuration), Accelerate and transformers' Trainer, torchrun.
@@ -153,7 +153,7 @@ FIELDS = {
     "gpus_per_node": "cluster.devices_per_node",
     "ngpus": "cluster.devices_per_node",
 }
-"""Field of a Job by the last part of the name."""
+"""Fields of a Job by the last part of a foreign name."""
 
 _DATA_PARALLEL = "dp_replicate=N for DDP, dp_shard=N with zero=1, 2 or 3 for ZeRO and FSDP"
 _NOTHING = "there is nothing to set"
@@ -186,4 +186,4 @@ ADVICE = {
         "start the command with torchrun, srun or mpiexec, which say it",
     ),
 }
-"""What to say about a name that no single field stands for."""
+"""Advice about names that no single field corresponds to."""

@@ -9,7 +9,7 @@ from phalanx.config.constraints import Above, AtLeast
 from phalanx.hashed import Hashed, hashed_once
 
 Recompute = Literal["none", "selective", "full"]
-"""What the backward pass of a block computes again."""
+"""Activations of a block that the backward pass recomputes."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh's axes, outermost first; `ep` is carved out of dp_shard × cp and multiplies nothing."""
 
@@ -20,7 +20,7 @@ class Layout(Hashed):
     """The layout: how the model is spread over the devices."""
 
     auto: bool = False
-    """Leave what is not set here to the planner (phalanx plan)."""
+    """Let the planner choose what is not set here (phalanx plan)."""
     dp_replicate: Annotated[int, AtLeast(1)] = 1
     """Data-parallel replicas that hold whole copies (DDP)."""
     dp_shard: Annotated[int, AtLeast(1)] = 1
@@ -28,10 +28,10 @@ class Layout(Hashed):
     cp: Annotated[int, AtLeast(1)] = 1
     """Context-parallel ranks: each holds a part of every sequence."""
     cp_ulysses: Annotated[int, AtLeast(1)] = 1
-    """Of the cp ranks, how many exchange heads for tokens (Ulysses); between the cp / cp_ulysses groups of these, keys
-    and values travel a ring. 1 is a ring alone, cp is Ulysses alone, between them lies USP."""
+    """Number of the cp ranks that exchange heads for tokens (Ulysses); between the cp / cp_ulysses groups of these,
+    keys and values travel a ring. 1 is a ring alone, cp is Ulysses alone, between them lies USP."""
     cp_inner: Literal["ulysses", "ring"] = "ulysses"
-    """With both: which of the two has neighbouring ranks, and with them the faster links."""
+    """With both ulysses and ring: the one that joins neighbouring ranks and so gets the faster links."""
     tp: Annotated[int, AtLeast(1)] = 1
     """Tensor-parallel ranks: each holds a part of every matrix."""
     pp: Annotated[int, AtLeast(1)] = 1
@@ -39,14 +39,14 @@ class Layout(Hashed):
     ep: Annotated[int, AtLeast(1)] = 1
     """Expert-parallel ranks, taken from dp_shard × cp: each holds a part of the routed experts."""
     zero: Literal[1, 2, 3] = 3
-    """What dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
+    """State that dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
     reshard: bool = True
     """zero=3: give up a block's parameters after its forward pass and gather them again for the backward pass; without,
     less traffic and more memory."""
     prefetch: Annotated[int, AtLeast(0)] = 1
     """zero=3: blocks whose parameters are gathered ahead; 0 leaves it to FSDP2."""
     accumulate: Literal["local", "sharded"] = "local"
-    """Gradients of all micro-batches but the last: local keeps them whole on each rank and sends once a step; sharded
+    """Gradients of all micro-batches but the last: local keeps them whole on each rank and sends once per step; sharded
     (zero 2 and 3) sends and shards those of every micro-batch, less memory for more traffic."""
     tiles: Annotated[int, AtLeast(1)] = 1
     """zero=3: run the MLP's matrices in this many tiles, so that only one is whole at a time."""
@@ -57,39 +57,38 @@ class Layout(Hashed):
     schedule: str = "1f1b"
     """Pipeline schedule: a name that `phalanx schedule list` shows, or a file with a schedule of your own."""
     pp_chunks: Annotated[int, AtLeast(0)] = 0
-    """Stages that each pipeline rank holds; 0 takes as many as the schedule does by itself."""
+    """Stages per pipeline rank; 0: the schedule's default."""
     pp_slices: Annotated[int, AtLeast(0)] = 0
-    """Parts of a sequence that travel one after the other (terapipe); 0 takes the schedule's own number."""
+    """Slices of a sequence that are pipelined one after the other (terapipe); 0: the schedule's default."""
     pp_cut: str = ""
-    """Layers of each stage, such as 3+5+4+4; by default stages are cut so that the slowest is as fast as it can be."""
+    """Layers of each stage, such as 3+5+4+4; the default cut minimises the slowest stage."""
     micro_batch: Annotated[int, AtLeast(0)] = 0
-    """Sequences in one forward pass of one data rank; 0 means the rest of the equation decides."""
+    """Sequences in one forward pass of one data rank; 0: follows from the batch equation."""
     accumulation: Annotated[int, AtLeast(0)] = 0
-    """Micro-batches a step on each data rank; 0 means the rest of the equation decides."""
+    """Micro-batches per step on each data rank; 0: follows from the batch equation."""
     recompute: Recompute = "none"
-    """Activations computed again in the backward pass instead of kept."""
+    """Activations that the backward pass recomputes instead of keeping them."""
     recompute_cut: str = ""
-    """What each layer recomputes, runs of layers in order: 8*full+4*selective+20*none; empty: every layer does what
-    `recompute` says."""
+    """Recomputation per layer as runs of layers, 8*full+4*selective+20*none; empty: `recompute` for all layers."""
     loss_chunk: Annotated[int, AtLeast(0)] = 0
-    """Tokens whose logits exist at once while the loss is computed; 0 means all of a micro-batch."""
+    """Tokens whose logits exist at once while the loss is computed; 0: all of a micro-batch."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """State kept in host memory instead of device memory."""
     data_parallel: Literal["ddp", "threads"] = "ddp"
-    """How dp_replicate runs: one process per replica (ddp), or one process with one thread per replica (threads:
-    torch's
-    DataParallel, a baseline that shows the cost of one interpreter)."""
+    """Execution of dp_replicate: one process per replica (ddp), or one process with one thread per replica (threads:
+    torch's DataParallel, a baseline that shows the cost of one interpreter)."""
     sync: Literal["bsp", "asp", "local_sgd", "diloco"] = "bsp"
-    """How replicas (dp_replicate) agree: bsp sums gradients every step; asp sends each replica's to a parameter
-    server and waits for nobody; local_sgd averages parameters, diloco takes an outer step, every sync_every steps."""
+    """Synchronisation of replicas (dp_replicate): bsp sums gradients every step; asp sends each replica's to a
+    parameter server and waits for nobody; local_sgd averages parameters, diloco takes an outer step, every sync_every
+    steps."""
     sync_every: Annotated[int, AtLeast(1)] = 10
     """local_sgd, diloco: steps that a replica makes alone between two synchronisations."""
     bucket_mb: Annotated[float, Above(0)] = 25.0
-    """Gradients are reduced in buckets of this many MiB, while the backward pass goes on."""
+    """Size in MiB of the buckets in which gradients are reduced during the backward pass."""
 
     @property
     def world(self) -> int:
-        """Devices the layout needs: the product of all axes."""
+        """Number of devices of the layout: the product of all axes."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
@@ -99,24 +98,22 @@ class Layout(Hashed):
 
     @property
     def shard_ranks(self) -> int:
-        """Number of ranks that share one sharded state: dp_shard × cp, because cp ranks would hold the same
-        parameters."""
+        """Number of ranks that share one sharded state: dp_shard × cp, because cp ranks have the same parameters."""
         return self.dp_shard * self.cp
 
     @property
     def ring(self) -> int:
-        """Groups between which keys and values travel."""
+        """Number of ring groups, between which keys and values travel."""
         return self.cp // self.cp_ulysses
 
     @property
     def independent_replicas(self) -> int:
-        """Replicas that do not sum their gradients with others': each computes by itself, on its share of the batch. 1
-        with bsp, where all are one."""
+        """Number of replicas that do not sum their gradients: each trains alone on its share of the batch. 1: bsp."""
         return 1 if self.sync == "bsp" else self.dp_replicate
 
     @property
     def processes(self) -> int:
-        """Processes that run it: the world, except that `threads` puts every replica in one."""
+        """Number of processes: the world size, except that `threads` puts every replica in one."""
         return self.world // self.dp_replicate if self.data_parallel == "threads" else self.world
 
     def line(self) -> str:

@@ -13,38 +13,33 @@ from phalanx.nearest import nearest
 
 SECTION = "layout"
 AUTO = "auto"
-"""In place of `auto=true`, in a line or as all of it."""
+"""The word that stands for `auto=true` in a line, or for a whole line."""
 
 
 def parse(line: str) -> Layout:
-    """The layout that a line describes; what it leaves out is the default. Whether the layout is legal for a model is
-    for check/job.py to say.
-
-    Raises JobError with every problem of the line.
-    """
-    return Layout(**_given(line))
+    """Returns the layout of a line; fields that are not in it have their defaults. Legality is checked in check/job.py.
+    Raises JobError with every problem of the line."""
+    return Layout(**_fields_of(line))
 
 
 def settings_of(text: str) -> dict[str, str]:
-    """What the section in one word sets, by dotted path: with `layout: auto` or `layout: auto,tp=2` what it says, with
-    a line such as `layout: tp=2,sp=true` every field, for a line is a whole layout.
-
-    Raises JobError with every problem of the text.
-    """
+    """Returns the settings of a section written as one word, by dotted path: only the named fields for `layout: auto`
+    or `layout: auto,tp=2`, every field for a line such as `layout: tp=2,sp=true`, because a line is a whole layout.
+    Raises JobError with every problem of the text."""
     if text != AUTO and "=" not in text and "," not in text:
         hint = f"; did you mean {AUTO}?" if nearest(text.lower(), [AUTO]) or text.lower().startswith(AUTO) else ""
         raise JobError(
             f"{SECTION}: expected {AUTO}, or a line such as dp_shard=4,tp=2, or fields of the section (layout.tp=2), "
             f"found {text!r}{hint}"
         )
-    given = _given(text)
+    given = _fields_of(text)
     if not given.get(AUTO):
         given = asdict(Layout(**given))
     return {f"{SECTION}.{name}": str(value) for name, value in given.items()}
 
 
-def _given(line: str) -> dict[str, Any]:
-    """The fields in a line. Raises JobError with every problem."""
+def _fields_of(line: str) -> dict[str, Any]:
+    """Returns the fields in a line. Raises JobError with every problem."""
     kinds = leaves(Layout)
     found: dict[str, Any] = {}
     problems: list[str] = []
@@ -64,7 +59,7 @@ def _given(line: str) -> dict[str, Any]:
                 found[name] = values.convert(text, kinds[name])
             except ValueError as error:
                 problems.append(f"{name}: {error}")
-                found[name] = None  # given, if wrongly: a second time is still a second time
+                found[name] = None  # given, though invalid: a repetition is still reported
     if problems:
         raise JobError([f"layout {line!r}: {problem}" for problem in problems])
     return found

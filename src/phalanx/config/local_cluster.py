@@ -1,7 +1,5 @@
-"""`cluster=local`: this machine as `phalanx bench` measured it, read from the YAML file that it wrote.
-
-The file is a job file with a `cluster` section and nothing else: plain values, read as any job file is.
-"""
+"""`cluster=local`: this machine as measured by `phalanx bench`, read from the YAML file that it wrote. The file is a
+job file with a `cluster` section only."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ from phalanx.config.fields import leaves, replace
 from phalanx.errors import JobError
 
 NOT_MEASURED = {"cluster.preset": "this file describes a machine itself"}
-"""Fields of a cluster that the file must not have, and why."""
+"""Fields of a cluster that the file must not have, with the reason."""
 
 
 def default_path(env: Mapping[str, str] = os.environ) -> Path:
-    """$PHALANX_HOME/cluster.yaml, or phalanx/cluster.yaml where the XDG base directories keep a user's settings."""
+    """Returns $PHALANX_HOME/cluster.yaml, or phalanx/cluster.yaml in the user's XDG configuration folder."""
     if env.get("PHALANX_HOME"):
         return Path(env["PHALANX_HOME"]).expanduser() / "cluster.yaml"
-    base = Path(env.get("XDG_CONFIG_HOME", ""))  # "All paths must be absolute": the specification has others ignored
+    base = Path(env.get("XDG_CONFIG_HOME", ""))  # the specification ignores relative paths
     return (base if base.is_absolute() else Path.home() / ".config") / "phalanx" / "cluster.yaml"
 
 
@@ -47,10 +45,8 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def read(nodes: int = 0, path: Path | None = None) -> Cluster:
-    """Returns the measured machine with `nodes` nodes (0: those of the file, or one).
-
-    Raises JobError where there is no file, where something in it is wrong, or where a measurement is missing that the
-    machine needs."""
+    """Returns the measured machine with `nodes` nodes (0: those of the file, or one). Raises JobError if there is no
+    file, if it has errors, or if a measurement that the machine needs is missing."""
     path = path or default_path()
     machine = read_partly(path)
     machine = replace(machine, "nodes", nodes or machine.nodes)
@@ -60,8 +56,7 @@ def read(nodes: int = 0, path: Path | None = None) -> Cluster:
 
 
 def read_partly(path: Path) -> Cluster:
-    """Returns the cluster of the file, which may lack measurements. Raises JobError where there is no file, or where
-    something in it is wrong."""
+    """Returns the cluster of the file, which may lack measurements. Raises JobError if it is absent or has errors."""
     if not path.exists():
         raise JobError(
             f"cluster=local is this machine as measured, and it was not measured ({path} does not exist): run "

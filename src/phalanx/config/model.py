@@ -22,7 +22,7 @@ class RopeScaling:
     kind: Literal["linear", "llama3"] = "llama3"
     """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1)."""
     factor: Annotated[float, AtLeast(1)] = 1.0
-    """How many times longer the context becomes; 1 switches scaling off."""
+    """Factor by which the context becomes longer; 1 switches scaling off."""
     low_freq_factor: Annotated[float, Above(0)] = 1.0
     """llama3: wavelengths above original_seq_len / this are fully stretched."""
     high_freq_factor: Annotated[float, Above(0)] = 4.0
@@ -36,7 +36,7 @@ class MoE:
     """Mixture of experts in place of the MLP (n_experts 0 = dense)."""
 
     n_experts: Annotated[int, AtLeast(0)] = 0
-    """Routed experts a layer; 0 means a dense model."""
+    """Routed experts per layer; 0 means a dense model."""
     top_k: Annotated[int, AtLeast(1)] = 2
     """Routed experts that each token visits."""
     d_ff: Annotated[int, AtLeast(0)] = 0
@@ -57,19 +57,19 @@ class MoE:
     top_groups: Annotated[int, AtLeast(1)] = 1
     """Groups that a token's experts may lie in: those whose two best scores have the largest sum."""
     aux_loss: Annotated[float, AtLeast(0)] = 0.0
-    """Coefficient of the load-balancing loss, taken a sequence at a time (DeepSeek-V3, equations 17 to 20)."""
+    """Coefficient of the load-balancing loss, per sequence (DeepSeek-V3, equations 17 to 20)."""
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Coefficient of the squared logarithm of the softmax's denominator (ST-MoE, Zoph et al. 2022, equation 5)."""
     bias_balanced: bool = False
-    """The router keeps one balancing bias an expert (DeepSeek-V3, section 2.1.2)."""
+    """The router keeps a balancing bias per expert (DeepSeek-V3, section 2.1.2)."""
     bias_rate: Annotated[float, AtLeast(0)] = 0.001
-    """bias_balanced: what a step adds to the bias of an expert with too little load, and takes off with too much."""
+    """bias_balanced: amount per step by which an expert's bias rises at too low a load, and falls at too high a one."""
     capacity: Annotated[float, AtLeast(0)] = 0.0
     """Tokens of a sequence that one expert takes, as a multiple of its even share seq_len × top_k / n_experts, rounded
     up; later tokens go without that expert. 0 drops none."""
 
     def most_tokens(self, seq_len: int) -> int:
-        """Tokens of a sequence of `seq_len` that one expert takes at most."""
+        """Returns the most tokens of a sequence of `seq_len` tokens that one expert takes."""
         if not self.capacity:
             return seq_len
         # Rounded first: 1.1 × 10 is a little more than 11.
@@ -121,7 +121,7 @@ class ModelConfig(Hashed):
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before attention, before the MLP and before the head."""
     positions: Literal["learned", "rope"] = "learned"
-    """How a token's position enters."""
+    """Position encoding."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     """The MLP: two matrices with GELU (exact or tanh form), or three with a SiLU gate."""
     bias: bool = True

@@ -23,7 +23,7 @@ class Optimizer:
     clip: Annotated[float, AtLeast(0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the rate falls after the warm-up; wsd holds it, then decays over the last decay_fraction."""
+    """Decay of the rate after the warm-up; wsd holds it, then decays over the last decay_fraction."""
     warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Steps over which the rate rises linearly from 0."""
     decay_steps: Annotated[int, AtLeast(0)] = 0

@@ -16,7 +16,7 @@ from phalanx.nearest import nearest
 
 @dataclass
 class CommandLine:
-    """What the command line said."""
+    """The parsed words of a command line."""
 
     files: list[Path] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
@@ -25,7 +25,7 @@ class CommandLine:
 
 
 def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
-    """Sort the words of a command line. `switches` are the verb's own flags without a value ("json", "fresh").
+    """Parses a command line. `switches` are the verb's own flags without a value ("json", "fresh").
 
     `train.steps=10`, `--train.steps 10`, `--train.steps=10`, `--steps 10` and `--train.compile` (a true/false field
     without a value) all set a field; `-` and `_` are the same in names. `layout=auto` and `layout=tp=2,sp=true` set the
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
 
 
 def _is_layout_line(word: str) -> bool:
-    """Whether a word is a layout's line: an item of the layout first, and others after a comma."""
+    """Returns whether a word is a layout's line: an item of the layout first, and others after a comma."""
     first, *others = word.split(",")
     name, equals, _ = first.partition("=")
     name = name.strip().replace("-", "_").removeprefix(f"{SECTION}.")
@@ -73,7 +73,7 @@ def _flag(word: str, rest: list[str], switches: Collection[str], words: CommandL
         hint = f"; did you mean --{meant.replace('_', '-')}?" if meant else suggestion(plain)
         words.problems.append(f"unknown option {word.partition('=')[0]}{hint}")
         if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
-            rest.pop(0)  # its value: one mistake is one message
+            rest.pop(0)  # its value, so that one mistake gives one message
     elif equals:
         _set(name, text, word, words)
     elif leaves().get(path) is bool:

@@ -15,11 +15,11 @@ class RunOptions:
     name: str = ""
     """Name of the run; empty means the job file's name. Its directory is dir/name."""
     dir: str = "runs"
-    """Where run directories are made."""
+    """Folder of the run directories."""
     threads: Annotated[int, AtLeast(0)] = 0
     """CPU threads of each process; 0 divides the cores among the processes of a node."""
     timeout_s: Annotated[float, Above(0)] = 600.0
-    """Seconds that a collective may wait before the run is called broken."""
+    """Seconds that a collective may wait before the run is declared broken."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level of rank 0 on the terminal; other ranks write to their own log files."""
     all_ranks: bool = False
@@ -27,4 +27,4 @@ class RunOptions:
     sample_tokens: Annotated[int, AtLeast(0)] = 200
     """Tokens of text to generate when training ends; 0 generates none."""
     sample_prompt: str = "\n"
-    """Beginning of that text."""
+    """Prompt of that text."""

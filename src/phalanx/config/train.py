@@ -15,7 +15,7 @@ class Train:
     steps: Annotated[int, AtLeast(1)] = 200
     """Optimizer steps."""
     global_batch: Annotated[int, AtLeast(0)] = 0
-    """Sequences a step over all ranks = micro-batch × accumulation × data ranks; 0 means the others decide."""
+    """Sequences per step over all ranks = micro-batch × accumulation × data ranks; 0: follows from the layout."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights."""
     gradients: Literal["same", "fp32"] = "same"
@@ -32,6 +32,6 @@ class Train:
     log_every: Annotated[int, AtLeast(1)] = 10
     """Steps between log lines; every step goes to metrics.jsonl."""
     eval_every: Annotated[int, AtLeast(0)] = 0
-    """Steps between validations; 0 means only at the end."""
+    """Steps between validations; 0: only at the end."""
     eval_samples: Annotated[int, AtLeast(0)] = 256
-    """Sequences of the validation split that a validation reads (the whole split at most)."""
+    """Sequences of the validation split per validation (at most the whole split)."""

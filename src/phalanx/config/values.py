@@ -1,4 +1,4 @@
-"""From the text a user wrote to a value of a field's type: the same rules for files and the command line."""
+"""Conversion of a user's text to a value of a field's type: the same rules for files and the command line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from phalanx.nearest import nearest
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
 LONGEST_NUMBER = 100
-"""Characters of a number. Python converts no whole number of more than 4,300 digits, nor prints products of several."""
+"""Most characters of a number. Python converts no integer of more than 4,300 digits, nor prints products of several."""
 
 
 def convert(text: str | list[str], kind: Any) -> Any:
-    """Convert what was written to `kind`: int, float, bool, str, a Literal, or a tuple of those.
-
-    `text` is a scalar's text, or a list of them for a tuple. Whole numbers may be written 1e6 or 1_000_000.
-    Raises ValueError that says what was expected and what was found.
-    """
+    """Converts text to `kind`: int, float, bool, str, a Literal, or a tuple of those. `text` is a scalar's text, or a
+    list of them for a tuple. Integers may be written 1e6 or 1_000_000. Raises ValueError with what was expected and
+    what was found."""
     if typing.get_origin(kind) is tuple:
         return _tuple(text, typing.get_args(kind))
     if isinstance(text, list):
@@ -35,7 +33,7 @@ def convert(text: str | list[str], kind: Any) -> Any:
 
 
 def name_of(kind: Any) -> str:
-    """A type in a user's words."""
+    """Returns a type in a user's words."""
     if typing.get_origin(kind) is tuple:
         return f"{len(typing.get_args(kind))} values"
     if typing.get_origin(kind) is typing.Literal:

@@ -20,7 +20,7 @@ PLAIN_TAGS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One value that a user gave: where it goes (dotted path), its text, and where it was written."""
+    """One value that a user gave: its dotted path, its text, and where it was written."""
 
     path: str
     text: str | list[str]
@@ -28,7 +28,7 @@ class Setting:
 
 
 def read(path: Path) -> tuple[list[Setting], list[str]]:
-    """The settings of a job file and what is wrong with it: unknown or repeated keys, YAML errors, tags."""
+    """Returns the settings of a job file and its problems: unknown or repeated keys, YAML errors, tags."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -39,7 +39,7 @@ def read(path: Path) -> tuple[list[Setting], list[str]]:
 
 
 def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
-    """The same for YAML text; `name` stands for the file in messages and origins."""
+    """Returns the settings and problems of YAML text; `name` stands for the file in messages and origins."""
     try:
         root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
@@ -86,7 +86,7 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
         else:
             target = path if path in leaves() or path == layout_line.SECTION else SECTION_SHORTHAND.get(path)
             if target is None:
-                # A short name (`lr: 1e-3`) is for the command line: a file is read by others and says where.
+                # A short name (`lr: 1e-3`) is for the command line; files name the section for their readers.
                 meant = resolve(key, value.value if isinstance(value, yaml.ScalarNode) else None)
                 hint = f"; did you mean {meant}?" if meant else suggestion(path)
                 problems.append(f"{origin}: unknown key {path}{hint}")
@@ -103,7 +103,7 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
 
 
 def layout_settings(text: str, origin: str) -> tuple[list[Setting], list[str]]:
-    """What `layout: TEXT` sets (layout_line.settings_of), and what is wrong with it."""
+    """Returns the settings of `layout: TEXT` (layout_line.settings_of) and its problems."""
     try:
         return [Setting(path, value, origin) for path, value in layout_line.settings_of(text).items()], []
     except JobError as error:
@@ -111,12 +111,12 @@ def layout_settings(text: str, origin: str) -> tuple[list[Setting], list[str]]:
 
 
 def _texts(node: yaml.Node) -> list[str]:
-    """What a scalar says, or each item of a list of scalars."""
+    """Returns the text of a scalar, or of each item of a list of scalars."""
     return [str(item.value) for item in node.value] if isinstance(node, yaml.SequenceNode) else [str(node.value)]
 
 
 def _foreign_tags(node: yaml.Node) -> Iterator[str]:
-    """Tags such as !!python/object, at this node or (one level) in a list."""
+    """Yields tags such as !!python/object at this node or, one level down, in a list."""
     if node.tag not in PLAIN_TAGS:
         yield node.tag
     if isinstance(node, yaml.SequenceNode):

@@ -30,7 +30,7 @@ from phalanx.parallel.stages import Stages
 from phalanx.parallel.tiling import tile
 from phalanx.parallel.zero import BucketReplica
 from phalanx.partition import batch
-from phalanx.partition.cut import layer_costs, shown, stages_of
+from phalanx.partition.cut import describe, layer_costs, stages_of
 from phalanx.partition.pipeline import schedule_of
 from phalanx.partition.recompute import recompute_of, written
 from phalanx.partition.tensor_slices import padded_vocabulary
@@ -113,7 +113,7 @@ def apply_pipeline(parts: Construction) -> None:
     # Where no backward pass is cut in halves, autograd's own way is some 2 % faster.
     parts.deferred = DeferredWeightGrads() if schedule.splits else None
     costs = layer_costs(job.model, vocab)
-    parts.log("pipeline: %s, %d micro-batches, %s", schedule.name, accumulation, shown(cut, costs))
+    parts.log("pipeline: %s, %d micro-batches, %s", schedule.name, accumulation, describe(cut, costs))
 
 
 def apply_tensor_parallel(parts: Construction) -> None:

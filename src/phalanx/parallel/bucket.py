@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis, Pending
-from phalanx.partition.tensor_slices import groups
+from phalanx.partition.tensor_slices import in_buckets
 
 
 @dataclass
@@ -158,4 +158,4 @@ class Bucket:
 
 def fill(named: Sequence[tuple[str, nn.Parameter]], bytes_each: float) -> list[list[tuple[str, nn.Parameter]]]:
     """Group parameters, in their order, so that each group but the last reaches at least `bytes_each`."""
-    return [[named[i] for i in group] for group in groups([p.nbytes for _, p in named], bytes_each)]
+    return [[named[i] for i in group] for group in in_buckets([p.nbytes for _, p in named], bytes_each)]

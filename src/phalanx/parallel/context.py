@@ -20,7 +20,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.modules import replace_modules
 from phalanx.parallel.ring import Dropping, ring_attention
 from phalanx.parallel.ulysses import to_heads, to_tokens
-from phalanx.partition.sequence import places
+from phalanx.partition.sequence import rank_positions
 
 
 def connect(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
@@ -87,5 +87,5 @@ class SplitSequences:
         return x[:, self._places(x.shape[1], self.cp.rank, x.device)]
 
     def _places(self, seq_len: int, rank: int, device: torch.device) -> Tensor:
-        runs = places(self.layout, seq_len, rank)
+        runs = rank_positions(self.layout, seq_len, rank)
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])

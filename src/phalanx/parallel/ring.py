@@ -23,7 +23,7 @@ from phalanx.config.layout import Layout
 from phalanx.model.attention_blocks import Seen, attend, gradients
 from phalanx.model.noise import Noise, scale
 from phalanx.model.window import visible
-from phalanx.partition.sequence import group_places, window_blocks
+from phalanx.partition.sequence import ring_positions, window_blocks
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _Sight:
     def _chunks(self, place: int) -> list[range]:
         """The same as runs: two per slice of the sequences."""
         whole = self.tokens * self.ring.size
-        runs = group_places(self.layout, whole, place)
+        runs = ring_positions(self.layout, whole, place)
         return [
             range(start + run.start, start + run.stop) for start in range(0, self.slices * whole, whole) for run in runs
         ]

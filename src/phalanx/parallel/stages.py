@@ -43,7 +43,7 @@ class Stages:
         last = self.schedule.stages - 1
         self.local_stages = {
             number: Stage(number, tuple(map(str, self.cut[number])), number == 0, number == last)
-            for number in self.schedule.held(self.rank)
+            for number in self.schedule.stages_on(self.rank)
         }
         self.names = [frozenset(stage_shapes(self.config, [layers], self.vocab)) for layers in self.cut]
 

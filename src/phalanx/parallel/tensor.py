@@ -26,7 +26,7 @@ from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight
 from phalanx.parallel.modules import linear_of
-from phalanx.partition.tensor_slices import TensorSlice, piece
+from phalanx.partition.tensor_slices import TensorSlice, slice_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice,
     tensor_slices = {}
     for name, parameter in list(model.named_parameters()):
         tensor_slices[name] = tuple(
-            piece(name, tuple(parameter.shape), model.config, tp.size, rank) for rank in range(tp.size)
+            slice_of(name, tuple(parameter.shape), model.config, tp.size, rank) for rank in range(tp.size)
         )
         owner, _, leaf = name.rpartition(".")
         cut = torch.empty(tensor_slices[name][tp.rank].shape, dtype=parameter.dtype, device="meta")

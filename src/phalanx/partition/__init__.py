@@ -1,2 +1,1 @@
-"""What each rank holds: batch equation, stages and cuts, tensor slices, sequence parts, experts, recomputation per
-layer."""
+"""The contents of each rank: batch equation, stages and cuts, tensor slices, sequence parts, experts, recomputation."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from phalanx.config.layout import Layout
 
 DEFAULT_GLOBAL_BATCH = 16
-"""Sequences a step where a job says nothing: independent of the layout, so that the loss curve is too."""
+"""Default sequences per step: independent of the layout, so that the loss curve is too."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ def solve(global_batch: int, layout: Layout) -> Batch:
         raise ValueError(_disagreement(global_batch, layout, known))
     rest = global_batch // known
     if not micro and not accumulation:
-        accumulation = _that_fills(layout.pp, rest)
+        accumulation = _filling_accumulation(layout.pp, rest)
         return Batch(global_batch, rest // accumulation, accumulation, ranks)
     return Batch(global_batch, micro or rest, accumulation or rest, ranks)
 
 
-def _that_fills(pp: int, sequences: int) -> int:
-    """Micro-batches of equal size into which a data rank's sequences are cut, so that a pipeline has work."""
+def _filling_accumulation(pp: int, sequences: int) -> int:
+    """Returns the accumulation that keeps a pipeline busy, for a data rank with `sequences` sequences."""
     if pp == 1:
         return 1
     return next((n for n in range(2 * pp, sequences) if sequences % n == 0), sequences)

@@ -24,21 +24,20 @@ from phalanx.partition.stages import ranges, written_stages
 Floats = NDArray[np.float64]
 Places = NDArray[np.intp]
 StageCost = Callable[[int, Places, Places], Floats]
-"""Of a stage, with the layers from the first of these to before the second, by broadcasting."""
+"""The cost of a stage with the layers from `begins` up to `ends`, by broadcasting."""
 
 ROUNDING = 1e-9
-"""Relative difference up to which two costs count as equal: sums of floats differ by their order."""
+"""Relative difference up to which costs count as equal, because sums of floats depend on their order."""
 
 
 class LayerCosts(NamedTuple):
-    """The cost per token of every block, of the first stage's embedding and of the last stage's head, in any one
-    unit."""
+    """The cost per token of every block, of the first stage's embedding and of the last stage's head, in any unit."""
 
     layers: Sequence[float]
     first: float = 0
-    """What the first stage does besides its layers."""
+    """Extra cost of the first stage."""
     last: float = 0
-    """What the last stage does besides its layers."""
+    """Extra cost of the last stage."""
 
 
 def layer_costs(model: ModelConfig, vocab: int | None = None) -> LayerCosts:
@@ -84,7 +83,7 @@ def cut(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) 
 
 def cut_by(cost: StageCost, stages: int, layers: int) -> tuple[range, ...]:
     """Returns such a cut for stage costs given by the function `cost`, which is infinite for layers that a stage cannot
-    hold. Empty if no cut is possible."""
+    hold; empty if no cut is possible."""
     room = layers - stages
     slowest = _best(cost, stages, room, inf, squares=False)[0]
     if slowest == inf:
@@ -101,7 +100,7 @@ def stage_costs(stages: Sequence[range], costs: LayerCosts) -> list[float]:
     return found
 
 
-def shown(stages: Sequence[range], costs: LayerCosts) -> str:
+def describe(stages: Sequence[range], costs: LayerCosts) -> str:
     """Formats a cut for the log: `3 + 5 + 4 + 4 layers, slowest stage 1.07 × the mean`."""
     each = stage_costs(stages, costs)
     slowest = max(each) * len(each) / sum(each)
@@ -109,11 +108,12 @@ def shown(stages: Sequence[range], costs: LayerCosts) -> str:
 
 
 def _best(cost: StageCost, stages: int, room: int, limit: float, squares: bool) -> tuple[float, list[int]]:
-    """The smallest maximum of the stages' costs, or of their squares the smallest sum, where no stage costs more than
-    `limit`; and the layers of each stage.
+    """Returns the smallest maximum of the stages' costs (or, with `squares`, the smallest sum of squares) with no stage
+    above `limit`, and the layers of each stage.
 
-    A stage can have `room` layers more than one, so stage s ends after s + 1 to s + 1 + room layers: rows are indexed
-    by how many of the room the stages up to s have taken."""
+    A stage has at most `room` layers more than one, so stage s ends after s + 1 to s + 1 + room layers: rows are
+    indexed by how many of the room the stages up to s have taken.
+    """
     row = np.full(room + 1, inf)
     row[0] = 0.0
     later = np.triu(np.ones((room + 1, room + 1), bool), 1)
@@ -125,7 +125,7 @@ def _best(cost: StageCost, stages: int, room: int, limit: float, squares: bool) 
         value = row + each * each if squares else np.maximum(row, each)
         value[each > limit] = inf
         best = value.min(axis=1)
-        # The fewest to the stages before, among equals.
+        # Among equal cuts, the one with the fewest layers in the stages before.
         choice = np.argmax(value <= best[:, None] * (1 + ROUNDING), axis=1)
         row = value[np.arange(room + 1), choice]
         taken.append(choice)

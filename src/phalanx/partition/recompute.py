@@ -69,13 +69,13 @@ def recompute_of(layout: Layout, layer: int, n_layers: int) -> Mode:
     return modes(written(layout), n_layers)[layer]
 
 
-def alike(layout: Layout, mode: Mode) -> Layout:
-    """Returns the layout with the same recomputation in all layers."""
+def uniform_recompute(layout: Layout, mode: Mode) -> Layout:
+    """Returns the layout with one recomputation mode in all layers."""
     return replace(layout, recompute=mode, recompute_cut="") if layout.recompute_cut else layout
 
 
 def _fitted(runs: tuple[RecomputeRun, ...], n_layers: int) -> str:
-    """The runs with the last of them longer, or with the last ones shorter or gone, so that they are so many layers."""
+    """Returns the runs as text, the last ones lengthened, shortened or removed so that they have `n_layers` layers."""
     left, found = n_layers, list[RecomputeRun]()
     for run in runs:
         if left:

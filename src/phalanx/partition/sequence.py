@@ -16,15 +16,15 @@ LEAST_RUN = 128
 """Fewest queries of sliding-window attention that are computed in one call, where there are as many."""
 
 
-def places(layout: Layout, seq_len: int, rank: int, slices: int = 1) -> list[range]:
+def rank_positions(layout: Layout, seq_len: int, rank: int, slices: int = 1) -> list[range]:
     """Returns the positions that context-parallel rank `rank` holds, as ranges in storage order. Sequences that are
     pipelined in `slices` equal parts are distributed part by part. The layout must be legal."""
     tokens = seq_len // slices
-    runs = _within(layout, tokens, *grid(layout, rank))
+    runs = _rank_share(layout, tokens, *cp_coordinates(layout, rank))
     return [range(run.start + part * tokens, run.stop + part * tokens) for part in range(slices) for run in runs]
 
 
-def grid(layout: Layout, rank: int) -> tuple[int, int]:
+def cp_coordinates(layout: Layout, rank: int) -> tuple[int, int]:
     """Returns the rank's position in the ring, and its position among the ranks that exchange heads."""
     inner, outer = (
         (layout.cp_ulysses, layout.ring) if layout.cp_inner == "ulysses" else (layout.ring, layout.cp_ulysses)
@@ -33,7 +33,7 @@ def grid(layout: Layout, rank: int) -> tuple[int, int]:
     return (far, near) if layout.cp_inner == "ulysses" else (near, far)
 
 
-def group_places(layout: Layout, tokens: int, place: int) -> list[range]:
+def ring_positions(layout: Layout, tokens: int, place: int) -> list[range]:
     """Returns the positions that the ranks at one ring position hold together, of a sequence of `tokens` tokens."""
     if layout.ring == 1:
         return [range(tokens)]
@@ -57,11 +57,11 @@ def window_blocks(queries: range, keys: range, window: int) -> Iterator[tuple[ra
             yield run, seen
 
 
-def _within(layout: Layout, tokens: int, ring: int, ulysses: int) -> list[range]:
-    """An equal share of what a place of the ring holds."""
+def _rank_share(layout: Layout, tokens: int, ring: int, ulysses: int) -> list[range]:
+    """Returns the equal share of a rank in the positions of its ring position."""
     share = tokens // layout.cp
     start, found = ulysses * share, []
-    for run in group_places(layout, tokens, ring):
+    for run in ring_positions(layout, tokens, ring):
         part = run[max(0, start) : max(0, start + share)]
         start -= len(run)
         if part:

@@ -43,8 +43,7 @@ def written_stages(text: str, stages: int, layers: int) -> tuple[range, ...]:
 
 
 def even(layers: int, stages: int) -> tuple[range, ...]:
-    """Distributes layers as evenly as possible, with one more in the later stages, which have fewer micro-batches in
-    flight."""
+    """Distributes layers evenly, with one more in the later stages, which have fewer micro-batches in flight."""
     return tuple(range(s * layers // stages, (s + 1) * layers // stages) for s in range(stages))
 
 

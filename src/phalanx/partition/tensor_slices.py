@@ -1,11 +1,11 @@
-"""Which part of every parameter a tensor-parallel rank holds: a view of the weights of phalanx.blocks.
+"""The slice of every parameter that a tensor-parallel rank holds: a view of the weights of phalanx.blocks.
 
 Matrices that read the residual stream are cut by rows (their outputs), those that write to it by columns (their
 inputs), so that a block needs no communication between the two (Shoeybi et al. 2019, section 3). The matrices of
 experts, stacked along a leading dimension, are cut in the same way. In latent attention (DeepSeek-V2, section 2.1) the
 matrices that make heads are cut into equal numbers of whole heads; the compressing matrices and their norms serve all
-heads and stay whole. The vocabulary is cut by rows and padded to equal parts. Every parameter in no list is whole on
-every rank. Expert parallelism distributes whole experts, in equal runs, independently of tensor parallelism.
+heads and stay whole. The vocabulary is cut by rows and padded to equal slices. All other parameters are whole on every
+rank. Expert parallelism distributes whole experts, in equal runs, independently of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -18,43 +18,42 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.config.model import ModelConfig
 
 STOP_MESSAGE_BYTES = 256
-"""Bytes that each replica says when replicas that work apart meet: one for the request to stop, then text."""
+"""Bytes that each independent replica sends when replicas synchronise: one for the request to stop, then text."""
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The part of a parameter that one tensor rank holds."""
+    """The slice of a parameter that one tensor rank holds."""
 
     whole: tuple[int, ...]
     """Shape of the whole parameter."""
     dim: int | None = None
-    """The dimension that is cut; None where every rank holds all of it."""
+    """Dimension that is cut; None if every rank holds the whole parameter."""
     start: int = 0
-    """First row (column) held, in the whole."""
+    """First row (column) of the slice in the whole parameter."""
     size: int = 0
-    """Rows (columns) held, padding included."""
+    """Rows (columns) of the slice, padding included."""
     copies: int = 1
-    """How many neighbouring tensor ranks hold the same part."""
+    """Number of neighbouring tensor ranks that hold the same slice."""
     first: bool = True
-    """Whether this rank is the first of those: the one that counts in norms."""
+    """Whether this rank is the first of those, which counts in norms."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of this part."""
+        """Shape of the slice."""
         return tuple(self.size if dim == self.dim else n for dim, n in enumerate(self.whole))
 
     @property
     def real(self) -> int:
-        """Rows (columns) of this part that exist in the whole parameter; the rest is padding."""
+        """Rows (columns) of the slice that exist in the whole parameter; the rest is padding."""
         assert self.dim is not None, "only a cut dimension is padded"
         return max(0, min(self.size, self.whole[self.dim] - self.start))
 
 
-def piece(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: int) -> TensorSlice:
-    """Returns the part of the parameter `name` that tensor rank `rank` of `tp` holds.
-
-    Key/value heads fewer than tensor ranks are held by several ranks each. The layout has been checked: heads and the
-    widths of MLP and experts divide by tp, and of key/value heads and tp one divides the other."""
+def slice_of(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: int) -> TensorSlice:
+    """Returns the slice of the parameter `name` that tensor rank `rank` of `tp` holds. Key/value heads fewer than
+    tensor ranks are held by several ranks each. The layout must be legal: heads and the widths of MLP and experts
+    divide by tp, and of key/value heads and tp one divides the other."""
     if tp == 1:
         return TensorSlice(whole)
     weight = weight_of(model, name)._replace(shape=whole)
@@ -66,17 +65,15 @@ def piece(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: 
 
 
 def experts_of(n_experts: int, ep: int, rank: int) -> range:
-    """Returns the routed experts of rank `rank` of `ep` expert-parallel ranks: equal runs in order. ep must divide the
-    experts."""
+    """Returns the routed experts of rank `rank` of `ep` ranks: equal runs in order. ep must divide the experts."""
     each = n_experts // ep
     return range(rank * each, (rank + 1) * each)
 
 
 def tile(name: str, whole: tuple[int, ...], tiles: int, model: ModelConfig) -> tuple[TensorSlice, ...]:
-    """Returns what each of the tiles of a matrix holds of the parameter `name`, where the MLP runs in `tiles` tiles.
-
-    One slice, the whole, of what is not cut; the bias of the matrix that is cut by columns belongs to its first tile.
-    The layout has been checked: the MLP's width divides by the tiles."""
+    """Returns the slice of the parameter `name` of each tile, if the MLP runs in `tiles` tiles; a parameter that is not
+    cut has one slice, the whole. The bias of the matrix that is cut by columns belongs to its first tile. The layout
+    must be legal: the MLP's width divides by the tiles."""
     dim = weight_of(model, name).dim if tiles > 1 and weight_of(model, name).tiled else None
     if dim is None:
         return (TensorSlice(whole),)
@@ -84,9 +81,8 @@ def tile(name: str, whole: tuple[int, ...], tiles: int, model: ModelConfig) -> t
     return tuple(TensorSlice(whole, dim, number * size, size) for number in range(tiles))
 
 
-def groups(sizes: Sequence[int], least: float) -> list[list[int]]:
-    """Groups parameters of `sizes` bytes, by their indices and in order, so that each group but the last has at least
-    `least` bytes."""
+def in_buckets(sizes: Sequence[int], least: float) -> list[list[int]]:
+    """Groups parameters of `sizes` bytes in order into buckets of indices; all but the last have >= `least` bytes."""
     found: list[list[int]] = [[]]
     size = 0
     for place, more in enumerate(sizes):

@@ -12,9 +12,9 @@ from phalanx.validation.accuracy import GradedRow, by
 
 _SIDE, _LEFT, _TOP, _GAP, _BOTTOM, _LEGEND = 420, 70, 64, 90, 60, 18
 _BAND = 0.1
-"""Where a prediction is this much off: the band around the diagonal."""
+"""Relative error of the band around the diagonal."""
 _SHAPES = ("circle", "square")
-"""More sources than colours: the next ones have another shape."""
+"""Marks: sources beyond the number of colours have another shape."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class AccuracyPanel:
     title: str
     unit: str
     points: dict[str, list[tuple[float, float]]]
-    """Measured and predicted, by source."""
+    """Measured and predicted values by source."""
 
 
 def svg(found: Sequence[GradedRow], title: str = "predicted against measured") -> str:
@@ -59,26 +59,27 @@ def scatter(panels: Sequence[AccuracyPanel], title: str) -> str:
 
 def _times(found: Sequence[GradedRow]) -> AccuracyPanel:
     points = {
-        name: [(one.measured_s, one.predicted_s) for one in group if one.measured_s]
-        for name, group in by(found, lambda one: one.source).items()
+        name: [(row.measured_s, row.predicted_s) for row in group if row.measured_s]
+        for name, group in by(found, lambda row: row.source).items()
     }
-    return AccuracyPanel("step time", "s", {name: some for name, some in points.items() if some})
+    return AccuracyPanel("step time", "s", {name: series for name, series in points.items() if series})
 
 
 def _memory(found: Sequence[GradedRow]) -> AccuracyPanel:
     points = {
         name: [
-            (one.measured_bytes / 2**30, one.predicted_bytes / 2**30)
-            for one in group
-            if one.measured_bytes and one.predicted_bytes
+            (row.measured_bytes / 2**30, row.predicted_bytes / 2**30)
+            for row in group
+            if row.measured_bytes and row.predicted_bytes
         ]
-        for name, group in by(found, lambda one: one.source).items()
+        for name, group in by(found, lambda row: row.source).items()
     }
-    return AccuracyPanel("memory of the fullest device", "GiB", {name: some for name, some in points.items() if some})
+    shown = {name: series for name, series in points.items() if series}
+    return AccuracyPanel("memory of the fullest device", "GiB", shown)
 
 
 def _drawn(panel: AccuracyPanel, names: Sequence[str]) -> list[str]:
-    values = [value for some in panel.points.values() for point in some for value in point]
+    values = [value for series in panel.points.values() for point in series for value in point]
     low, high = math.log10(min(values)) - 0.05, math.log10(max(values)) + 0.05
 
     def at(value: float) -> float:
@@ -100,13 +101,13 @@ def _drawn(panel: AccuracyPanel, names: Sequence[str]) -> list[str]:
         f"<text transform='translate(-48 {_SIDE / 2}) rotate(-90)' text-anchor='middle'>predicted, {panel.unit} "
         f"(grey: within {_BAND:.0%})</text>"
     )
-    for name, some in panel.points.items():
-        parts += [_mark(at(measured), _SIDE - at(predicted), names, name, 2.5) for measured, predicted in some]
+    for name, series in panel.points.items():
+        parts += [_mark(at(measured), _SIDE - at(predicted), names, name, 2.5) for measured, predicted in series]
     return parts
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, or the powers alone where these are many."""
+    """Returns 1, 2 and 5 times powers of ten, or the powers alone if these are many."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     steps = (1, 2, 5) if high - low < 2.5 else (1,)
     every = [step * 10.0**power for power in powers for step in steps]

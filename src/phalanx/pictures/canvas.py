@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-# White digits are legible on them, and they are on white and on black.
+# White digits are legible on these colours, which are legible on white and on black.
 COLOURS = ("#3b76c4", "#c4513d", "#2f8f57", "#8e5fc0", "#b0741a", "#1d8c9c", "#bd4a8a", "#74801f")
 NEUTRAL = "#808890"
 FONT = "font-family='system-ui, sans-serif'"
 
-_WIDTH, _HEIGHT = 400, 260  # of the space for lines in a panel, pixels
+_WIDTH, _HEIGHT = 400, 260  # pixels of a panel's plot
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 72, 52
 
 
@@ -22,17 +22,16 @@ class Panel:
 
     title: str
     x: str
-    """What the x axis shows, with its unit."""
+    """Quantity on the x axis, with its unit."""
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
-    """By name, the points (x, y) in order. The same name has the same colour in every panel."""
+    """Points (x, y) in order, by name. The same name has the same colour in every panel."""
     marks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By the name of a line, a point of it that a dot shows."""
+    """A point that a dot marks, by the name of its line."""
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
-    """Returns the panels side by side under one legend, as an SVG document. Raises ValueError if a panel has no
-    points."""
+    """Returns the panels side by side under one legend, as an SVG document. Raises ValueError for an empty panel."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     each = _LEFT + _WIDTH + _RIGHT
     width, height = each * len(panels), _TOP + _HEIGHT + _BOTTOM
@@ -97,7 +96,7 @@ def _colours(names: Sequence[str]) -> list[str]:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """The range of an axis: that of the values, and never empty."""
+    """Returns the range of an axis, which is never empty."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 

@@ -1,8 +1,6 @@
-"""A picture of context parallelism: who holds which tokens of a sequence, who meets which keys when, and whether all
-have the same to do (`phalanx predict JOB --svg FILE --picture context`).
-
-It is drawn from the arithmetic that training uses (partition/sequence.py), for a sequence without slices.
-"""
+"""A picture of context parallelism: the tokens of each rank, the ring step in which queries meet keys, and the balance
+of the work (`phalanx predict JOB --svg FILE --picture context`). It is drawn from the arithmetic that training uses
+(partition/sequence.py), for a sequence without slices."""
 
 from __future__ import annotations
 
@@ -15,19 +13,18 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.partition.sequence import grid, group_places, places
+from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
 from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 from phalanx.units import counted
 
 _WIDTH, _MARGIN, _TOP = 1000, 24, 128
-_SIDE = 340  # of the space for the matrices, and the height of the strip
-_MATRICES, _BARS = 216, 626  # where the two begin
-_LONGEST = 220  # bar
+_SIDE = 340  # pixels of the matrices' side, and the strip's height
+_MATRICES, _BARS = 216, 626  # left edges
+_LONGEST = 220  # pixels of the longest bar
 
 
 def svg(job: Job) -> str:
-    """Returns the picture of how a job's layout distributes sequences, as an SVG document. Raises JobError without
-    cp."""
+    """Returns the picture of how a layout distributes sequences, as an SVG document. Raises JobError without cp."""
     layout, tokens = job.layout, job.model.seq_len
     if layout.cp == 1:
         raise JobError(
@@ -58,13 +55,13 @@ def pairs(runs: Sequence[range], window: int = 0) -> int:
 
 
 def contiguous(layout: Layout, tokens: int, place: int) -> list[range]:
-    """Returns the positions of a ring position if sequences were cut into contiguous runs."""
+    """Returns the tokens of a ring position if sequences were cut into contiguous runs."""
     share = tokens // layout.ring
     return [range(place * share, (place + 1) * share)]
 
 
 def _caption(layout: Layout) -> Iterator[str]:
-    yield "A colour is a rank. The matrix shows which rank computes a query's score with a key; later keys are masked."
+    yield "Colours are ranks. The matrix shows which rank computes a query's score with a key; later keys are masked."
     if layout.ring > 1:
         groups = "rank" if layout.cp_ulysses == 1 else f"group of {layout.cp_ulysses} ranks"
         yield (
@@ -77,20 +74,20 @@ def _caption(layout: Layout) -> Iterator[str]:
 
 
 def _strip(layout: Layout, tokens: int) -> Iterator[str]:
-    """The sequence from top to bottom, each run in its rank's colour."""
+    """Yields the sequence from top to bottom, each run in its rank's colour."""
     yield _title(_MARGIN, "Tokens held")
     scale = _SIDE / tokens
     for rank in range(layout.cp):
-        for run in places(layout, tokens, rank):
+        for run in rank_positions(layout, tokens, rank):
             y, height = _TOP + run.start * scale, len(run) * scale
             yield _box(_MARGIN, y, 22, height, _colour(rank))
             if height >= 11:
-                shown = f"{run.start:,}" if len(run) == 1 else f"{run.start:,}–{run.stop - 1:,}"
-                yield _text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {shown}", "font-size='11'")
+                tokens_held = f"{run.start:,}" if len(run) == 1 else f"{run.start:,}–{run.stop - 1:,}"
+                yield _text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {tokens_held}", "font-size='11'")
 
 
 def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
-    """Queries × keys, once for each rank's part of the heads; and where the lowest ends."""
+    """Returns queries × keys, once for each rank's part of the heads; and the lower end."""
     drawn, parts = [_title(_MATRICES, "Attention: queries ↓ × keys →")], layout.cp_ulysses
     if parts == 1:
         return [*drawn, *_matrix(layout, model, 0, (_MATRICES, _TOP, _SIDE))], _TOP + _SIDE
@@ -106,14 +103,14 @@ def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
 
 
 def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, float, float]) -> Iterator[str]:
-    """One square: of ring places' chunks of queries and of keys, the pairs that meet; those of which a window leaves
-    some are drawn whole."""
+    """Yields one square: the pairs of the ring positions' chunks of queries and of keys that meet; those that a window
+    cuts are drawn whole."""
     x, y, side = box
-    rank_of = {grid(layout, rank): rank for rank in range(layout.cp)}
+    rank_of = {cp_coordinates(layout, rank): rank for rank in range(layout.cp)}
     # With as many tokens as there are chunks, positions are the chunks' numbers.
     chunks = 2 * layout.ring if layout.ring > 1 else 1
     place_of = {
-        run.start: place for place in range(layout.ring) for run in _single(group_places(layout, chunks, place))
+        run.start: place for place in range(layout.ring) for run in _single(ring_positions(layout, chunks, place))
     }
     cell = side / chunks
     for query, place in place_of.items():
@@ -134,7 +131,7 @@ def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, flo
 
 
 def _first_key(query: int, model: ModelConfig, chunks: int) -> int:
-    """The first chunk of keys that the window leaves to a chunk of queries."""
+    """Returns the first chunk of keys in the window of a chunk of queries."""
     first = query * model.seq_len // chunks - model.window + 1
     return max(0, first) * chunks // model.seq_len if model.window else 0
 
@@ -144,15 +141,18 @@ def _single(runs: Sequence[range]) -> Iterator[range]:
 
 
 def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
-    """What every rank computes, dealt out in zig-zag and, for comparison, in runs; and where the bars end."""
+    """Returns the work of every rank in zig-zag and, for comparison, in contiguous runs; and the lower end."""
     heads, tokens = model.n_heads // layout.tp // layout.cp_ulysses, model.seq_len
-    kinds = {"zig-zag": group_places, "contiguous": contiguous} if layout.ring > 1 else {"": group_places}
+    kinds = {"zig-zag": ring_positions, "contiguous": contiguous} if layout.ring > 1 else {"": ring_positions}
     counts = {
-        name: [heads * pairs(held(layout, tokens, grid(layout, rank)[0]), model.window) for rank in range(layout.cp)]
-        for name, held in kinds.items()
+        name: [
+            heads * pairs(positions(layout, tokens, cp_coordinates(layout, rank)[0]), model.window)
+            for rank in range(layout.cp)
+        ]
+        for name, positions in kinds.items()
     }
     widest = max(count for each in counts.values() for count in each)
-    parts, y = [_title(_BARS, "Query × key pairs of a rank, all its heads")], _TOP
+    parts, y = [_title(_BARS, "Query × key pairs per rank, over all its heads")], _TOP
     for rank in range(layout.cp):
         parts.append(_text(_BARS, y + 12, f"rank {rank}"))
         for name, each in counts.items():
@@ -163,7 +163,7 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
         y += 7
     y += 12
     for name, each in counts.items():
-        most = f"the most a rank has is {max(each) * len(each) / sum(each):.2f} × the mean"
+        most = f"the maximum is {max(each) * len(each) / sum(each):.2f} × the mean"
         if name:
             parts.append(_box(_BARS, y - 10, 12, 12, NEUTRAL, hollow=name == "contiguous"))
         parts.append(_text(_BARS + (20 if name else 0), y, f"{name}: {most}" if name else most))

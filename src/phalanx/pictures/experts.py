@@ -16,17 +16,17 @@ from phalanx.errors import DataError
 from phalanx.pictures import canvas
 from phalanx.pictures.canvas import FONT, NEUTRAL, Panel
 
-# White digits are legible on them, and they are on white and on black.
+# White digits are legible on these colours, which are legible on white and on black.
 _LESS, _EVEN, _MORE = (0x2E, 0x76, 0xE6), (0x5C, 0x62, 0x6A), (0xD2, 0x4B, 0x2A)
 _TONES = 20
-"""Steps of colour from an even share to the least, and as many to the largest."""
-_HEADER, _LEFT, _TOP = 40, 56, 72  # above both halves, pixels; left of the map; above it, as above the plot
-_MAP_WIDTH, _MAP_HEIGHT, _WIDEST, _NARROWEST, _LOWEST = 480, 260, 56, 3, 6  # the map, and a cell of it
+"""Number of colours from an even share down to the smallest, and up to the largest."""
+_HEADER, _LEFT, _TOP = 40, 56, 72  # pixels above both halves, left of the map, and above it
+_MAP_WIDTH, _MAP_HEIGHT, _WIDEST, _NARROWEST, _LOWEST = 480, 260, 56, 3, 6  # pixels of the map and of its cells
 _SCALE_WIDTH = 8 * (2 * _TONES + 1)
 
 
 class _Cells(NamedTuple):
-    """The size of a map's cells, pixels."""
+    """Width and height of a map's cells in pixels."""
 
     width: int
     height: int
@@ -50,7 +50,7 @@ def svg(name: str, metrics: Path) -> str:
     cells = _cells(shares)
     map_width = _LEFT + max(len(next(iter(shares.values()))) * cells.width, _SCALE_WIDTH) + 40
     height = _HEADER + max(_TOP + len(shares) * cells.height + 100, 384)
-    curve = _curve(rows) if len(rows) > 1 else ""  # of one row there is no more to see than the map
+    curve = _curve(rows) if len(rows) > 1 else ""  # one row shows no more than the map
     width = max(map_width + (488 if curve else 0), 32 + 10 * len(title))
     return "\n".join(
         [
@@ -69,7 +69,7 @@ def svg(name: str, metrics: Path) -> str:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows about experts in the order of steps; of steps that a run took again after it was resumed, the last."""
+    """Returns the rows about experts in the order of steps; of a step that was repeated after resuming, the last."""
     rows: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if '"event": "experts"' not in line:
@@ -77,7 +77,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            continue  # a trainer that was killed left half a line
+            continue  # half a line, left by a trainer that was killed
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
         rows.append(row)
@@ -85,21 +85,21 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
-    """max_violation over the steps, a picture of its own, as one may stand inside another."""
+    """Draws max_violation over the steps as a picture of its own, which may stand inside another."""
     points = [(row["step"], row["max_violation"]) for row in rows]
     panel = Panel("max_violation", "step", "(largest load - mean) / mean", {"worst layer": points})
     return canvas.svg("Over the run", [panel])
 
 
 def _cells(shares: Mapping[str, Sequence[float]]) -> _Cells:
-    """Cells that fill the map's space as far as it goes, and are never too small to see."""
+    """Returns cells that fill the map's space but are never too small to see."""
     experts = len(next(iter(shares.values())))
     width = max(_NARROWEST, min(_WIDEST, _MAP_WIDTH // experts))
     return _Cells(width, max(_LOWEST, min(_WIDEST, _MAP_HEIGHT // len(shares))))
 
 
 def _map(shares: Mapping[str, Sequence[float]], row: Mapping[str, Any], cells: _Cells) -> Iterator[str]:
-    """The heat map with its axes and the scale of its colours."""
+    """Yields the heat map with its axes and the scale of its colours."""
     first, experts = row["step"] - row["steps"] + 1, len(next(iter(shares.values())))
     yield _text(16, 22, f"Steps {first} to {row['step']}", "font-size='15' font-weight='600'")
     yield _text(16, 42, "tokens of each expert, relative to an even share")
@@ -125,7 +125,7 @@ def _map(shares: Mapping[str, Sequence[float]], row: Mapping[str, Any], cells: _
 
 
 def _coloured(shares: Mapping[str, Sequence[float]], spread: float, cells: _Cells) -> Iterator[str]:
-    """All cells, those of one colour as one path."""
+    """Yields all cells, those of one colour as one path."""
     paths: dict[str, list[str]] = {}
     gap = 1 if cells.width >= 12 and cells.height >= 12 else 0
     width, height = cells.width - gap, cells.height - gap
@@ -138,7 +138,7 @@ def _coloured(shares: Mapping[str, Sequence[float]], spread: float, cells: _Cell
 
 
 def _scale(spread: float) -> Iterator[str]:
-    """Which colour is which share: below an even one and above it, half of the width each."""
+    """Yields the colour scale: shares below an even one and above it have half of the width each."""
     for place in range(2 * _TONES + 1):
         colour = _colour(place - _TONES)
         yield f"<rect x='{8 * place}' width='8' height='12' fill='{colour}' shape-rendering='crispEdges'/>"
@@ -149,7 +149,7 @@ def _scale(spread: float) -> Iterator[str]:
 
 
 def _spread(shares: Sequence[float]) -> float:
-    """How far the scale reaches above 1: the first of 0.1, 0.2, 0.5, 1, 2, 5, ... that is as far as any share is."""
+    """Returns the reach of the scale from 1: the first of 0.1, 0.2, 0.5, 1, 2, 5, ... that covers every share."""
     farthest = max(abs(share - 1) for share in shares)
     spread, steps = 0.1, 0
     while spread < farthest:
@@ -159,7 +159,7 @@ def _spread(shares: Sequence[float]) -> float:
 
 
 def _tone(share: float, spread: float) -> int:
-    """Return the place of a share's colour on the scale: from -_TONES to _TONES, 0 for an even share."""
+    """Returns the place of a share's colour on the scale: from -_TONES to _TONES, 0 for an even share."""
     return round((share - 1) / (spread if share > 1 else min(spread, 1)) * _TONES)
 
 
@@ -174,7 +174,7 @@ def _number(share: float) -> str:
 
 
 def _every(pixels: int, cell: int) -> int:
-    """Return the distance of cells with a label, 1, 2, 4, 8, ..., so that labels are at least `pixels` apart."""
+    """Returns the distance of cells with a label, 1, 2, 4, 8, ..., so that labels are at least `pixels` apart."""
     every = 1
     while every * cell < pixels:
         every *= 2

@@ -14,12 +14,12 @@ from phalanx.cost import fit
 from phalanx.cost.fit import AttentionTiming, FitRow, ProductTiming, StreamTiming, Transfer
 from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 
-_WIDTH, _HEIGHT = 320, 200  # of the space for points in a panel, pixels
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 32, 48  # around it; at the top without the names of the lines
+_WIDTH, _HEIGHT = 320, 200  # pixels of a panel's plot
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 32, 48  # margins around it; the top one without the legend
 _HEADER = 60
-_LINE = 15  # of names
-_LABELS = 5  # on an axis, about
-_CURVE = 6  # parts between two measured sizes
+_LINE = 15  # pixels of a line of the legend
+_LABELS = 5  # approximate number of labels on an axis
+_CURVE = 6  # points of the curve per measured size
 
 
 class Series(NamedTuple):
@@ -38,7 +38,7 @@ class FitPanel:
     y: str
     series: dict[str, Series]
     binary: bool = True
-    """x counts bytes or tokens: powers of two."""
+    """Whether x counts bytes or tokens, in powers of two."""
 
 
 def device_svg(
@@ -60,7 +60,7 @@ def device_svg(
         _add_rate(memory, s.kernel, s.moved, s.moved / 1e9, next(fits))
     memory = {name: series for name, series in memory.items() if len(series.measured) > 1}
     families = list(rates.items())
-    pairs = [dict(families[at : at + 2]) for at in range(0, len(families), 2)]  # more of them hide each other
+    pairs = [dict(families[at : at + 2]) for at in range(0, len(families), 2)]  # more lines would hide each other
     return _svg(
         title,
         [
@@ -93,12 +93,12 @@ def link_svg(title: str, groups: Sequence[tuple[Cluster, Sequence[Transfer]]]) -
     for collective, time in times.items():
         name = collective.replace("_", "-")
         panels.append(FitPanel(name, "bytes", "microseconds", time))
-        panels.append(FitPanel(f"{name}, sent by a rank", "bytes", "GB/s", buses[collective]))
+        panels.append(FitPanel(f"{name}, sent per rank", "bytes", "GB/s", buses[collective]))
     return _svg(title, panels, columns=2)
 
 
 def _between(start: float, end: int) -> list[int]:
-    """Sizes after `start` up to `end`, close enough to each other for a curve."""
+    """Returns sizes after `start` up to `end`, close enough to each other for a curve."""
     return [round(start * (end / start) ** (step / _CURVE)) for step in range(1, _CURVE + 1)] if end > start else [end]
 
 
@@ -109,7 +109,7 @@ def _add_rate(found: dict[str, Series], name: str, x: float, work: float, row: F
 
 
 def _svg(title: str, panels: Sequence[FitPanel], columns: int) -> str:
-    """Panels in rows of so many."""
+    """Draws panels in rows of `columns`."""
     panels = [panel for panel in panels if panel.series]
     top = _TOP + _LINE * max((len(panel.series) + 1) // 2 for panel in panels)
     across, down = _LEFT + _WIDTH + _RIGHT, top + _HEIGHT + _BOTTOM
@@ -160,7 +160,7 @@ def _panel(panel: FitPanel, title_at: float) -> Iterator[str]:
 
 
 def _span(values: Iterable[float]) -> tuple[float, float]:
-    """The range of a logarithmic axis, with some room at both ends."""
+    """Returns the range of a logarithmic axis, with a margin at both ends."""
     found = list(values)
     low, high = min(found), max(found)
     room = max((high / low) ** 0.05, 1.02)
@@ -172,7 +172,7 @@ def _place(value: float, span: tuple[float, float]) -> float:
 
 
 def _ticks(low: float, high: float, *, binary: bool) -> list[float]:
-    """Labelled values: powers of two or ten, not too many; over a short range multiples of them too."""
+    """Returns labelled values: powers of two or ten, not too many; over a short range also multiples of them."""
     if binary:
         first, last = ceil(log2(low) - 1e-9), floor(log2(high) + 1e-9)
         every = max(1, ceil((last - first + 1) / _LABELS))
@@ -185,7 +185,7 @@ def _ticks(low: float, high: float, *, binary: bool) -> list[float]:
 
 
 def _short(value: float) -> str:
-    """1000000000 as 1G, 0.02 as it is."""
+    """Formats 1000000000 as 1G, and 0.02 as it is."""
     for power, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= power * (1 - 1e-9):
             return f"{value / power:.3g}{letter}"
@@ -193,7 +193,7 @@ def _short(value: float) -> str:
 
 
 def _binary(value: float) -> str:
-    """65536 as 64Ki."""
+    """Formats 65536 as 64Ki."""
     for power, letters in ((2**30, "Gi"), (2**20, "Mi"), (2**10, "Ki")):
         if value >= power:
             return f"{value / power:g}{letters}"

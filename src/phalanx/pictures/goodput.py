@@ -1,6 +1,5 @@
-"""A picture of productive time against the time between saves, for jobs of several sizes and two costs of a save
-(`phalanx simulate JOB --failures-svg FILE`). A dot shows where a job trains most.
-"""
+"""A picture of productive time over the time between checkpoints, for jobs of several sizes and two costs of a
+checkpoint (`phalanx simulate JOB --failures-svg FILE`). A dot marks the optimum of each job."""
 
 from __future__ import annotations
 
@@ -11,13 +10,12 @@ from phalanx.pictures.canvas import Panel
 from phalanx.simulate.goodput import at, best
 
 SIZES = (1024, 4096, 16384, 100_000)
-"""Devices of the jobs that stand beside the one that is asked about."""
-_POINTS, _LONGEST = 160, 60.0  # of a line; minutes between saves at its end
+"""Numbers of devices of the jobs that are compared with the user's."""
+_POINTS, _LONGEST = 160, 60.0  # points of a line, and minutes between checkpoints at its end
 
 
 def svg(sizes: Sequence[int], failures_per_device_day: float, saves: Sequence[float], restart_s: float) -> str:
-    """Returns a panel for each cost of a save, in seconds, with a line for each number of devices, as an SVG
-    document."""
+    """Returns a panel per cost of a checkpoint in seconds, with a line per number of devices, as an SVG document."""
     panels = []
     for save in saves:
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -30,5 +28,7 @@ def svg(sizes: Sequence[int], failures_per_device_day: float, saves: Sequence[fl
             top = best(devices, failures_per_device_day, save, restart_s)
             if minutes[0] <= top.interval_s / 60 <= _LONGEST:
                 marks[name] = top.interval_s / 60, 100 * top.fraction
-        panels.append(Panel(f"a save takes {save:g} s", "minutes between saves", "% productive time", lines, marks))
-    return canvas.svg(f"Productive time where a restart takes {restart_s / 60:g} minutes", panels)
+        panels.append(
+            Panel(f"a checkpoint takes {save:g} s", "minutes between checkpoints", "% productive time", lines, marks)
+        )
+    return canvas.svg(f"Productive time if a restart takes {restart_s / 60:g} minutes", panels)

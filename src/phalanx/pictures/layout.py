@@ -20,18 +20,16 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
 from phalanx.partition.stages import even
-from phalanx.partition.tensor_slices import TensorSlice, groups, piece
+from phalanx.partition.tensor_slices import TensorSlice, in_buckets, slice_of
+from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 from phalanx.units import gib
 
-# Of tensor ranks: legible on white and on black.
-_COLOURS = ("#3b76c4", "#c4513d", "#2f8f57", "#8e5fc0", "#b0741a", "#1d8c9c", "#bd4a8a", "#74801f")
-_PARTS = {"parameters": "#3b76c4", "gradients": "#b0741a", "optimizer": "#2f8f57"}
-_GREY = "#808890"
+_PARTS = {"parameters": COLOURS[0], "gradients": COLOURS[4], "optimizer": COLOURS[2]}
 _WIDTH, _MARGIN, _LARGEST = 900, 24, 150
 
 
 def svg(job: Job, vocab_size: int) -> str:
-    """Returns the picture of `job`'s layout, with a vocabulary of so many tokens, as an SVG document."""
+    """Returns the picture of `job`'s layout, with a vocabulary of `vocab_size` tokens, as an SVG document."""
     model, layout = job.model, job.layout
     vocab = vocabulary(model, vocab_size)
     drawn, bottom = _matrices(_drawn(model, vocab), job, vocab)
@@ -40,7 +38,7 @@ def svg(job: Job, vocab_size: int) -> str:
     return "\n".join(
         [
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' "
-            f"height='{height}' role='img' font-family='system-ui, sans-serif' font-size='12' fill='{_GREY}'>",
+            f"height='{height}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
             f"<title>{escape(title)}</title>",
             _text(_MARGIN, 26, title, size=15, weight=600),
             *(_text(_MARGIN, 46 + 16 * number, line) for number, line in enumerate(_caption(job))),
@@ -52,7 +50,7 @@ def svg(job: Job, vocab_size: int) -> str:
 
 
 def _drawn(model: ModelConfig, vocab: int) -> Shapes:
-    """The embedding, the matrices of the first block, and of the first one with experts those of these."""
+    """Returns the embedding, the matrices of the first block, and those of the first block with experts."""
     found = {"embed.weight": parameter_shapes(model, vocab)["embed.weight"]}
     experts = next((layer for layer, kind in enumerate(block_kinds(model)) if kind.feed_forward == "experts"), 0)
     for layer in sorted({0, experts}):
@@ -69,18 +67,18 @@ def _caption(job: Job) -> list[str]:
         dealt = f", distributed over {layout.ep} ep ranks, one shade each" if layout.ep > 1 else ""
         lines.append(f"In the matrices of experts each row is an expert{dealt}.")
     if layout.tp > 1:
-        lines[0] += " A colour is a tensor rank."
+        lines[0] += " Colours are tensor ranks."
     if layout.pp > 1:
         lines.append(f"Below: the first of {layout.pp} pipeline ranks with equal numbers of layers.")
     if layout.shard_ranks > 1:
         of = "dp_shard" if layout.cp == 1 else "dp_shard × cp"
         what = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
-        lines.append(f"A shade is the {what[layout.zero - 1]} of one of the {of} ranks.")
+        lines.append(f"Shades are the {what[layout.zero - 1]} of the {of} ranks.")
     return lines
 
 
 def _matrices(matrices: dict[str, tuple[int, ...]], job: Job, vocab: int) -> tuple[list[str], int]:
-    """Every matrix as a rectangle of its proportions, and where the lowest ends."""
+    """Returns every matrix as a rectangle of its proportions, and the lower end."""
     model, layout = job.model, job.layout
     shards = _shards(job, vocab)
     scale = _LARGEST / max(model.d_model, model.ff_size, model.n_heads * model.head_size)
@@ -94,7 +92,7 @@ def _matrices(matrices: dict[str, tuple[int, ...]], job: Job, vocab: int) -> tup
         label = ".".join(name.removesuffix(".weight").split(".")[2 if name.startswith("blocks.") else 0 :])
         parts.append(_text(x, top - 6, label))
         for rank in range(layout.tp):
-            held = piece(name, whole, model, layout.tp, rank)
+            held = slice_of(name, whole, model, layout.tp, rank)
             if held.first:
                 parts += _share(held, shards[name], rank, (x, top, width, height))
         parts.append(_box(x, top, width, height, "none", stroke=True))
@@ -104,11 +102,12 @@ def _matrices(matrices: dict[str, tuple[int, ...]], job: Job, vocab: int) -> tup
 
 
 def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
-    """By parameter, where each dp_shard (× cp) rank's share of what a tensor rank holds of it ends, as a part of its
-    rows: rank r keeps what lies between the r-th number and the one before it. Of experts, where each ep rank's end."""
+    """Returns, by parameter, the end of the share of each dp_shard (× cp) rank in a tensor rank's slice, as a fraction
+    of its rows: rank r keeps the rows between the r-th number and the one before it. For experts, the end of each ep
+    rank's."""
     layout, ranks = job.layout, job.layout.shard_ranks
     whole = parameter_shapes(job.model, vocab)
-    shapes = {name: piece(name, shape, job.model, layout.tp, 0).shape for name, shape in whole.items()}
+    shapes = {name: slice_of(name, shape, job.model, layout.tp, 0).shape for name, shape in whole.items()}
     if layout.zero == 3 or ranks == 1:
         counts = {name: prod(shape[:2]) if len(shape) == 3 else shape[0] for name, shape in shapes.items()}
         rows = {name: (count, -(-count // ranks)) for name, count in counts.items()}
@@ -117,7 +116,7 @@ def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
     names, found = list(shapes)[::-1], {}
     sizes = [prod(shapes[name]) for name in names]
     width = WIDTHS[job.train.precision]
-    for group in groups([size * width for size in sizes], layout.bucket_mb * 2**20):
+    for group in in_buckets([size * width for size in sizes], layout.bucket_mb * 2**20):
         each = -(-sum(sizes[place] for place in group) // ranks)
         start = 0
         for place in group:
@@ -135,9 +134,9 @@ def _dealt_out(names: Iterable[str], layout: Layout) -> dict[str, list[float]]:
 def _share(
     held: TensorSlice, ends: Sequence[float], rank: int, box: tuple[float, float, float, float]
 ) -> Iterator[str]:
-    """A tensor rank's part of a matrix, in shades for the ranks that keep its rows."""
+    """Yields a tensor rank's slice of a matrix, in shades for the ranks that keep its rows."""
     x, y, width, height = box
-    if held.dim is not None and len(held.whole) == 3:  # experts: whichever side of their matrices is cut
+    if held.dim is not None and len(held.whole) == 3:  # experts, whose matrices may be cut on either side
         x, width = x + width * held.start / held.whole[held.dim], width * held.real / held.whole[held.dim]
     elif held.dim == 0:
         y, height = y + height * held.start / held.whole[0], height * held.real / held.whole[0]
@@ -146,12 +145,12 @@ def _share(
     for shard, (start, end) in enumerate(pairwise([0, *ends])):
         opacity = 1 - 0.75 * shard / len(ends)
         if end > start:
-            colour = _COLOURS[rank % len(_COLOURS)]
+            colour = COLOURS[rank % len(COLOURS)]
             yield _box(x, y + start * height, width, (end - start) * height, colour, opacity=opacity)
 
 
 def _bars(job: Job, vocab: int, top: int) -> tuple[list[str], int]:
-    """Bytes of state a rank has without dp_shard's help and with each ZeRO stage, one bar each, and where they end."""
+    """Returns bars of the bytes of state per rank without dp_shard and with each ZeRO stage, and the lower end."""
     rows = list(_stages(job, vocab))
     widest = max(state.total for _, state in rows)
     parts = [_text(_MARGIN, top, f"State per rank, {job.train.precision}, by stage", weight=600)]
@@ -183,7 +182,7 @@ def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, opacity: float = 1, stroke: bool = False) -> str:
-    line = f" stroke='{_GREY}'" if stroke else ""
+    line = f" stroke='{NEUTRAL}'" if stroke else ""
     shade = f" fill-opacity='{opacity:.2f}'" if opacity < 1 else ""
     return f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{fill}'{shade}{line}/>"
 

@@ -47,11 +47,11 @@ _EXPLAINED = {
 def html(plan: Plan, timeline_svg: str | None = None) -> str:
     """Returns the page. `timeline_svg` is the picture of the best layout's step (phalanx.simulate), an SVG document."""
     title = f"Plan: {headline(plan)}"
-    shown = plan.best[:_DRAWN] or ([plan.nearest] if plan.nearest else [])
+    layouts = plan.best[:_DRAWN] or ([plan.nearest] if plan.nearest else [])
     sections = [
         *(_chosen(plan.best[0]) if plan.best else _nothing(plan)),
         *(_section("best", "The best layouts", _table(plan.best)) if plan.best else []),
-        *(_section("parts", "Where time and memory go", _parts(shown)) if shown else []),
+        *(_section("parts", "Where time and memory go", _parts(layouts)) if layouts else []),
         *(_section("why", "Why" if plan.best else "More devices", _list(plan.notes)) if plan.notes else []),
         *(_section("instead", "Alternatives", _alternatives(plan)) if plan.alternatives else []),
         *(
@@ -59,7 +59,7 @@ def html(plan: Plan, timeline_svg: str | None = None) -> str:
             if timeline_svg
             else []
         ),
-        *(_section("space", "The space", _figure(space_picture(plan), "map")) if shown or plan.points else []),
+        *(_section("space", "The space", _figure(space_picture(plan), "map")) if layouts or plan.points else []),
         *(_section("rejected", "Rejected", _rejected(plan)) if plan.rejected else []),
     ]
     return "\n".join(
@@ -115,12 +115,12 @@ def _section(name: str, heading: str, parts: Iterator[str]) -> Iterator[str]:
 
 
 def _chosen(first: Candidate) -> Iterator[str]:
-    """The best layout: its line, its figures, and how to run it."""
+    """Yields the best layout: its line, its figures, and the command that runs it."""
     prediction = first.prediction
     low, high = (duration(factor * first.seconds) for factor in prediction.spread)
     share = prediction.fullest.peak / prediction.memory_limit
     figures = {
-        duration(first.seconds): f"a step; {low} to {high}",
+        duration(first.seconds): f"per step; {low} to {high}",
         f"{first.tokens_per_s_per_device:,.0f}": "tokens/s per device",
         f"{first.mfu:.1%}": "MFU",
         gib(prediction.fullest.peak): f"of a device's {gib(prediction.memory_limit)}, {share:.0%}",
@@ -130,7 +130,7 @@ def _chosen(first: Candidate) -> Iterator[str]:
     yield f"<p class='layout'><code>{_breakable(first.layout.line())}</code></p>"
     yield f"<p class='soft'>{escape(first.spec.batch.equation())}</p>"
     yield "<div class='figures'>"
-    yield from (f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in figures.items())
+    yield from (f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in figures.items())
     yield "</div>"
     yield "<div class='pair'>"
     yield f"<div><span class='soft'>in the job file</span><pre>{escape(job_section(first.layout))}</pre></div>"
@@ -141,7 +141,7 @@ def _chosen(first: Candidate) -> Iterator[str]:
 
 
 def _nothing(plan: Plan) -> Iterator[str]:
-    """By how much the layout that needs least does not fit, and what would help."""
+    """Yields the excess of the layout that needs the least memory, and changes that help."""
     yield "<section id='chosen'>"
     if plan.nearest is None:
         yield "<p class='bad'><b>No layout is legal.</b></p>"
@@ -153,7 +153,7 @@ def _nothing(plan: Plan) -> Iterator[str]:
 
 
 def _table(best: Sequence[Candidate]) -> Iterator[str]:
-    """The best layouts, a row each; its columns sort."""
+    """Yields the best layouts, one row each, in sortable columns."""
     yield "<div class='scroll'><table class='sorts'><thead><tr><th data-sort>#</th>"
     for name in COLUMNS:
         words = " class='words'" if name == "layout" else ""
@@ -179,10 +179,10 @@ def _table(best: Sequence[Candidate]) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
-def _parts(shown: Sequence[Candidate]) -> Iterator[str]:
+def _parts(layouts: Sequence[Candidate]) -> Iterator[str]:
     yield "<div class='pair'>"
-    yield from _figure(time_picture(shown), "bars")
-    yield from _figure(memory_picture(shown), "bars")
+    yield from _figure(time_picture(layouts), "bars")
+    yield from _figure(memory_picture(layouts), "bars")
     yield "</div>"
 
 
@@ -197,7 +197,7 @@ def _list(sentences: Sequence[str]) -> Iterator[str]:
 
 
 def _alternatives(plan: Plan) -> Iterator[str]:
-    """A row each, its bar as long as its step beside the slowest."""
+    """Yields one row per alternative, with a bar as long as its step relative to the slowest."""
     factors = [slower(each, plan) for each in plan.alternatives]
     longest = max([1.0, *(factor for factor in factors if factor)])
     yield "<div class='scroll'><table class='stacks'><thead><tr><th class='words'>layout</th><th>step</th>"
@@ -217,7 +217,7 @@ def _alternatives(plan: Plan) -> Iterator[str]:
 
 
 def _rejected(plan: Plan) -> Iterator[str]:
-    """A row a reason, its bar as long as its count beside the largest."""
+    """Yields one row per reason, with a bar as long as its count relative to the largest."""
     reasons = largest_first(plan.rejected)
     most = max(1, reasons[0][1])
     yield "<div class='scroll'><table class='stacks'><tbody>"
@@ -232,5 +232,5 @@ def _bar(share: float, kind: str) -> str:
 
 
 def _breakable(line: str) -> str:
-    """A layout's line, which may be broken after its commas."""
+    """Returns a layout's line with possible breaks after its commas."""
     return escape(line).replace(",", ",<wbr>")

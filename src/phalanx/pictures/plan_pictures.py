@@ -14,40 +14,39 @@ from phalanx.plan.plan import Candidate
 from phalanx.plan.report.report import short_line
 from phalanx.units import gib
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 600, 8, 524, 34  # pixels; the bars end at _RIGHT, beside them stand their ends in words
-_ROW, _BAR = 40, 15  # from row to row; the height of a bar
+_WIDTH, _LEFT, _RIGHT, _TOP = 600, 8, 524, 34  # pixels; the bars end at _RIGHT, with their values beside them
+_ROW, _BAR = 40, 15  # pixels from row to row, and of a bar's height
 _LETTER = 6.0  # pixels of a letter of size 11
 _LIMIT = COLOURS[1]
 
 
 class _LayoutRow(NamedTuple):
-    """A bar: what it is of, its parts in order, its end in words."""
+    """One bar: its label, its parts in order, and the text at its end."""
 
     label: str
     parts: list[tuple[str, float]]
     whole: str
     mark: float = 0.0
-    """Where a mark stands; none at 0."""
+    """Position of a mark; 0: none."""
 
 
-def time_picture(shown: Sequence[Candidate]) -> str:
+def time_picture(layouts: Sequence[Candidate]) -> str:
     """Draws the parts of a step's time, one bar per layout, with a mark at the simulated time, as an SVG document."""
     rows = [
         _LayoutRow(_label(rank, each), each.prediction.parts.items(), seconds(each.seconds), each.seconds)
-        for rank, each in enumerate(shown, 1)
+        for rank, each in enumerate(layouts, 1)
     ]
     foot = "The parts are predicted; the upright mark is the simulated time."
     return _stacked("Time of a step by part, in seconds", rows, 1.0, time_fill, seconds, 0.0, foot)
 
 
-def memory_picture(shown: Sequence[Candidate]) -> str:
-    """Draws the memory of the fullest rank by part, one bar per layout, with the device's memory as a line, as an SVG
-    document."""
+def memory_picture(layouts: Sequence[Candidate]) -> str:
+    """Draws the memory of the fullest rank by part, one bar per layout, and the device's memory, as an SVG document."""
     rows = [
         _LayoutRow(_label(rank, each), [*each.prediction.fullest.parts()], gib(each.prediction.fullest.peak))
-        for rank, each in enumerate(shown, 1)
+        for rank, each in enumerate(layouts, 1)
     ]
-    limit = shown[0].prediction.memory_limit
+    limit = layouts[0].prediction.memory_limit
     foot = f"Peak of the fullest rank; the dashed line is the memory of a device, {gib(limit)}."
     return _stacked("Memory of a device by part, in GiB", rows, 2.0**30, memory_fill, gib, limit, foot)
 
@@ -106,7 +105,7 @@ def _stacked(
 def _bar(
     row: _LayoutRow, top: float, scale: float, fill: Callable[[str], str], shown: Callable[[float], str]
 ) -> Iterator[str]:
-    """The label, the end in words, and below them the bar."""
+    """Yields the label, the text at the end, and below them the bar."""
     room = int((_WIDTH - 2 * _LEFT) / _LETTER)
     yield f"<title>{escape(row.label)}</title>"
     yield text(_LEFT, top + 13, shorten(row.label, room), "font-size='11'")
@@ -122,7 +121,7 @@ def _bar(
 
 
 def _keys(rows: Sequence[_LayoutRow], fill: Callable[[str], str], longest: float, y: float) -> tuple[list[str], float]:
-    """The colours of all parts that can be seen, in lines; and where they end."""
+    """Returns the colours of all visible parts, in lines; and the lower end."""
     seen = {_kind(name) for row in rows for name, size in row.parts if size > 1e-3 * longest}
     drawn, x = [], float(_LEFT)
     for name in dict.fromkeys(_kind(name) for row in rows for name, _ in row.parts):
@@ -137,5 +136,5 @@ def _keys(rows: Sequence[_LayoutRow], fill: Callable[[str], str], longest: float
 
 
 def _kind(name: str) -> str:
-    """Communication of all axes has one colour, and one key."""
+    """Returns the legend entry of a part: communication on all axes shares one colour."""
     return "communication exposed" if name.endswith(" exposed") else name

@@ -18,7 +18,7 @@ from phalanx.pictures.roofline import rule, seconds, text
 from phalanx.units import gib
 
 _WIDTH, _MARGIN, _LINE = 1080, 24, 17  # pixels
-_TIME, _TIME_WIDTH = 164, 210  # where the bars of time begin, and how far the interval's end is from there
+_TIME, _TIME_WIDTH = 164, 210  # pixels: left edge of the bars of time, and width up to the interval's end
 _MEMORY, _BARS, _BARS_WIDTH, _BARS_HEIGHT = 540, 588, 280, 240
 _LEGEND, _RIGHT = 884, 1056
 
@@ -26,7 +26,7 @@ _TIME_COLOURS = {"memory-bound": COLOURS[2], "recompute": COLOURS[4], "host": CO
 _EXPOSED = COLOURS[1]
 _MEMORY_COLOURS: dict[str, str] = dict(zip(PARTS, (*(COLOURS[n] for n in (0, 4, 3, 2, 5, 6)), NEUTRAL), strict=True))
 _LIMIT = COLOURS[1]
-_SHOWN = 5e-4  # of the step: a part that is at least that is not 0.0 %
+_SHOWN = 5e-4  # smallest share of the step that is drawn: a smaller one would be 0.0 %
 
 
 def svg(spec: StepSpec, prediction: Prediction) -> str:
@@ -62,7 +62,7 @@ def _caption(spec: StepSpec, prediction: Prediction) -> Iterator[str]:
 
 
 def _time(prediction: Prediction, top: float) -> tuple[list[str], float]:
-    """A row a part, each beginning where the one before ends, then the whole with its interval; and where it ends."""
+    """Returns one row per part, each starting where the last one ends, the whole with its interval; the lower end."""
     step, (low, high) = prediction.step_time_s, prediction.spread
     scale = _TIME_WIDTH / (step * max(1.0, high))
     drawn = [text(_MARGIN, top - 6, f"Time of a step: {seconds(step)}", "font-weight='600'")]
@@ -99,7 +99,7 @@ def time_fill(name: str) -> str:
 
 
 def _memory(prediction: Prediction, top: float) -> Iterator[str]:
-    """A bar a pipeline rank, the device's memory as a line, and the figures of the fullest rank."""
+    """Yields one bar per pipeline rank, the device's memory as a line, and the figures of the fullest rank."""
     ranks, fullest, limit = prediction.memory, prediction.fullest, prediction.memory_limit
     where = f" on rank {ranks.index(fullest)}" if len(ranks) > 1 else ""
     fits = "fits" if prediction.fits else "does not fit"
@@ -124,7 +124,7 @@ def _memory(prediction: Prediction, top: float) -> Iterator[str]:
 
 
 def _bars(prediction: Prediction, base: float, scale: float) -> Iterator[str]:
-    """The stacked bars, from `base` upwards, `scale` pixels a byte."""
+    """Yields the stacked bars, from `base` upwards, `scale` pixels per byte."""
     count = len(prediction.memory)
     each = min(64.0, _BARS_WIDTH / count)
     gap = min(8.0, each / 5)
@@ -142,7 +142,7 @@ def _bars(prediction: Prediction, base: float, scale: float) -> Iterator[str]:
 
 
 def _legend(prediction: Prediction, y: float) -> Iterator[str]:
-    """The colours, with the figures of the fullest rank."""
+    """Yields the colours, with the figures of the fullest rank."""
     fullest, (least, most) = prediction.fullest, prediction.memory_spread
     several = len(prediction.memory) > 1
     heading = f"rank {prediction.memory.index(fullest)}" if several else "the device"
@@ -167,7 +167,7 @@ def memory_fill(name: str) -> str:
 
 
 def _fill(colour: str, pale: bool = False) -> str:
-    """What nothing uses is pale, with a border."""
+    """Returns a colour as attributes; pale with a border for what nothing uses."""
     return f"fill='{colour}' fill-opacity='.25' stroke='{colour}' stroke-width='.5'" if pale else f"fill='{colour}'"
 
 

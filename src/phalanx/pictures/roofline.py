@@ -1,5 +1,4 @@
-"""The roofline of a block as a picture: one dot per operator under the roof of a device, and a table of what bounds
-it."""
+"""The roofline of a block as a picture: one dot per operator under a device's roof, and a table of their bounds."""
 
 from __future__ import annotations
 
@@ -17,9 +16,14 @@ from phalanx.pictures.canvas import COLOURS, NEUTRAL
 Area = tuple[float, float, float, float]
 """Left, upper, right and lower edge."""
 
-_MARGIN, _LEFT, _WIDE, _TABLE = 24, 76, 436, 548  # pixels; the last three: of the plot, and where the table begins
+_MARGIN, _LEFT, _WIDE, _TABLE = (
+    24,
+    76,
+    436,
+    548,
+)  # pixels; the last three: left edge and width of the plot, left edge of the table
 _COLUMNS = {"time": 190, "FLOP/byte": 264, "TFLOP/s": 328, "collectives": 408}
-_COLUMN = 110  # of the plot, for labels
+_COLUMN = 110  # pixels of the plot's right part for labels
 _LETTER = 6.6  # pixels of a letter of size 11, generously
 _VERDICTS = {"compute": COLOURS[0], "memory": COLOURS[2], "launch": COLOURS[7], "communication": COLOURS[1]}
 
@@ -106,8 +110,8 @@ def _plot(found: Sequence[OperatorPoint], paper: Roof, real: Roof, others: Seque
 def _dots(
     found: Sequence[OperatorPoint], places: Sequence[tuple[float, float]], box: Area, roof: float
 ) -> Iterator[str]:
-    """A dot an operator. Memory-bound operations compute equally little for a byte: their names stand beside the dots,
-    where those that lie together share the place; all others' in a column at the right edge, below the flat `roof`."""
+    """Yields one dot per operator. Memory-bound operations have similar intensities: their names stand beside the dots,
+    and close ones share a place; all others' stand in a column at the right edge, below the flat `roof`."""
     first = min(x for x, _ in places) + 5
     column = [(x, y, point.name) for point, (x, y) in zip(found, places, strict=True) if x > first]
     edge = box[2] - max((_LETTER * len(name) for _, _, name in column), default=0.0)
@@ -134,8 +138,8 @@ def _dots(
 def _uncrossed(
     dots: Sequence[tuple[float, float, str]], edge: float, slots: Sequence[float]
 ) -> list[tuple[float, float, str]]:
-    """The dots in the order of the places of their labels at x = `edge`, so that no two lines to them cross: two that
-    do are longer than the two that join the same ends the other way."""
+    """Returns the dots in the order of their labels' places at x = `edge`, so that no two lines to them cross: two
+    crossing lines are longer than the two that join the same ends the other way."""
     order = sorted(dots, key=lambda dot: -dot[0])
 
     def length(dot: tuple[float, float, str], slot: float) -> float:
@@ -153,7 +157,7 @@ def _uncrossed(
 
 
 def _table(found: Sequence[OperatorPoint], top: float) -> Iterator[str]:
-    """A row an operator: its time, where it lies, and what bounds it."""
+    """Yields one row per operator: its time, its position, and its bound."""
     bound = _TABLE + 422
     yield text(_TABLE + 14, top, "operator", "font-weight='600'")
     for name, x in _COLUMNS.items():
@@ -171,7 +175,7 @@ def _table(found: Sequence[OperatorPoint], top: float) -> Iterator[str]:
 
 
 def _span(values: Sequence[float], beyond: float) -> tuple[float, float]:
-    """Decimal logarithms between which an axis runs: a little below the least and by a factor above the greatest."""
+    """Returns the decimal logarithms of an axis's ends: a little below the least, a factor above the greatest."""
     return log10(min(values) / 2.5), log10(max(values) * beyond)
 
 

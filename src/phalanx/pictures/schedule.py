@@ -21,8 +21,8 @@ _KINDS = {
     "W": (COLOURS[4], "gradients of weights"),
 }
 _LEFT, _RIGHT, _MARGIN, _TOP = 72, 104, 16, 68  # pixels
-_ROW, _CELL = 28, 22  # from row to row; the height of a cell
-_WIDEST = 2400  # of the cells together, where they need not be narrower than a pixel a unit of time
+_ROW, _CELL = 28, 22  # pixels from row to row, and of a cell's height
+_WIDEST = 2400  # pixels of all cells, unless a unit of time would be narrower than a pixel
 DIGIT = 6.2
 """Pixels of a digit in a cell."""
 
@@ -30,7 +30,7 @@ DIGIT = 6.2
 def svg(timing: Timing) -> str:
     """Draws a timed schedule as an SVG document."""
     schedule, duration = timing.schedule, timing.duration
-    # As wide as the longest number needs in the shortest cell, in a picture that is not too wide.
+    # Wide enough for the longest number in the shortest cell, if the picture does not become too wide.
     longest = max(len(number(action, schedule)) for program in schedule.programs for action in program)
     unit = max(1.0, min(max(16.0, longest * DIGIT + 7), _WIDEST / duration))
     bottom = _TOP + schedule.ranks * _ROW
@@ -58,7 +58,7 @@ def svg(timing: Timing) -> str:
 
 
 def summary(timing: Timing) -> str:
-    """One line of a schedule's figures."""
+    """Formats the figures of a schedule in one line."""
     bubble, streamed = timing.bubble, timing.bubble_without_flush
     differs = f" ({streamed:.1%} of the work without a flush)" if bubble - streamed > 1e-9 else ""
     return (
@@ -68,7 +68,7 @@ def summary(timing: Timing) -> str:
 
 
 def _used(schedule: Schedule) -> list[str]:
-    """The kinds of a schedule's actions, F first."""
+    """Returns the kinds of a schedule's actions, F first."""
     found = {action.kind for program in schedule.programs for action in program}
     return [kind for kind in _KINDS if kind in found]
 
@@ -121,7 +121,7 @@ def number(action: Action, schedule: Schedule) -> str:
 
 
 def _rank(timing: Timing, rank: int, most: int, unit: float) -> Iterator[str]:
-    """A rank's row: a pale line as long as the whole, on which what is left free is the bubble, and its cells."""
+    """Yields a rank's row: a pale line over the whole time, whose uncovered parts are the bubble, and its cells."""
     schedule = timing.schedule
     top = _TOP + rank * _ROW
     middle, text = top + _CELL / 2, top + _CELL / 2 + 4
@@ -155,7 +155,7 @@ def _rank(timing: Timing, rank: int, most: int, unit: float) -> Iterator[str]:
 
 
 def _updates(timing: Timing, rank: int) -> Iterator[float]:
-    """When a rank's last backward pass of each optimizer step ends."""
+    """Yields the end of a rank's last backward pass in each optimizer step."""
     schedule = timing.schedule
     ends: dict[int, float] = {}
     for action, start in zip(schedule.programs[rank], timing.starts[rank], strict=True):
@@ -165,7 +165,7 @@ def _updates(timing: Timing, rank: int) -> Iterator[float]:
 
 
 def _update(x: float, top: float) -> str:
-    """The mark of an optimizer step: a line with a head, in the middle tone that both pages bear."""
+    """Returns the mark of an optimizer step: a line with a head, in the neutral colour for light and dark pages."""
     return (
         f"<path class='update' d='M{x - 4:.1f},{top - 3:g} h8 l-4,5 z M{x:.1f},{top:g} v{_CELL}' fill='{COLOURS[1]}' "
         f"stroke='{COLOURS[1]}' stroke-width='2'/>"
@@ -194,7 +194,7 @@ def keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
 
 
 def _keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
-    """The legend: each entry and where it ends."""
+    """Yields the entries of the legend, and where each ends."""
     x = float(_MARGIN)
     for x, key in keys(schedule):
         yield x, key

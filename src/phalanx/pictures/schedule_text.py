@@ -21,8 +21,8 @@ _TICK = 5  # units of time between the numbers above a band
 _MOST_LINES = 600
 
 
-class _Piece(NamedTuple):
-    """What a rank does from one unit of time to another: an action, or nothing."""
+class _Interval(NamedTuple):
+    """An interval of a rank's time in whole units: an action, or idle time."""
 
     begin: int
     end: int
@@ -37,18 +37,18 @@ def show(timing: Timing) -> None:
     if not sys.stdout.isatty():
         print(text(timing, width))
         return
-    from rich.console import Console  # here, because a pipe need not wait for it
+    from rich.console import Console  # imported here, because it is slow and a pipe needs none
     from rich.text import Text
 
     count = _count(timing.schedule)
     console = Console(highlight=False)
     for line in _lines(timing, width):
         printed = Text(no_wrap=True)
-        for words, piece in line:
-            if piece is None or not piece.label:
-                printed.append(words, "" if piece is None else "dim")
+        for words, interval in line:
+            if interval is None or not interval.label:
+                printed.append(words, "" if interval is None else "dim")
             else:
-                fill, ink = shade(piece.kind, piece.variant, count)
+                fill, ink = shade(interval.kind, interval.variant, count)
                 printed.append(words[:-1].replace("-", " "), f"{ink} on {fill}")
                 printed.append(" ")
         console.print(printed)
@@ -59,10 +59,10 @@ def text(timing: Timing, width: int = 120) -> str:
     return "\n".join("".join(words for words, _ in line).rstrip() for line in _lines(timing, width))
 
 
-def _lines(timing: Timing, width: int) -> Iterator[list[tuple[str, _Piece | None]]]:
-    """The lines, each in parts: the words, and the piece of a rank's time that they stand for (None: a heading)."""
-    rows = [list(_pieces(timing, rank)) for rank in range(timing.schedule.ranks)]
-    cell = 1 + max(len(piece.label) for row in rows for piece in row)
+def _lines(timing: Timing, width: int) -> Iterator[list[tuple[str, _Interval | None]]]:
+    """Yields the lines, each in parts: the text, and the interval that it stands for (None: a heading)."""
+    rows = [list(_intervals(timing, rank)) for rank in range(timing.schedule.ranks)]
+    cell = 1 + max(len(interval.label) for row in rows for interval in row)
     names = [f"rank {rank}" for rank in range(len(rows))]
     left = 2 + max(map(len, names))
     units = max(1, (width - left) // cell)
@@ -81,31 +81,31 @@ def _lines(timing: Timing, width: int) -> Iterator[list[tuple[str, _Piece | None
             yield []
         yield [(heading, None)]
         for name, row in zip(names, rows, strict=True):
-            inside = [piece for piece in row if piece.begin < end and piece.end > begin]
-            yield [(name.ljust(left), None), *((_words(piece, begin, end, cell), piece) for piece in inside)]
+            inside = [interval for interval in row if interval.begin < end and interval.end > begin]
+            yield [(name.ljust(left), None), *((_words(interval, begin, end, cell), interval) for interval in inside)]
 
 
-def _words(piece: _Piece, begin: int, end: int, cell: int) -> str:
-    """A piece's part in a band, with a space after it. What begins in the band before has its label there."""
-    wide = (min(end, piece.end) - max(begin, piece.begin)) * cell
-    if not piece.label:
+def _words(interval: _Interval, begin: int, end: int, cell: int) -> str:
+    """Returns an interval's text in a band, with a space after it; its label is in the band where it begins."""
+    wide = (min(end, interval.end) - max(begin, interval.begin)) * cell
+    if not interval.label:
         return "." * (wide - 1) + " "
-    label = piece.label if piece.begin >= begin else ""
+    label = interval.label if interval.begin >= begin else ""
     return label.ljust(wide - 1, "-") + " "
 
 
-def _pieces(timing: Timing, rank: int) -> Iterator[_Piece]:
+def _intervals(timing: Timing, rank: int) -> Iterator[_Interval]:
     schedule, clock = timing.schedule, 0
     found, count = variants(schedule), _count(schedule)
     for action, start in zip(schedule.programs[rank], timing.starts[rank], strict=True):
         begin, end = round(start), round(start + timing.costs[action.kind])
         if begin > clock:
-            yield _Piece(clock, begin, "", "", 0)
+            yield _Interval(clock, begin, "", "", 0)
         variant = found[schedule.direction(action.micro)][action.stage]
-        yield _Piece(begin, end, _label(action, schedule, variant, count), action.kind, variant)
+        yield _Interval(begin, end, _label(action, schedule, variant, count), action.kind, variant)
         clock = end
     if (duration := round(timing.duration)) > clock:
-        yield _Piece(clock, duration, "", "", 0)
+        yield _Interval(clock, duration, "", "", 0)
 
 
 def _label(action: Action, schedule: Schedule, variant: int, count: int) -> str:

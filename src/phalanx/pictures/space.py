@@ -15,8 +15,8 @@ from phalanx.plan.plan import Plan, SpacePoint
 from phalanx.units import gib
 
 _WIDTH, _HEIGHT = 1160, 500  # pixels
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 850, 40, 440  # of the plot
-_LEGEND, _LETTERS = 876, 40  # where it begins, and how many letters it holds in a line
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 850, 40, 440  # edges of the plot
+_LEGEND, _LETTERS = 876, 40  # left edge, and letters per line
 _LIMIT = COLOURS[1]
 _OTHERS = "others"
 _ROUND = (1, 2, 5)
@@ -46,7 +46,7 @@ def space_picture(plan: Plan) -> str:
             text(_LEFT, 20, title, "font-size='14' font-weight='600'"),
             *_axes(xs, ys, across, up),
             *(_limit(limit, up) if limit else []),
-            # Those that fit lie over those that do not.
+            # Layouts that fit are drawn over those that do not.
             *(_dot(point, across, up, colours) for point in sorted(plan.points, key=lambda each: each.fits)),
             *_marks(plan, across, up),
             *_legend(plan, colours),
@@ -78,13 +78,13 @@ def _dot(point: SpacePoint, across: Scale, up: Scale, colours: dict[str, str]) -
         f"fill='{colour}' fill-opacity='.75'" if point.fits else f"fill='none' stroke='{colour}' stroke-opacity='.8'"
     )
     fits = "" if point.fits else ", does not fit"
-    tip = f"{point.line}\n{point.family}: {seconds(point.seconds)} a step, {gib(point.peak)}{fits}"
+    tip = f"{point.line}\n{point.family}: {seconds(point.seconds)} per step, {gib(point.peak)}{fits}"
     place = f"cx='{across(point.seconds):.1f}' cy='{up(point.peak):.1f}'"
     return f"<circle class='point' {place} r='4' {style}><title>{escape(tip)}</title></circle>"
 
 
 def _marks(plan: Plan, across: Scale, up: Scale) -> Iterator[str]:
-    """A ring around the best, or around the one that needs least; diamonds for the alternatives."""
+    """Yields a ring around the best layout, or the one that needs least memory, and diamonds for alternatives."""
     for each in plan.alternatives:
         if each.candidate:
             tip = f"{each.name}\n{each.candidate.layout.line()}\n{each.why}"
@@ -126,11 +126,11 @@ def _legend(plan: Plan, colours: dict[str, str]) -> Iterator[str]:
     y += 22
     dashes = f"stroke='{_LIMIT}' stroke-width='2' stroke-dasharray='6 4'"
     yield f"<line x1='{_LEGEND - 2}' y1='{y - 4}' x2='{_LEGEND + 14}' y2='{y - 4}' {dashes}/>"
-    yield text(_LEGEND + 20, y, f"a device has {gib(plan.request.cluster.accelerator.memory_gib * 2**30)}")
+    yield text(_LEGEND + 20, y, f"memory per device: {gib(plan.request.cluster.accelerator.memory_gib * 2**30)}")
 
 
 def _colours(points: Sequence[SpacePoint]) -> dict[str, str]:
-    """A colour a family, the most frequent first; where colours do not suffice, the last of them are `others`."""
+    """Returns a colour per family, most frequent first; families beyond the number of colours are `others`."""
     families = [family for family, _ in Counter(point.family for point in points).most_common()]
     named = [family for family in families if family != _OTHERS]
     found: dict[str, str] = dict(zip(named, COLOURS, strict=False))
@@ -148,13 +148,13 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """The range of a logarithmic axis, with room at both ends."""
+    """Returns the range of a logarithmic axis, with a margin at both ends."""
     low, high = min(values), max(values)
     room = max(1.12, (high / low) ** 0.06)
     return low / room, high * room
 
 
 def _scale(span: tuple[float, float], start: float, end: float) -> Scale:
-    """From a value to pixels, logarithmically."""
+    """Returns the function from a value to pixels, logarithmically."""
     low, high = log10(span[0]), log10(span[1])
     return lambda value: start + (log10(value) - low) / (high - low) * (end - start)

@@ -28,12 +28,12 @@ _OTHERS = {
     "gather": (COLOURS[3], "gather parameters"),
     "reduce": (COLOURS[7], "reduce gradients"),
 }
-_LARGEST = 1_000_000  # bytes of a document, about
-_MOST, _FEWER = 32, 16  # ranks shown; where the document would be too large with all of them
+_LARGEST = 1_000_000  # approximate upper bound on a document's bytes
+_MOST, _FEWER = 32, 16  # most ranks shown, and the number if the document would be too large
 _LEFT, _MARGIN, _TOP = 72, 16, 76  # pixels
-_NARROW, _WIDE, _PASS = 800, 1600, 22  # of the plot: at least, at most, and for each pass between
+_NARROW, _WIDE, _PASS = 800, 1600, 22  # pixels of the plot: at least, at most, and per pass in between
 _COLUMNS = {"busy": 48, "exposed": 112, "idle": 164, "peak in flight": 254}
-"""The figures of a rank: where they end, from the right end of the plot on."""
+"""Distances of a rank's figures from the right end of the plot."""
 _TO_THE_LEFT = "text-anchor='end'"
 _DARKER = "fill='#000' fill-opacity='.38'"
 
@@ -47,14 +47,14 @@ def svg(timeline: Timeline, begin: float | None = None, end: float | None = None
             f"nothing happens from {shown.begin:g} s to {shown.end if end is None else end:g} s: the step takes "
             f"{timeline.seconds:g} s; give a beginning before that, and an end after the beginning"
         )
-    # First fewer ranks, whose passes stay whole; then coarser in time.
+    # First fewer ranks, with whole passes; then a coarser scale of time.
     ways = chain([(_MOST, NARROWEST)], ((_FEWER, NARROWEST * 2**more) for more in count()))
     figures = [_Figures.of(timeline, rank) for rank in range(timeline.schedule.ranks)]
     return next(drawn for way in ways if (drawn := _Picture(timeline, figures, shown, *way).draw()))
 
 
 class _Figures(NamedTuple):
-    """Seconds of a rank, which take a while to add up."""
+    """The seconds of a rank, computed once because they take long to sum."""
 
     busy: float
     exposed: float
@@ -67,7 +67,7 @@ class _Figures(NamedTuple):
 
 
 class _Picture:
-    """One way to draw a timeline: so many ranks at most, spans narrower than so many pixels put together."""
+    """One way to draw a timeline: at most `most` ranks, spans narrower than `narrow` pixels merged."""
 
     def __init__(self, timeline: Timeline, figures: Sequence[_Figures], shown: Window, most: int, narrow: float):
         self.timeline, self.schedule, self.figures, self.narrow = timeline, timeline.schedule, figures, narrow
@@ -89,7 +89,7 @@ class _Picture:
         self.decimals = max(0, 4 - math.floor(math.log10(length * self.scale)))
 
     def draw(self) -> str | None:
-        """The document, or None where it is too large."""
+        """Returns the document, or None if it is too large."""
         title = f"{self.schedule.name}: {schedule_picture.size(self.schedule)}"
         rows: list[str] = []
         for place, rank in enumerate(self.ranks):
@@ -129,7 +129,7 @@ class _Picture:
         return found, 1 + max(found[-1])
 
     def _colours(self, span: Span) -> tuple[str, str]:
-        """The colour of a span's cell and that of the text on it."""
+        """Returns the colours of a span's cell and of the text on it."""
         if span.kind in _OTHERS:
             return _OTHERS[span.kind][0], "#ffffff"
         found, count = self._variants
@@ -149,13 +149,16 @@ class _Picture:
             at = self.device + 1 + strip * (self.strip + 1)
             yield from self._boxes(cells(spans, self.window, self.narrow, self._colours), at, self.strip)
         whole = self.timeline.seconds
-        figures = [*(f"{seconds / whole:.1%}" for seconds in self.figures[rank]), f"{self.schedule.peak(rank):g}"]
+        figures = [
+            *(f"{seconds / whole:.1%}" for seconds in self.figures[rank]),
+            f"{self.schedule.peak_live_activations(rank):g}",
+        ]
         for right, figure in zip(_COLUMNS.values(), figures, strict=True):
             yield text(self.width + right, middle + 4, figure, _TO_THE_LEFT)
         yield "</g>"
 
     def _boxes(self, found: Iterator[Cell] | Sequence[Cell], top: float, height: float) -> Iterator[str]:
-        """The cells colour by colour, and over them what of them is exposed."""
+        """Yields the cells colour by colour, and over them their exposed parts."""
         by_colour: defaultdict[str, list[str]] = defaultdict(list)
         exposed = []
         for cell in found:
@@ -207,7 +210,7 @@ class _Picture:
             yield text(x, y + 16, f"{tick:g}", "text-anchor='middle'")
 
     def _below(self) -> tuple[list[str], float, float]:
-        """What stands under the plot, how far it goes to the right, and where it ends."""
+        """Returns the text under the plot, its right end and its lower end."""
         words = ["Upper row: the device"]
         if self.numbered:
             words[0] += ", with the numbers of micro-batches"

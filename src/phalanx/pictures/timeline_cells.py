@@ -10,7 +10,7 @@ from typing import NamedTuple
 from phalanx.simulate.timeline import Span
 
 NARROWEST = 0.7
-"""Pixels of the narrowest cell."""
+"""Width in pixels of the narrowest cell."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Window:
     unit: float
 
     def cut(self, spans: Sequence[Span]) -> Iterator[Span]:
-        """Returns the spans inside the window. The exposed part of a pass is at its end."""
+        """Yields the spans inside the window. The exposed part of a pass is at its end."""
         for span in spans:
             start, end = max(span.start, self.begin), min(span.end, self.end)
             if start == span.start and end == span.end and span.seconds > 0:
                 yield span
-            elif end - start > 1e-9 * (self.end - self.begin):  # not what only rounding has inside
+            elif end - start > 1e-9 * (self.end - self.begin):  # not a span that lies inside only by rounding
                 exposed = min(end - start, max(0.0, end - (span.end - span.exposed)))
                 yield span._replace(start=start, seconds=end - start, exposed=exposed)
 
@@ -36,20 +36,20 @@ class Window:
 
 
 class Cell(NamedTuple):
-    """A box of one colour. Lengths are in pixels, except `top` and `height`, which are shares of the row's height."""
+    """One box of one colour. Lengths are in pixels, except `top` and `height`, which are shares of the row's height."""
 
     x: float
     width: float
     top: float
     height: float
     exposed: float
-    """At its right end."""
+    """Exposed part, at its right end."""
     spans: tuple[Span, ...]
-    """What it stands for, all of one colour."""
+    """The spans that it stands for, all of one colour."""
 
 
 def cells(spans: Sequence[Span], window: Window, narrow: float, colour: Callable[[Span], Hashable]) -> Iterator[Cell]:
-    """Returns the cells of one row. Neighbours narrower than `narrow` pixels share a column a few pixels wide, in which
+    """Yields the cells of one row. Neighbours narrower than `narrow` pixels share a column a few pixels wide, in which
     the height of each colour is its share of the time."""
     column: list[Span] = []
     for span in window.cut(spans):
@@ -65,7 +65,7 @@ def cells(spans: Sequence[Span], window: Window, narrow: float, colour: Callable
 
 
 def _joins(column: Sequence[Span], span: Span, window: Window, narrow: float) -> bool:
-    """Whether a narrow span belongs to the column before it. Columns stay narrow, so that what changes is seen."""
+    """Returns whether a narrow span belongs to the column before it. Columns stay narrow, so changes stay visible."""
     gap, width = span.start - column[-1].end, span.end - column[0].start
     return gap * window.unit < narrow and width * window.unit < max(10.0, narrow)
 
@@ -81,7 +81,7 @@ def _column(column: Sequence[Span], window: Window, colour: Callable[[Span], Has
     if len(column) < 2:
         return
     x, seconds = window.x(column[0].start), max(span.end for span in column) - column[0].start
-    # Of messages to several ranks at once there is more than time.
+    # Simultaneous messages to several ranks add up to more than the time.
     whole = max(seconds, sum(span.seconds for span in column))
     width = max(NARROWEST, seconds * window.unit)
     by_colour: defaultdict[Hashable, list[Span]] = defaultdict(list)

@@ -1,1 +1,1 @@
-"""Choosing a layout for a model and a cluster; so far, where a pipeline is cut into stages."""
+"""The planner: the fastest layout of a model on a cluster that fits in memory."""

@@ -13,23 +13,22 @@ from phalanx.plan.report.advice import shortfall
 from phalanx.plan.search.request import PlanRequest, plan_request
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""A callback for progress: the activity, the amount done, and the total."""
 MOST_REASONS = 4
-"""That are told where nothing is legal."""
+"""Most reasons in the message if no layout is legal."""
 
 
 def choose(
     job: Job, fixed: Collection[str], vocab: int, worlds: tuple[int, ...] = (), progress: Progress | None = None
 ) -> Plan:
-    """The plan whose best candidate (there is one) is the layout of a job with `layout: auto`. `fixed` are the names of
-    the fields of the layout that stay as the job has them, `vocab` is the number of tokens of the vocabulary, `worlds`
-    are the numbers of devices that may be used (empty: all of the cluster's).
+    """Returns the plan of a job with `layout: auto`; its best candidate exists.
 
-    Raises JobError where nothing is known about the devices, or where no legal layout has the fixed fields, and
-    DoesNotFitError where none of those that are legal fits.
+    `fixed` are the names of the layout's fields that keep the job's values, `vocab` is the size of the vocabulary,
+    `worlds` are the numbers of devices that may be used (empty: all of the cluster's). Raises JobError if the devices
+    are unknown or no legal layout has the fixed fields, and DoesNotFitError if no legal layout fits.
     """
-    kept = {name: getattr(job.layout, name) for name in fixed}
-    request = replace(plan_request(job, vocab, kept), worlds=worlds)
+    fixed_values = {name: getattr(job.layout, name) for name in fixed}
+    request = replace(plan_request(job, vocab, fixed_values), worlds=worlds)
     plan = search(request, progress)
     if plan.best:
         return plan

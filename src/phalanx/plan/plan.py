@@ -1,4 +1,4 @@
-"""What a search over layouts finds: the best, what was weighed against them, and why."""
+"""The result of a search over layouts: the best ones, the alternatives, and the reasons."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from phalanx.cost.spec import StepSpec
 
 @dataclass(frozen=True)
 class Candidate:
-    """A legal layout, and what a step of it takes."""
+    """A legal layout and the time of its step."""
 
     spec: StepSpec
-    """Its layout is complete: micro-batch, accumulation and every axis."""
+    """The step with a complete layout: micro-batch, accumulation and every axis."""
     prediction: Prediction
     seconds: float
-    """Of a step, simulated event by event: what the ranking goes by."""
+    """Seconds of a step, simulated event by event; the ranking goes by them."""
 
     @property
     def layout(self) -> Layout:
@@ -31,33 +31,33 @@ class Candidate:
 
     @property
     def tokens_per_s_per_device(self) -> float:
-        """Tokens per second and device, of the simulated step."""
+        """Tokens per second per device, of the simulated step."""
         return self.tokens_per_s / self.prediction.devices
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the devices' data sheet allows, of the simulated step."""
+        """Model FLOPs over the peak of the devices' data sheet, of the simulated step."""
         return self.prediction.model_flops / self.seconds / self.prediction.devices / self.prediction.peak_flops
 
 
 class Alternative(NamedTuple):
-    """What somebody would have taken without a search, and how it does."""
+    """A layout that one might choose without a search, and its comparison with the best."""
 
     name: str
-    """Such as "FSDP alone (zero 3)" or "rule of thumb: ..."."""
+    """Name such as "FSDP alone (zero 3)" or "rule of thumb: ..."."""
     candidate: Candidate | None
-    """None where it is not even legal."""
+    """The layout; None if it is not legal."""
     why: str
-    """One sentence with figures: why it loses."""
+    """The reason why it loses, one sentence with figures."""
 
 
 class SpacePoint(NamedTuple):
     """One layout on the map of the space."""
 
     family: str
-    """The axes it uses, such as "FSDP" or "tensor + pipeline"."""
+    """The axes that it uses, such as "FSDP" or "tensor + pipeline"."""
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     peak: float
     """Bytes on the fullest device."""
     fits: bool
@@ -67,22 +67,22 @@ class SpacePoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer of a search."""
+    """The result of a search."""
 
     request: StepSpec
-    """Model, cluster, batch and program that were asked about; its layout says nothing."""
+    """The model, cluster, batch and framework of the request; its layout has no meaning."""
     best: tuple[Candidate, ...]
-    """The fastest first, ties to the simpler. Empty where nothing fits."""
+    """The best layouts, fastest first, ties to the simpler one; empty if nothing fits."""
     nearest: Candidate | None
-    """Where nothing fits: the layout that needs the least memory."""
+    """If nothing fits, the layout that needs the least memory."""
     alternatives: tuple[Alternative, ...]
     points: tuple[SpacePoint, ...]
-    """A sample of the space, some that fit and some that do not."""
+    """A sample of the space, some layouts that fit and some that do not."""
     rejected: dict[str, int]
-    """Number of layouts by the reason that they were left out."""
+    """Numbers of rejected layouts by reason."""
     searched: int
-    """Layouts that were looked at."""
+    """Number of layouts in the search space."""
     seconds: float
-    """That the search took."""
+    """Seconds of the search."""
     notes: tuple[str, ...]
-    """Why this choice: sentences."""
+    """The reasons for the choice, as sentences."""

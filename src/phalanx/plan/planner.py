@@ -1,5 +1,5 @@
-"""The fastest layout that fits: exhaustive over the legal space, by branch and bound (branch.py), with what was weighed
-against it, and why it won."""
+"""The fastest layout that fits: exhaustive over the legal space, by branch and bound (branch.py), with its alternatives
+and the reasons."""
 
 from __future__ import annotations
 
@@ -14,37 +14,35 @@ from phalanx.errors import JobError
 from phalanx.gc import gc_paused
 from phalanx.plan.plan import Alternative, Candidate, Plan
 from phalanx.plan.report.alternatives import alternatives
-from phalanx.plan.report.devices import enough
+from phalanx.plan.report.devices import enough_devices
 from phalanx.plan.report.notes import notes
 from phalanx.plan.report.points import points
 from phalanx.plan.search.branch import Found, Progress, Search, complexity, degrees, ranked, simulated
 from phalanx.plan.search.refine import refinements
 from phalanx.plan.search.request import PlanRequest
 
-SHOWN = 10
-"""Layouts that are told."""
+LISTED = 10
+"""Most layouts that a plan lists."""
 
 
 @gc_paused()
 def search(request: PlanRequest, progress: Progress | None = None, sample: int = 0) -> Plan:
-    """The best layouts, what was weighed against them, and why they won; `sample` is how many layouts of the space are
-    predicted for a picture of it.
-
-    Raises JobError where no layout is legal, and where something about the devices is not known."""
+    """Returns the best layouts, the alternatives and the reasons; `sample` is the number of layouts that are predicted
+    for a picture of the space. Raises JobError if no layout is legal, or if a fact about the devices is unknown."""
     began = time.perf_counter()
-    searches, told = list[Search](), list[str]()
-    for one in request.each():
+    searches, problems = list[Search](), list[str]()
+    for part in request.each():
         try:
-            searches.append(Search(one, progress))
+            searches.append(Search(part, progress))
         except JobError as error:
-            told += error.problems
+            problems += error.problems
     if not searches:
-        raise JobError(told)
-    found = [(one, one.best()) for one in searches]
-    candidates = ranked(candidate for one, what in found for candidate in _best(one, what))
+        raise JobError(problems)
+    found = [(each, each.best()) for each in searches]
+    candidates = ranked(candidate for each, results in found for candidate in _best(each, results))
     best = distinct(candidates)
-    weighed = alternatives(*_of(found, best), best[0] if best else None)
-    rejected = sum((what.rejected for _, what in found), Counter[str]())
+    weighed = alternatives(*_search_of(found, best), best[0] if best else None)
+    rejected = sum((results.rejected for _, results in found), Counter[str]())
     asked = replace(searches[0].request, fixed=request.fixed)
     return Plan(
         request=asked.spec(searches[0].space.layout(searches[0].space.rows(np.array([0])), 0)),
@@ -53,33 +51,35 @@ def search(request: PlanRequest, progress: Progress | None = None, sample: int =
         alternatives=weighed,
         points=points(found, sample) if sample else (),
         rejected={reason: number for reason, number in rejected.most_common() if number},
-        searched=sum(one.space.size for one in searches),
+        searched=sum(each.space.size for each in searches),
         seconds=time.perf_counter() - began,
-        notes=notes(best, weighed) if best else enough(searches[-1].request),
+        notes=notes(best, weighed) if best else enough_devices(searches[-1].request),
     )
 
 
-def _best(one: Search, found: Found) -> list[Candidate]:
-    """The best of a space, and what comes of them with stages and layers that differ."""
+def _best(space: Search, found: Found) -> list[Candidate]:
+    """Returns the best layouts of a space, and their refinements with uneven stages and layers."""
     uniform = simulated(found)
-    begun = uniform or ([one.leanest] if one.leanest else [])
-    return [*refinements(one, found, begun), *uniform]
+    seeds = uniform or ([space.leanest] if space.leanest else [])
+    return [*refinements(space, found, seeds), *uniform]
 
 
-def _of(found: Sequence[tuple[Search, Found]], best: Sequence[Candidate]) -> tuple[Search, Found]:
-    """The search among layouts of as many devices as the best has, or of the most, and what it saw."""
-    return next((one for one in found if best and best[0].layout.world in one[0].request.devices), found[-1])
+def _search_of(found: Sequence[tuple[Search, Found]], best: Sequence[Candidate]) -> tuple[Search, Found]:
+    """Returns the search, with its results, over as many devices as the best layout has, or over the most."""
+    return next((each for each in found if best and best[0].layout.world in each[0].request.devices), found[-1])
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The best of each mesh, the first few."""
-    shown: dict[tuple[int, ...], Candidate] = {}
-    for one in candidates:
-        shown.setdefault(degrees(one.layout), one)
-    return list(shown.values())[:SHOWN]
+    """Returns the best layout of each mesh, at most `LISTED`."""
+    by_mesh: dict[tuple[int, ...], Candidate] = {}
+    for candidate in candidates:
+        by_mesh.setdefault(degrees(candidate.layout), candidate)
+    return list(by_mesh.values())[:LISTED]
 
 
 def nearest(searches: Iterable[Search], weighed: Iterable[Alternative]) -> Candidate:
-    """Where nothing fits: the layout that needs the least memory."""
-    found = [one for one in (*(one.leanest for one in searches), *(each.candidate for each in weighed)) if one]
-    return min(found, key=lambda one: (one.prediction.fullest.needed, complexity(one.layout)))
+    """Returns, if nothing fits, the layout that needs the least memory."""
+    found = [*(each.leanest for each in searches), *(each.candidate for each in weighed)]
+    return min(
+        filter(None, found), key=lambda candidate: (candidate.prediction.fullest.needed, complexity(candidate.layout))
+    )

@@ -1,2 +1,1 @@
-"""Pipeline schedules as data: the order of actions on each rank; generated, validated, timed and drawn without
-torch."""
+"""Pipeline schedules as data, each rank's order of actions: generated, validated, timed and drawn without torch."""

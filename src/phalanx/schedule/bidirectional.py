@@ -8,7 +8,7 @@ from phalanx.schedule.order import Pass, times
 
 
 def passes(rank: int, ranks: int, micro_batches: int) -> Iterator[Pass]:
-    """Returns the passes of one of `ranks` ranks that lead to a fold and back: lane 0 has micro-batches on their way to
+    """Yields the passes of one of `ranks` ranks that lead to a fold and back: lane 0 has micro-batches on their way to
     the fold at the last rank, lane 1 on their way back. Each lane has at least `micro_batches` passes. Backward passes
     are split where the ranks wait for them (at the start) or where their W can fill a bubble (at the end); in between
     they stay whole, each next to a forward pass of the other lane."""

@@ -22,7 +22,7 @@ def blocked(schedule: Schedule) -> list[str]:
 
 
 def _stuck(schedule: Schedule) -> dict[int, tuple[int, str]]:
-    """Of each rank that stands still in the end: the rank for which it waits, and what it cannot do."""
+    """Returns, for each rank that is blocked at the end, the rank that it waits for and what it cannot do."""
     at = [0] * schedule.ranks
     """By rank, its action."""
     source, awaited = [-1] * schedule.ranks, [Action("F", -1, -1)] * schedule.ranks
@@ -32,7 +32,7 @@ def _stuck(schedule: Schedule) -> dict[int, tuple[int, str]]:
     sent: set[Action] = set()
 
     def post(rank: int) -> None:
-        """The receive of the input of a rank's action."""
+        """Posts the receive of the input of a rank's action."""
         program = schedule.programs[rank]
         if at[rank] < len(program):
             other, message = _message(schedule, program[at[rank]], rank, incoming=True)
@@ -46,7 +46,7 @@ def _stuck(schedule: Schedule) -> dict[int, tuple[int, str]]:
         rank = ready.pop()
         while True:
             if (other := target[rank]) >= 0:
-                # A receive of this rank's messages that is posted and open is of this one or of a later one.
+                # A posted receive of this rank's messages is for this message or a later one.
                 if source[other] != rank:
                     break
                 target[rank] = -1
@@ -62,11 +62,11 @@ def _stuck(schedule: Schedule) -> dict[int, tuple[int, str]]:
             if source[rank] >= 0:
                 ready.append(source[rank])
             target[rank], result[rank] = _message(schedule, action, rank, incoming=False)
-    return _standing(schedule, at, source, target)
+    return _blocked_ranks(schedule, at, source, target)
 
 
 def _message(schedule: Schedule, action: Action, rank: int, *, incoming: bool) -> tuple[int, Action]:
-    """The other rank and the result that passes between them before an action, or after it; rank -1: none does."""
+    """Returns the other rank of an action's incoming or outgoing message (-1 if none), and the result in it."""
     ahead = 1 if action.kind == "F" else -1
     other = action.stage + (-ahead if incoming else ahead)
     message = action._replace(kind="F" if action.kind == "F" else "B", stage=other if incoming else action.stage)
@@ -76,7 +76,9 @@ def _message(schedule: Schedule, action: Action, rank: int, *, incoming: bool) -
     return (-1 if at == rank else at), message
 
 
-def _standing(schedule: Schedule, at: list[int], source: list[int], target: list[int]) -> dict[int, tuple[int, str]]:
+def _blocked_ranks(
+    schedule: Schedule, at: list[int], source: list[int], target: list[int]
+) -> dict[int, tuple[int, str]]:
     stuck = {}
     for rank, program in enumerate(schedule.programs):
         if (other := target[rank]) >= 0:

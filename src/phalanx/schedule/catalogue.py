@@ -1,4 +1,4 @@
-"""Every pipeline schedule by name with its facts, and what is wrong with numbers that it does not take."""
+"""The catalogue of pipeline schedules: their facts by name, and the checks of the numbers that they are given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
 from phalanx.schedule.dualpipe import dualpipe
-from phalanx.schedule.entry import MANY, ScheduleEntry
+from phalanx.schedule.entry import UNBOUNDED_CHUNKS, ScheduleEntry
 from phalanx.schedule.interleaved import interleaved_1f1b, looped_bfs
 from phalanx.schedule.pipedream import pipedream
 from phalanx.schedule.schedule import Schedule
@@ -20,26 +20,26 @@ from phalanx.schedule.vshape import dualpipe_v, v_half, zb_v
 from phalanx.schedule.zero_bubble import zb_h1, zb_h2
 
 
-def _until_back(p: int, m: int, v: int, r: int) -> int:
-    """Activations of one stage per rank, whose first micro-batch is back after P - r forward passes."""
+def _until_first_gradient(p: int, m: int, v: int, r: int) -> int:
+    """Returns the live activations of a rank with one stage; its first gradient arrives after P - r forward passes."""
     return min(m, p - r)
 
 
-def _all(p: int, m: int, v: int, r: int) -> int:
+def _all_micro_batches(p: int, m: int, v: int, r: int) -> int:
     return m * v
 
 
-def _one(p: int, m: int, v: int, r: int) -> int:
+def _one_activation(p: int, m: int, v: int, r: int) -> int:
     return 1
 
 
-def _ramps(p: int, m: Any, v: int, forward: Any) -> float:
-    """Filling and draining take P - 1 passes of a stage, forward and backward."""
+def _warm_up_and_drain(p: int, m: Any, v: int, forward: Any) -> float:
+    """Returns the idle time of warm-up and drain: P - 1 passes of a stage, forward and backward."""
     return (p - 1) / v
 
 
-def _way_in(p: int, m: Any, v: int, forward: Any) -> Any:
-    """The last rank waits until the first micro-batch has come through a stage of each rank before it."""
+def _warm_up(p: int, m: Any, v: int, forward: Any) -> Any:
+    """Returns the warm-up of the last rank, until the first micro-batch has passed a stage of each rank before it."""
     return (p - 1) * forward / v
 
 
@@ -47,7 +47,7 @@ def _no_idle_time(p: int, m: Any, v: int, forward: Any) -> float:
     return 0.0
 
 
-def _always(p: int, m: Any) -> bool:
+def _exact(p: int, m: Any) -> bool:
     return True
 
 
@@ -56,19 +56,19 @@ SCHEDULES = {
         naive,
         "one micro-batch at a time, all the way there and back",
         "Huang et al. 2019, figure 2b",
-        in_flight=_one,
+        in_flight=_one_activation,
         idle=lambda p, m, v, forward: (p - 1) * m,
-        idle_is_exact=_always,
+        idle_is_exact=_exact,
         searched=False,
     ),
     "gpipe": ScheduleEntry(
         gpipe,
         "all forward passes, then all backward passes",
         "Huang et al. 2019, section 2.2",
-        in_flight=_all,
+        in_flight=_all_micro_batches,
         all_in_flight=True,
-        idle=_ramps,
-        idle_is_exact=_always,
+        idle=_warm_up_and_drain,
+        idle_is_exact=_exact,
         searched=False,
         also_called=("afab", "fthenb"),
     ),
@@ -76,9 +76,9 @@ SCHEDULES = {
         one_f_one_b,
         "forward and backward passes in turn: fewer activations",
         "Narayanan et al. 2021, section 2.2",
-        in_flight=_until_back,
-        idle=_ramps,
-        idle_is_exact=_always,
+        in_flight=_until_first_gradient,
+        idle=_warm_up_and_drain,
+        idle_is_exact=_exact,
         searched=True,
         seeds=True,
         usual=True,
@@ -88,10 +88,10 @@ SCHEDULES = {
         interleaved_1f1b,
         "1f1b with several stages per rank: less bubble",
         "Narayanan et al. 2021, section 2.2",
-        chunks=(2, MANY),
+        chunks=(2, UNBOUNDED_CHUNKS),
         interleaves="1f1b",
         in_flight=lambda p, m, v, r: (v - 1) * min(m, p) + min(m, 2 * (p - 1 - r) + 1),
-        idle=_ramps,
+        idle=_warm_up_and_drain,
         idle_is_exact=lambda p, m: m % p == 0,
         searched=True,
         usual=True,
@@ -101,11 +101,11 @@ SCHEDULES = {
         looped_bfs,
         "several stages per rank, all micro-batches through each",
         "Lamy-Poirier 2022, section 4",
-        chunks=(2, MANY),
+        chunks=(2, UNBOUNDED_CHUNKS),
         interleaves="gpipe",
-        in_flight=_all,
+        in_flight=_all_micro_batches,
         all_in_flight=True,
-        idle=_ramps,
+        idle=_warm_up_and_drain,
         idle_is_exact=lambda p, m: m >= p,
         searched=False,
         also_called=("breadthfirst",),
@@ -115,8 +115,8 @@ SCHEDULES = {
         "1f1b with split backward passes: a third of its bubble",
         "Qi et al. 2023, section 2.1",
         splits=True,
-        in_flight=_until_back,
-        idle=_way_in,
+        in_flight=_until_first_gradient,
+        idle=_warm_up,
         searched=True,
         also_called=("zerobubble", "interleavedzerobubble", "zb1p"),
     ),
@@ -126,7 +126,7 @@ SCHEDULES = {
         "Qi et al. 2023, section 2.2",
         splits=True,
         in_flight=lambda p, m, v, r: min(m, 2 * (p - r) - 1),
-        idle=_way_in,
+        idle=_warm_up,
         searched=True,
         also_called=("zb2p",),
     ),
@@ -138,7 +138,7 @@ SCHEDULES = {
         placement="V",
         splits=True,
         in_flight=lambda p, m, v, r: min(m + 1, 2 * p),
-        idle=_way_in,
+        idle=_warm_up,
         searched=True,
         seeds=True,
         also_called=("zbvzerobubble",),
@@ -151,7 +151,7 @@ SCHEDULES = {
         placement="V",
         splits=True,
         in_flight=lambda p, m, v, r: min(m + 1, 2 * (p // 2 + 1)),
-        idle=_way_in,
+        idle=_warm_up,
         searched=True,
         seeds=True,
     ),
@@ -163,7 +163,7 @@ SCHEDULES = {
         placement="V",
         splits=True,
         in_flight=lambda p, m, v, r: min(m + 1, 2 * p + 1),
-        idle=_way_in,
+        idle=_warm_up,
         searched=True,
     ),
     "dualpipe": ScheduleEntry(
@@ -182,7 +182,7 @@ SCHEDULES = {
         "1f1b over slices of the sequences",
         "Li et al. 2021, section 3.2",
         slices=4,
-        in_flight=_one,
+        in_flight=_one_activation,
         idle=_no_idle_time,
         searched=False,
     ),
@@ -191,21 +191,21 @@ SCHEDULES = {
         "1f1b without a flush, weights one step old (2BW)",
         "Narayanan et al. 2020, section 3.1",
         steps=2,
-        in_flight=_until_back,
+        in_flight=_until_first_gradient,
         idle=_no_idle_time,
         searched=False,
         also_called=("2bw", "pipedream2bw"),
     ),
 }
-"""By name. The planner does not search those with the bubble of another and more activations (naive, gpipe,
-looped_bfs), those that train something else (pipedream), and those that need slices (terapipe)."""
+"""All schedules by name. The planner does not search those with the bubble of another one and more activations (naive,
+gpipe, looped_bfs), one that trains with older weights (pipedream), and one that needs slices (terapipe)."""
 
 
 def problems(
     name: str, ranks: int, micro_batches: int, chunks: int = 0, slices: int = 0, steps: int = 0, *, sized: bool = True
 ) -> list[str]:
-    """All that is wrong with a choice of schedule, in plain words, known before anything is built. 0 chunks, slices or
-    steps: the schedule's own. Not `sized`: whether it is too large is not asked."""
+    """Returns every problem of a choice of schedule, without building it. For chunks, slices or steps 0 stands for the
+    schedule's default. The number of actions is checked only if `sized`."""
     try:
         entry = entry_of(name)
     except JobError as unknown:
@@ -218,7 +218,7 @@ def problems(
 
 
 def entry_of(name: str) -> ScheduleEntry:
-    """The facts of the schedule `name`. Raises JobError with the likely name where there is none."""
+    """Returns the entry of a schedule. Raises JobError with the most similar name if it is unknown."""
     if name not in SCHEDULES:
         meant = likely(name)
         hint = f"; did you mean {meant}?" if meant else ""
@@ -227,7 +227,7 @@ def entry_of(name: str) -> ScheduleEntry:
 
 
 def likely(name: str) -> str | None:
-    """The schedule that a name means that is none: mistyped, or as others call it (`Interleaved1F1B`)."""
+    """Returns the schedule that an unknown name means: mistyped, or from another framework (`Interleaved1F1B`)."""
     plain = {_plain(known): known for known in SCHEDULES}
     plain |= {other: known for known, entry in SCHEDULES.items() for other in entry.also_called}
     close = nearest(_plain(name), plain)
@@ -235,21 +235,20 @@ def likely(name: str) -> str | None:
 
 
 def chunks_of(name: str, chunks: int = 0) -> int:
-    """Returns the stages per rank: `chunks`, or where it is 0 the schedule's own number, 1 for one in a file."""
+    """Returns the stages per rank: `chunks`, or if it is 0 the schedule's default, which is 1 for one in a file."""
     return chunks or (SCHEDULES[name].chunks[0] if name in SCHEDULES else 1)
 
 
 def stages(name: str, ranks: int, chunks: int = 0) -> int:
-    """How many stages the model is cut into."""
+    """Returns the number of stages of the pipeline."""
     return ranks * chunks_of(name, chunks) // SCHEDULES[name].directions
 
 
 @lru_cache(8)
 def build(name: str, ranks: int, micro_batches: int, chunks: int = 0, slices: int = 0, steps: int = 0) -> Schedule:
-    """The schedule `name` for `micro_batches` micro-batches a step. 0 chunks, slices or steps: the schedule's own.
-    The last ones are kept: one schedule is asked for again and again, and some take as long to build as to run.
-
-    Raises JobError with all that is wrong with the choice."""
+    """Builds a schedule for `micro_batches` micro-batches per step. For chunks, slices or steps 0 stands for the
+    schedule's default. The latest eight are cached, because planner and simulator ask for the same ones repeatedly.
+    Raises JobError with every problem of the choice."""
     if wrong := problems(name, ranks, micro_batches, chunks, slices, steps):
         raise JobError(wrong)
     entry = SCHEDULES[name]
@@ -271,12 +270,12 @@ def _problems(name: str, ranks: int, micro_batches: int, chunks: int, slices: in
         yield f"{name}: {micro_batches} micro-batches; nearest legal: 1"
     if ranks > 1 and 1 <= micro_batches < entry.directions:
         yield (
-            f"{name}: {micro_batches} micro-batches do not go {entry.directions} ways, and the copies of the stages on "
-            f"one would have no gradients; nearest legal: {entry.directions} micro-batches, or schedule 1f1b"
+            f"{name}: {micro_batches} micro-batches cannot be split over {entry.directions} directions: the stages of "
+            f"one direction would get no gradients; nearest legal: {entry.directions} micro-batches, or schedule 1f1b"
         )
     least, most = entry.chunks
     if not least <= chunks_of(name, chunks) <= most:
-        takes = f"{least} or more" if most == MANY else str(least)
+        takes = f"{least} or more" if most == UNBOUNDED_CHUNKS else str(least)
         yield f"{name}: chunks {chunks}, it has {takes} stages per rank; nearest legal: {least}"
     if slices < 0:
         yield f"{name}: slices {slices}; nearest legal: 1"
@@ -291,10 +290,10 @@ def _problems(name: str, ranks: int, micro_batches: int, chunks: int, slices: in
     if entry.steps > 1 and 1 <= micro_batches < ranks:
         yield (
             f"{name}: {micro_batches} micro-batches < {ranks} ranks, and two versions of the weights would not "
-            f"do; nearest legal: {ranks} micro-batches, or {micro_batches} ranks"
+            f"suffice; nearest legal: {ranks} micro-batches, or {micro_batches} ranks"
         )
 
 
 def _plain(name: str) -> str:
-    """Small letters and digits alone."""
+    """Returns the lower-case letters and digits of a name."""
     return "".join(letter for letter in name.lower() if letter.isalnum())

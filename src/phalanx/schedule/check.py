@@ -13,9 +13,9 @@ from phalanx.nearest import nearest_divisors
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.timing import time, waits_for
 
-_MOST = 40  # problems that an error lists
+_MOST_PROBLEMS = 40  # problems that an error lists
 
-# What has been done of a stage for a micro-batch, as bits; before each kind there must be exactly what stands here.
+# Completed passes of a stage for a micro-batch as bits, and those that must precede each kind, exactly.
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
 _BEFORE = {"F": 0, "B": 1, "I": 1, "W": 1 | 4}
 _WHOLE, _HALVES = 1 | 2, 1 | 4 | 8
@@ -29,20 +29,20 @@ def check(schedule: Schedule) -> None:
 
 def refusal(found: list[str]) -> JobError:
     """Returns the error that lists the problems, or the first of very many."""
-    rest = len(found) - _MOST
-    return JobError([*found[:_MOST], f"and {rest} problems more"] if rest > 0 else found)
+    rest = len(found) - _MOST_PROBLEMS
+    return JobError([*found[:_MOST_PROBLEMS], f"and {rest} more problems"] if rest > 0 else found)
 
 
 def problems(schedule: Schedule) -> list[str]:
     """Returns every problem of a schedule, with the rank, the action and the reason. Deadlocks are searched only if
     every action is present once and on its rank, because a missing action would always be waited for."""
-    return _outline(schedule) or list(_actions(schedule)) or _waits(schedule)
+    return _number_problems(schedule) or list(_action_problems(schedule)) or _deadlock_problems(schedule)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Returns the peak live activations of each rank. An activation is that of one stage for one micro-batch (one slice
     of it, if sequences are sliced), saved from its F to the end of its B, or of its W."""
-    return tuple(int(schedule.peak(rank)) for rank in range(schedule.ranks))
+    return tuple(int(schedule.peak_live_activations(rank)) for rank in range(schedule.ranks))
 
 
 def homes_of(schedule: Schedule) -> list[int]:
@@ -57,18 +57,18 @@ def deadlock(stuck: Mapping[int, tuple[int, str]]) -> list[str]:
     path = [min(stuck)]
     while (other := stuck[path[-1]][0]) not in path:
         path.append(other)
-    circle = " -> ".join(f"rank {rank}" for rank in [*path[path.index(other) :], other])
+    cycle = " -> ".join(f"rank {rank}" for rank in [*path[path.index(other) :], other])
     return [
         *(f"deadlock: rank {rank} {words}" for rank, (_, words) in sorted(stuck.items())),
-        f"deadlock: the ranks wait in a circle, {circle}",
+        f"deadlock: the ranks wait in a cycle, {cycle}",
     ]
 
 
-def _outline(schedule: Schedule) -> list[str]:
-    """What is wrong with the numbers and the placement."""
+def _number_problems(schedule: Schedule) -> list[str]:
+    """Returns the problems of the numbers and the placements."""
     found = [
-        f"{what} must be at least 1, is {number}"
-        for what, number in (
+        f"{name} must be at least 1, is {number}"
+        for name, number in (
             ("micro_batches", schedule.micro_batches),
             ("slices", schedule.slices),
             ("steps", schedule.steps),
@@ -97,8 +97,8 @@ def _outline(schedule: Schedule) -> list[str]:
     return found
 
 
-def _actions(schedule: Schedule) -> Iterator[str]:
-    """What is there that should not be, in the wrong place, or not there."""
+def _action_problems(schedule: Schedule) -> Iterator[str]:
+    """Yields actions that do not exist, are on the wrong rank, out of order, repeated or missing."""
     micros, slices, stages = schedule.micro_batches, schedule.slices, schedule.stages
     homes = homes_of(schedule)
     done = bytearray(len(homes) * slices)
@@ -117,7 +117,7 @@ def _actions(schedule: Schedule) -> Iterator[str]:
             if before != _BEFORE[kind]:
                 action = Action(kind, stage, micro, part)
                 if before & _BIT[kind]:
-                    yield f"rank {rank}: {action} is there more than once"
+                    yield f"rank {rank}: {action} appears more than once"
                 elif _BEFORE[kind] & ~before:
                     early.append((rank, action))
     for rank, action in early:
@@ -132,8 +132,8 @@ def _actions(schedule: Schedule) -> Iterator[str]:
 
 
 def _needed_but_later(program: tuple[Action, ...], action: Action) -> Iterator[Action]:
-    """The passes of the same stage and micro-batch that an action needs and that come after it. (Of those that do not
-    come at all, it is said that they are missing.)"""
+    """Yields the passes of the same stage and micro-batch that an action needs but that come after it. Absent ones are
+    reported as missing instead."""
     rest = program[program.index(action) :]
     for kind in ("F", "I"):
         if _BEFORE[action.kind] & _BIT[kind] and (other := action._replace(kind=kind)) in rest:
@@ -155,14 +155,14 @@ def _home(schedule: Schedule, row: int) -> str:
 
 
 def _unfinished(forward: Action, bits: int) -> Iterator[str]:
-    """What is wrong with the passes that are there of one stage for one micro-batch."""
+    """Yields what is missing or contradictory in the passes of a stage for a micro-batch."""
     whole, inputs, weights = (forward._replace(kind=kind) for kind in ("B", "I", "W"))
     if not bits & _BIT["F"]:
         yield f"{forward} is missing"
     if bits & _BIT["B"]:
         halves = [str(half) for half in (inputs, weights) if bits & _BIT[half.kind]]
         if halves:
-            yield f"{whole} is there and {' and '.join(halves)} too: a backward pass is B, or its halves I and W"
+            yield f"{whole} appears together with {' and '.join(halves)}: a backward pass is B, or its halves I and W"
     elif not bits & (_BIT["I"] | _BIT["W"]):
         yield f"{whole} is missing (or its halves, {inputs} and {weights})"
     else:
@@ -171,8 +171,8 @@ def _unfinished(forward: Action, bits: int) -> Iterator[str]:
                 yield f"{half} is missing, the other half of {other}"
 
 
-def _waits(schedule: Schedule) -> list[str]:
-    """Who waits for ever, and for what: nothing, where every rank comes to its end."""
+def _deadlock_problems(schedule: Schedule) -> list[str]:
+    """Returns the lines that describe a deadlock; empty if every rank completes its program."""
     timing = time(schedule)
     if timing.complete:
         return []

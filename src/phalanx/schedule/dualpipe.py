@@ -26,7 +26,7 @@ def dualpipe(ranks: int, micro_batches: int) -> Schedule:
     for rank in range(ranks):
         mirror = ranks - 1 - rank
         lanes = Lane(rank, ways[0]), Lane(mirror, ways[1])
-        # Each half of the ranks is a V of its own, folded where it meets the other half.
+        # Each half of the ranks is a V, folded where it meets the other half.
         near = min(rank, mirror)
         programs.append(program(passes(near, half, share), lanes if near == rank else lanes[::-1]))
     line = round_robin(ranks)

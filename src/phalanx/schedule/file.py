@@ -22,7 +22,7 @@ from phalanx.units import gib
 MOST_BYTES = 64 * 2**20
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})(?:\.(\d{1,9}))?")
 _COMMENT = re.compile(r"#\s*(name|steps)\s*:\s*(.*)")
-_OF_TORCH = re.compile(r"UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|OVERLAP_F_B|FULL_BACKWARD")
+_TORCH_ACTIONS = re.compile(r"UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|OVERLAP_F_B|FULL_BACKWARD")
 
 
 def read(path: Path | str) -> Schedule:
@@ -98,8 +98,8 @@ def _row(line: str, where: str, problems: list[str]) -> Iterable[Action]:
 
 
 def _misread(word: str) -> str:
-    if found := _OF_TORCH.search(word):
-        return f"{word!r}: {found.group()} is not read, only F, B, I and W: write torch's file without communication"
+    if found := _TORCH_ACTIONS.search(word):
+        return f"{word!r}: {found.group()} is not supported, only F, B, I and W: use torch's file without communication"
     shown = word if len(word) <= 20 else word[:20] + "..."
     if _CELL.fullmatch(word.upper()):
         return f"{shown!r} is not an action: did you mean {word.upper()}?"
@@ -107,7 +107,7 @@ def _misread(word: str) -> str:
 
 
 def _inferred(name: str, programs: tuple[tuple[Action, ...], ...], steps: int) -> Schedule:
-    """The schedule around the programs: the largest numbers say how many there are, forward passes where stages lie."""
+    """Returns the schedule of the programs: the largest numbers give the counts, forward passes give the placement."""
     actions = [action for program in programs for action in program]
     stages = 1 + max(action.stage for action in actions)
     micros = 1 + max(action.micro for action in actions)
@@ -128,30 +128,30 @@ def _inferred(name: str, programs: tuple[tuple[Action, ...], ...], steps: int) -
         raise JobError(unknown)
     ways = 1 if all(len(ranks) == 1 for ranks in ranks_of) else 2
     placements = [[_only_rank(ranks, way, ways, micros) for ranks in ranks_of] for way in range(ways)]
-    torn = [stage for stage in range(stages) if any(placement[stage] < 0 for placement in placements)]
-    if torn:
-        raise JobError([_torn(stage, ranks_of[stage], micros) for stage in torn])
+    ambiguous = [stage for stage in range(stages) if any(placement[stage] < 0 for placement in placements)]
+    if ambiguous:
+        raise JobError([_ambiguous_rank(stage, ranks_of[stage], micros) for stage in ambiguous])
     return Schedule(name, tuple(map(tuple, placements)), micros, programs, slices, steps)
 
 
 def _only_rank(ranks: dict[int, list[int]], way: int, ways: int, micros: int) -> int:
-    """The rank that a stage has in a direction, or -1 where it has none or several (Schedule.direction says which
-    micro-batches go that way)."""
+    """Returns the rank that has a stage in a direction, or -1 if none or several have it. `Schedule.direction` assigns
+    micro-batches to directions."""
     found = [rank for rank, own in ranks.items() if any(micro * ways // micros == way for micro in own)]
     return found[0] if len(found) == 1 else -1
 
 
-def _torn(stage: int, ranks: dict[int, list[int]], micros: int) -> str:
+def _ambiguous_rank(stage: int, ranks: dict[int, list[int]], micros: int) -> str:
     places = " and ".join(f"rank {rank} (micro-batches {_spans(own)})" for rank, own in sorted(ranks.items()))
     half = (micros + 1) // 2
     return (
-        f"stage {stage} is on {places}; a stage is on one rank, or, where half of the micro-batches go the other way "
-        f"round, on one for {_spans(range(half))} and one for {_spans(range(half, micros))}"
+        f"stage {stage} is on {places}; a stage is on one rank, or, if half of the micro-batches run in reverse, on "
+        f"one for {_spans(range(half))} and one for {_spans(range(half, micros))}"
     )
 
 
 def _spans(numbers: Iterable[int]) -> str:
-    """Numbers in few words: "0 to 3, 5"."""
+    """Formats numbers as ranges: "0 to 3, 5"."""
     spans: list[list[int]] = []
     for number in sorted(set(numbers)):
         if spans and spans[-1][1] == number - 1:

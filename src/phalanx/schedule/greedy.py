@@ -17,18 +17,18 @@ def with_weight_passes(orders: Sequence[Sequence[Action]], stages: int, most: in
     programs = [list[Action]() for _ in orders]
     ahead = [deque(order) for order in orders]
     late = [deque[Action]() for _ in orders]
-    held = [0] * len(orders)
+    live = [0] * len(orders)
     done = {kind: [0] * stages for kind in ("F", "I")}
     while any(ahead) or any(late):
         now = list[Action]()
         for rank, program in enumerate(programs):
-            if ahead[rank] and held[rank] + _HOLDS[ahead[rank][0].kind] <= most and _can(ahead[rank][0], done):
+            if ahead[rank] and live[rank] + _HOLDS[ahead[rank][0].kind] <= most and _input_ready(ahead[rank][0], done):
                 action = ahead[rank].popleft()
             elif late[rank]:
                 action = late[rank].popleft()
             else:
                 continue
-            held[rank] += _HOLDS[action.kind]
+            live[rank] += _HOLDS[action.kind]
             if action.kind == "I":
                 late[rank].append(Action("W", action.stage, action.micro))
             program.append(action)
@@ -40,9 +40,8 @@ def with_weight_passes(orders: Sequence[Sequence[Action]], stages: int, most: in
     return tuple(map(tuple, programs))
 
 
-def _can(action: Action, done: Mapping[str, Sequence[int]]) -> bool:
-    """Whether what an F or I pass needs from the stage before or after is there: `done` are the micro-batches through
-    each stage."""
+def _input_ready(action: Action, done: Mapping[str, Sequence[int]]) -> bool:
+    """Returns whether the neighbouring stage's input of an F or I pass exists; `done` counts micro-batches by stage."""
     kind, stage, micro, _ = action
     other, through = (stage - 1 if kind == "F" else stage + 1), done[kind]
     return not 0 <= other < len(through) or micro < through[other]

@@ -1,4 +1,4 @@
-"""Schedules with several stages per rank, dealt round the ranks: a smaller bubble for more messages."""
+"""Schedules with several stages per rank, placed round-robin: a smaller bubble for more messages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from phalanx.schedule.simple import take_turns
 
 
 def interleaved_1f1b(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """1F1B over V = `chunks` stages per rank: groups of P micro-batches pass through a rank's first stage, then through
-    its second, and so on; the last group may be smaller.
+    """Runs 1F1B over V = `chunks` stages per rank: groups of P micro-batches pass through a rank's first stage, then
+    through its second, and so on; the last group may be smaller.
 
     Bubble (P - 1) / (V M) if P divides M, otherwise more. Peak on rank 0: min(M V, P V + P - 1) stage activations.
     Source: Narayanan et al. 2021, section 2.2.
@@ -19,9 +19,9 @@ def interleaved_1f1b(ranks: int, micro_batches: int, chunks: int = 2) -> Schedul
 
 
 def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Breadth first: all micro-batches pass through a rank's first stage, then through its second, and so on; backward
-    passes process the stages in reverse. Each stage's parameters are needed in one stretch per direction, which suits
-    sharded parameters.
+    """Runs breadth first: all micro-batches pass through a rank's first stage, then through its second, and so on;
+    backward passes process the stages in reverse. Each stage's parameters are needed in one stretch per direction,
+    which suits sharded parameters.
 
     Bubble (P - 1) / (V M) if M >= P. Peak: M V stage activations. Source: Lamy-Poirier 2022 (Breadth-First Pipeline
     Parallelism), section 4.
@@ -38,8 +38,8 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-    # A last group that is smaller is filled up with micro-batches that are left out in the end: what remains of an
-    # order without deadlock has none.
+    # A smaller last group is filled up with micro-batches that are dropped in the end: a part of an order without
+    # deadlock has none.
     groups = [range(first, first + ranks) for first in range(0, micro_batches, ranks)]
     stages = range(rank, ranks * chunks, ranks)
     forward = [Action("F", stage, micro) for group in groups for stage in stages for micro in group]

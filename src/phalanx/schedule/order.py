@@ -17,7 +17,7 @@ class Lane(NamedTuple):
 
 
 Pass = tuple[Kind, int]
-"""A kind and the number of a lane."""
+"""A kind, and the index of a lane."""
 
 
 def times(number: int, *passes: Pass) -> list[Pass]:

@@ -18,12 +18,12 @@ class Action(NamedTuple):
 
     kind: Kind
     """F: forward pass. B: backward pass. I and W: its halves (Qi et al. 2023, section 2), the gradients of the stage's
-    input, which the stage before waits for, and those of its weights, for which nobody does."""
+    input, which the stage before waits for, and those of its weights, which no other rank needs."""
     stage: int
     micro: int
-    """Number of the micro-batch."""
+    """Index of the micro-batch."""
     slice: int = 0
-    """Number of the part of the sequence; always 0 where sequences are whole."""
+    """Index of the slice of the sequence; 0 if sequences are whole."""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro}" + (f".{self.slice}" if self.slice else "")
@@ -35,16 +35,16 @@ class Schedule:
 
     name: str
     placements: tuple[tuple[int, ...], ...]
-    """For each direction the rank that holds each stage. One direction but for DualPipe, which sends half of the
-    micro-batches through the ranks the other way round, on second copies of the stages."""
+    """For each direction, the rank that holds each stage. Only DualPipe has two directions: half of the micro-batches
+    pass through the ranks in reverse, through second copies of the stages."""
     micro_batches: int
     programs: tuple[tuple[Action, ...], ...]
-    """By rank, its actions in order."""
+    """Actions of each rank, in order."""
     slices: int = 1
-    """Parts into which the sequences are cut (TeraPipe: Li et al. 2021)."""
+    """Slices that each sequence is cut into (TeraPipe: Li et al. 2021)."""
     steps: int = 1
     """Optimizer steps, each over an equal share of the micro-batches, that the program spans without a flush in between
-    (PipeDream). 1: the optimizer works when every micro-batch is back."""
+    (PipeDream). 1: the optimizer runs when every micro-batch has returned."""
 
     @property
     def ranks(self) -> int:
@@ -67,25 +67,25 @@ class Schedule:
         """Returns the rank that computes a stage for a micro-batch."""
         return self.placements[self.direction(micro)][stage]
 
-    def held(self, rank: int) -> list[int]:
+    def stages_on(self, rank: int) -> list[int]:
         """Returns the stages of a rank, in order."""
         return sorted({stage for placement in self.placements for stage, at in enumerate(placement) if at == rank})
 
-    def peak(self, rank: int, weights: Sequence[float] | None = None) -> float:
+    def peak_live_activations(self, rank: int, weights: Sequence[float] | None = None) -> float:
         """Returns the peak live activations of a rank, each activation of stage s weighted by weights[s] (default 1),
         from its F to the end of its B, or of its W if the backward pass is split."""
-        kept = most = 0.0
+        live = peak = 0.0
         for kind, stage, _, _ in self.programs[rank]:
             weight = 1 if weights is None else weights[stage]
             if kind == "F":
-                kept += weight
-                most = max(most, kept)
+                live += weight
+                peak = max(peak, live)
             elif kind != "I":
-                kept -= weight
-        return most
+                live -= weight
+        return peak
 
     def needs(self, action: Action) -> Iterator[tuple[Action, ...]]:
-        """Returns the actions that must precede an action, on any rank: of each group, any one."""
+        """Yields the actions that must precede an action, on any rank: of each group, any one."""
         kind, stage, micro, part = action
         if kind == "F":
             if stage > 0:
@@ -98,6 +98,6 @@ class Schedule:
             yield (Action("F", stage, micro, part),)
             if stage < self.stages - 1:
                 yield Action("B", stage + 1, micro, part), Action("I", stage + 1, micro, part)
-            # A part of a sequence is attended to by those after it: their gradients of its keys come first.
+            # Later slices attend to this one, so their gradients of its keys come first.
             if part < self.slices - 1:
                 yield Action("B", stage, micro, part + 1), Action("I", stage, micro, part + 1)

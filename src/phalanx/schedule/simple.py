@@ -34,8 +34,8 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """Rank r begins with P - 1 - r forward passes; then forward and backward passes alternate, until only backward
-    passes remain.
+    """Runs P - 1 - r forward passes on rank r; then forward and backward passes alternate, until only backward passes
+    remain.
 
     Bubble (P - 1) / M. Peak on rank r: the activations of min(M, P - r) micro-batches. Source: Narayanan et al. 2021,
     section 2.2 (PipeDream-Flush).
@@ -53,8 +53,7 @@ def alternating(stage: int, micro_batches: int, before: int) -> tuple[Action, ..
 
 
 def take_turns(forward: list[Action], backward: list[Action], before: int) -> tuple[Action, ...]:
-    """Returns `before` of the forward passes, then alternating forward and backward passes, then the remaining backward
-    passes."""
+    """Returns `before` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     before = min(before, len(forward))
     turns = [action for pair in zip(forward[before:], backward, strict=False) for action in pair]
     return (*forward[:before], *turns, *backward[len(forward) - before :])

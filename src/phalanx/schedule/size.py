@@ -1,4 +1,4 @@
-"""How large a schedule is, known before it is built, and what is too large."""
+"""The size of a schedule, known before it is built, and its upper bound."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 from phalanx.schedule.entry import ScheduleEntry
 
 MOST_ACTIONS = 10_000_000
-"""Actions of the largest schedule that is built, which takes 20 seconds and 1.2 GiB. The largest layouts of published
+"""Most actions of a schedule that is built; that many take 20 seconds and 1.2 GiB. The largest layouts of published
 models have half as many: 126 stages with 16,384 micro-batches."""
 
 
 class Size(NamedTuple):
-    """What a schedule's number of actions depends on."""
+    """The numbers that determine how many actions a schedule has."""
 
     ranks: int
     micro_batches: int
@@ -25,8 +25,7 @@ class Size(NamedTuple):
         return self.ranks * self.chunks // entry.directions
 
     def slots(self) -> int:
-        """Micro-batches that pass a stage, or in whose time the pipeline fills and drains: generators go through so
-        many for every stage, and leave out those that are too many."""
+        """Returns the micro-batches per stage that generators visit, including those that only fill and drain."""
         return max(self.micro_batches, 2 * self.ranks)
 
     def actions(self, entry: ScheduleEntry) -> int:
@@ -34,7 +33,7 @@ class Size(NamedTuple):
 
 
 def too_large(name: str, entry: ScheduleEntry, size: Size) -> str:
-    """Why a schedule of that size is not built, with the nearest legal choice; empty where it is."""
+    """Returns why a schedule of that size is not built, with the nearest legal choice; empty if it is small enough."""
     actions = size.actions(entry)
     if actions <= MOST_ACTIONS:
         return ""
@@ -46,14 +45,14 @@ def too_large(name: str, entry: ScheduleEntry, size: Size) -> str:
         *(f"{number:,} {what}" for what, number in (("slices", size.slices), ("steps", size.steps)) if number > 1),
     ]
     return (
-        f"{name}: {' × '.join(factors)} = {actions:,} actions, of which there may be {MOST_ACTIONS:,}; nearest legal: "
+        f"{name}: {' × '.join(factors)} = {actions:,} actions, the limit is {MOST_ACTIONS:,}; nearest legal: "
         f"{_legal(entry, size)}"
     )
 
 
 def _legal(entry: ScheduleEntry, size: Size) -> str:
-    """The largest number of each field with which the schedule is small enough, the others as they are; where no field
-    is enough by itself, ranks and micro-batches with the schedule's own number of everything else."""
+    """Returns the largest legal value of each number, the others unchanged; if none suffices alone, ranks and
+    micro-batches with the schedule's defaults."""
     least = Size(entry.directions, entry.directions, entry.chunks[0])
     found = {field: _most(entry, size, field) for field in Size._fields}
     enough = [
@@ -67,6 +66,6 @@ def _legal(entry: ScheduleEntry, size: Size) -> str:
 
 
 def _most(entry: ScheduleEntry, size: Size, field: str) -> int:
-    """The largest number of a field, up to its own, with which the schedule is small enough; 0 if none is."""
+    """Returns the largest legal value of a field up to its own; 0 if there is none."""
     numbers = range(1, min(getattr(size, field), MOST_ACTIONS) + 1)
     return bisect_right(numbers, MOST_ACTIONS, key=lambda number: size._replace(**{field: number}).actions(entry))

@@ -1,5 +1,4 @@
-"""Pipelines of sequence slices: the slices of one micro-batch fill the pipeline, because causal attention looks
-back."""
+"""Pipelines of sequence slices: one micro-batch's slices fill the pipeline, because causal attention looks back."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from phalanx.schedule.simple import take_turns
 
 
 def terapipe(ranks: int, micro_batches: int, slices: int = 4) -> Schedule:
-    """1F1B over slices: the forward passes of a micro-batch's slices in order, the backward passes in reverse, because
-    later slices attend to earlier ones.
+    """Runs 1F1B over slices: the forward passes of a micro-batch's slices in order, the backward passes in reverse,
+    because later slices attend to earlier ones.
 
     Bubble (P - 1) / (K M) with K = `slices` of equal cost. Peak on rank r: the activations of min(K M, K + P - 1 - r)
     slices. Source: Li et al. 2021 (TeraPipe), section 3.2; the paper runs all forward passes first, like GPipe, and so

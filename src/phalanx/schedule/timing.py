@@ -1,7 +1,7 @@
-"""The begin of every action of a schedule, for one duration per kind of action and free messages.
+"""The start of every action of a schedule, for one duration per kind of action and free messages.
 
-The closed forms of the papers hold exactly here (tests/schedule/test_closed_forms.py). `phalanx simulate` has the times
-of real stages on real links.
+The closed forms of the papers are exact here (tests/schedule/test_closed_forms.py). `phalanx simulate` uses the times
+of real stages and links.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from phalanx.schedule.events import run
 from phalanx.schedule.schedule import Action, Schedule
 
 UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""Each matrix product as long as every other: a backward pass has two for one of the forward pass."""
+"""Equal times for all matrix products: a backward pass has two for each one of the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Timing:
     schedule: Schedule
     costs: Mapping[str, float]
     starts: tuple[tuple[float, ...], ...]
-    """By rank, when each action begins: of a rank that waits for ever, only of those before."""
+    """Start times of the actions, by rank; a rank in a deadlock has entries only for the actions before it."""
 
     @property
     def complete(self) -> bool:
@@ -44,25 +44,25 @@ class Timing:
 
     @property
     def bubble_time(self) -> float:
-        """Time in which the busiest rank waits: what the pipeline takes beyond that rank's work."""
+        """Idle time of the busiest rank."""
         return self.duration - max(map(self.work, range(self.schedule.ranks)))
 
     @property
     def bubble_without_flush(self) -> float:
-        """Idle time between a rank's first action and its last over the rank's work, on the rank that has most of it:
-        what is left where the steps before and after fill the rest, because optimizers need not wait for each other
-        (Qi et al. 2023, sections 4 and 5.3). The measure of the zero-bubble papers."""
+        """Largest idle time between a rank's first and last action over the rank's work: the bubble if optimizers need
+        not wait for each other, so that neighbouring steps fill warm-up and drain (Qi et al. 2023, sections 4 and 5.3).
+        The zero-bubble papers report this one."""
         return max(self.idle_inside(rank) / self.work(rank) for rank in range(self.schedule.ranks))
 
     def work(self, rank: int) -> float:
         return sum(self.costs[action.kind] for action in self.schedule.programs[rank])
 
     def idle(self, rank: int) -> float:
-        """Time without work from the first action of any rank to the end of the last."""
+        """Returns the idle time of a rank between the first action of any rank and the end of the last."""
         return self.duration - self.work(rank)
 
     def idle_inside(self, rank: int) -> float:
-        """Time without work between a rank's own first action and its last."""
+        """Returns the idle time of a rank between its own first action and its last."""
         return self.end(rank) - self.starts[rank][0] - self.work(rank)
 
     def end(self, rank: int) -> float:

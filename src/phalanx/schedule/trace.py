@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.timing import Timing
 
-_MICROSECONDS = 1000.0
-"""As which one unit of time is shown: the viewers measure in microseconds."""
+_MICROSECONDS_PER_UNIT = 1000.0
+"""Microseconds shown for one unit of time: the viewers measure in microseconds."""
 
 
 class Event(NamedTuple):
@@ -20,14 +20,14 @@ class Event(NamedTuple):
     name: str
     category: str
     start: float
-    """Microseconds, as every time here."""
+    """Start in microseconds, as every time here."""
     end: float
     args: dict[str, Any]
 
 
 class Arrow(NamedTuple):
-    """An arrow from the event that begins at one moment to an event that begins later, each in the row of that
-    number."""
+    """An arrow from the event that begins at `start` in row `row` to the event that begins later, at `to_start`, in row
+    `to_row`."""
 
     name: str
     row: int
@@ -53,8 +53,8 @@ def text(timing: Timing) -> str:
             Event(
                 pass_name(schedule, *action),
                 action.kind,
-                start * _MICROSECONDS,
-                (start + timing.costs[action.kind]) * _MICROSECONDS,
+                start * _MICROSECONDS_PER_UNIT,
+                (start + timing.costs[action.kind]) * _MICROSECONDS_PER_UNIT,
                 pass_args(action.stage, action.micro, action.slice),
             )
             for action, start in zip(program, starts, strict=True)
@@ -87,11 +87,11 @@ def document(name: str, rows: Sequence[TraceRow], arrows: Iterable[Arrow] = ()) 
     for number, arrow in enumerate(arrows):
         words = {"name": arrow.name, "cat": "arrow", "id": number, "pid": 0}
         events.append({**words, "ph": "s", "tid": arrow.row, "ts": _nanosecond(arrow.start)})
-        # bp "e": to the event that begins there, not to the next one.
+        # bp "e" binds the arrow to the event that begins there, not to the next one.
         events.append({**words, "ph": "f", "bp": "e", "tid": arrow.to_row, "ts": _nanosecond(arrow.to_start)})
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
 
 
 def _nanosecond(microseconds: float) -> float:
-    """Rounded as the viewers do, so that what ends where another begins does not overlap it by an error of rounding."""
+    """Rounds to nanoseconds, as the viewers do, so that rounding errors never make adjacent events overlap."""
     return round(microseconds, 3)

@@ -1,7 +1,7 @@
-"""Schedules whose backward passes come in halves: the gradients of the inputs (I), for which other ranks wait, at once,
-those of the weights (W) later, in what would be bubbles.
+"""Schedules with split backward passes: the gradients of inputs (I), which other ranks wait for, come at once, those of
+weights (W) later, where the rank would idle.
 
-Bubbles are those of passes F, I and W that take the same time. An activation is held from its F to its W.
+Bubbles are for passes F, I and W of equal time. An activation is live from its F to its W.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from phalanx.schedule.schedule import Schedule
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with rank r's W passes r micro-batches behind.
+    """Runs 1F1B with rank r's W passes r micro-batches behind.
 
-    Bubble (P - 1) / (3 M) where M >= P: a third of 1F1B's. Peak on every rank: the activations of min(M, P)
-    micro-batches, rank 0's in 1F1B. Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 2.1."""
-    return _in_line("zb_h1", micro_batches, [(ranks - rank, rank) for rank in range(ranks)])
+    Bubble (P - 1) / (3 M) if M >= P: a third of 1F1B's. Peak on every rank: the activations of min(M, P) micro-batches,
+    rank 0's in 1F1B. Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 2.1.
+    """
+    return _one_stage_per_rank("zb_h1", micro_batches, [(ranks - rank, rank) for rank in range(ranks)])
 
 
 def zb_h2(ranks: int, micro_batches: int) -> Schedule:
-    """Forward passes until the first gradient is there, so that no rank ever waits: rank r begins with 2 (P - r) - 1 of
-    them, and its W passes lie 2 r micro-batches behind.
+    """Runs forward passes until the first gradient arrives, so that no rank ever waits: rank r begins with 2 (P - r) -
+    1 of them, and its W passes lag 2 r micro-batches behind.
 
-    Bubble 0 where M >= 2 P - 1. Peak on every rank: the activations of min(M, 2 P - 1) micro-batches. Source: Qi et al.
-    2023, section 2.2. The optimizer's step is assumed not to wait for all ranks (section 4)."""
-    return _in_line("zb_h2", micro_batches, [(2 * (ranks - rank) - 1, 2 * rank) for rank in range(ranks)])
+    Bubble 0 if M >= 2 P - 1. Peak on every rank: the activations of min(M, 2 P - 1) micro-batches. Source: Qi et al.
+    2023, section 2.2. The optimizer is assumed not to wait for all ranks (section 4).
+    """
+    return _one_stage_per_rank("zb_h2", micro_batches, [(2 * (ranks - rank) - 1, 2 * rank) for rank in range(ranks)])
 
 
-def _in_line(name: str, micro_batches: int, shifts: Sequence[tuple[int, int]]) -> Schedule:
-    """One stage a rank. By rank, how many forward passes it begins with, and how far behind its W passes are."""
+def _one_stage_per_rank(name: str, micro_batches: int, shifts: Sequence[tuple[int, int]]) -> Schedule:
+    """Builds a schedule from each rank's number of initial forward passes and the lag of its W passes."""
     programs = [
         program(_passes(before, behind, micro_batches), [Lane(rank, range(micro_batches))])
         for rank, (before, behind) in enumerate(shifts)
@@ -40,7 +42,7 @@ def _in_line(name: str, micro_batches: int, shifts: Sequence[tuple[int, int]]) -
 
 
 def _passes(before: int, behind: int, micro_batches: int) -> Iterator[Pass]:
-    """`before` forward passes, then F, I and W in turn, each W `behind` micro-batches after its I."""
+    """Yields `before` forward passes, then F, I and W in turn, each W `behind` micro-batches after its I."""
     yield from times(before, ("F", 0))
     for micro in range(micro_batches):
         yield "I", 0

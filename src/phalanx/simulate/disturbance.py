@@ -12,7 +12,7 @@ from phalanx.errors import JobError
 from phalanx.schedule.schedule import Schedule
 
 AXES = ("tp", "cp", "ep", "dp")
-"""Axes whose links can be slow: dp are the collectives of the state, dp_shard and dp_replicate."""
+"""Axes whose links can be slow; dp stands for the collectives of the state, over dp_shard and dp_replicate."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Disturbance:
     """Slow devices and links of one replica; the other replicas wait for it once per step."""
 
     slow: tuple[tuple[int, float], ...] = ()
-    """Pipeline rank, and what its passes take longer as a factor."""
+    """Pipeline ranks with the factor on the time of their passes."""
     links: tuple[tuple[tuple[int, int], float], ...] = ()
-    """Two pipeline ranks, and the factor on messages between them, both ways."""
+    """Pairs of pipeline ranks with the factor on messages between them, both ways."""
     axes: tuple[tuple[str, float], ...] = ()
-    """Axis of the mesh, and the factor on what its collectives take."""
+    """Axes of the mesh with the factor on the time of their collectives."""
 
     def device(self, rank: int) -> float:
         """Returns the factor on the passes of a pipeline rank."""
@@ -34,8 +34,8 @@ class Disturbance:
         """Returns the factor on the collectives of an axis."""
         return dict(self.axes).get(name, 1.0)
 
-    def hops(self, spec: StepSpec, schedule: Schedule) -> dict[tuple[int, int], float]:
-        """Returns the seconds of a message from a pipeline rank to another, for all pairs that communicate."""
+    def p2p_seconds(self, spec: StepSpec, schedule: Schedule) -> dict[tuple[int, int], float]:
+        """Returns the seconds of a message by sender and receiver, for all pairs of pipeline ranks that communicate."""
         seconds = boundary_seconds(spec) / schedule.slices
         slow = {frozenset(pair): factor for pair, factor in self.links}
         pairs = {

@@ -1,10 +1,10 @@
-"""How much of its time a job trains where devices fail, and how often it had better save its state.
+"""The productive share of a job's time if devices fail, and the optimal time between checkpoints.
 
-Failures come as a Poisson process of rate lam for all devices together. A job trains tau seconds, stands still for a
-save of delta seconds, and begins again; a failure, also in the middle of a save, throws away what came after the last
-save, and a restart of R seconds (notice, replace, load, warm up) follows, which may fail too and then begins anew.
+Failures are a Poisson process of rate lam for all devices together. A job trains tau seconds, stands still for a
+checkpoint of delta seconds, and begins again; a failure, also during a checkpoint, discards all since the last one. A
+restart of R seconds (notice, replace, load, warm up) follows, which may itself fail and then begins anew.
 
-With s = tau + delta an attempt succeeds with probability exp(-lam s). The expected time E from one save to the next is
+With s = tau + delta an attempt succeeds with probability exp(-lam s). The expected time E between two checkpoints is
 s after a success, and t + E_R + E after a failure at t:
 
     E = s exp(-lam s) + integral from 0 to s of lam exp(-lam t) (t + E_R + E) dt
@@ -13,7 +13,7 @@ s after a success, and t + E_R + E after a failure at t:
 
 which is the complete model of Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps)
 for one segment. Of E, tau is productive and delta saves. exp(lam s) - 1 attempts fail on average, so restarts take
-(exp(lam s) - 1) E_R, and rework what is left, (exp(lam s) - 1) / lam - s. Hence, of the whole time,
+(exp(lam s) - 1) E_R, and rework takes the rest, (exp(lam s) - 1) / lam - s. Hence, as shares of the whole time,
 
     fraction = exp(-lam R)  *  tau / s  *  lam s / (exp(lam s) - 1)
                restarting      saving      rework
@@ -27,33 +27,33 @@ from dataclasses import dataclass
 from phalanx.errors import JobError
 from phalanx.units import seconds
 
-DAY = 86400.0
-LLAMA_3 = 419 / 54 / 16384
-"""Unexpected interruptions a device and day: Llama 3 team 2024 (The Llama 3 herd of models), section 3.3.4 and table 5,
-419 in 54 days on 16,384 H100."""
+SECONDS_PER_DAY = 86400.0
+LLAMA_3_RATE = 419 / 54 / 16384
+"""Unexpected interruptions per device and day: Llama 3 team 2024 (The Llama 3 herd of models), section 3.3.4 and table
+5, 419 in 54 days on 16,384 H100."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """The shares of a job's time: the productive one and the three lost ones, which sum to one."""
+    """The shares of a job's time: the productive one and the zero3 lost ones, which sum to one."""
 
     devices: int
     checkpoint_s: float
     restart_s: float
     mtbf_s: float
-    """Mean time between failures of any of the devices; infinite where none fails."""
+    """Mean time between failures of any device; infinite without failures."""
     interval_s: float
-    """Training between two saves; infinite where it is best never to save."""
+    """Training time between two checkpoints; infinite if it is best never to save."""
     fraction: float
-    """Productive: spent on steps whose result is kept."""
+    """Productive share: steps whose result is kept."""
     saving: float
     rework: float
-    """Training and saving that a failure threw away."""
+    """Training and saving that a failure discarded."""
     restarting: float
 
     @property
     def interruptions_per_day(self) -> float:
-        return DAY / self.mtbf_s
+        return SECONDS_PER_DAY / self.mtbf_s
 
 
 def at(
@@ -66,18 +66,18 @@ def at(
         raise JobError(f"the time between checkpoints is {interval_s:g} s: it has to be more than 0 and finite")
     segment = interval_s + checkpoint_s
     running = math.exp(-rate * restart_s)
-    # u / (exp(u) - 1) written so that it does not overflow where almost no attempt succeeds.
+    # u / (exp(u) - 1) in a form that does not overflow if almost no attempt succeeds.
     u = rate * segment
-    kept = u * math.exp(-u) / -math.expm1(-u) if u else 1.0
+    kept_share = u * math.exp(-u) / -math.expm1(-u) if u else 1.0
     return Goodput(
         devices,
         checkpoint_s,
         restart_s,
         mtbf_s=1 / rate if rate else math.inf,
         interval_s=interval_s,
-        fraction=running * kept * interval_s / segment,
-        saving=running * kept * checkpoint_s / segment,
-        rework=running * (1 - kept),
+        fraction=running * kept_share * interval_s / segment,
+        saving=running * kept_share * checkpoint_s / segment,
+        rework=running * (1 - kept_share),
         restarting=1 - running,
     )
 
@@ -97,7 +97,7 @@ def best(
     if step_s == 0 and exact == 0:
         running = math.exp(-rate * restart_s)
         return Goodput(devices, checkpoint_s, restart_s, 1 / rate, 0.0, running, 0.0, 0.0, 1 - running)
-    # The fraction has one maximum, so that the best number of steps is next to it.
+    # The fraction has one maximum, so the best number of steps is next to it.
     below = max(1, math.floor(exact / step_s)) if step_s else 0
     choices = [step_s * below, step_s * (below + 1)] if step_s else [exact]
     found = [at(interval, devices, failures_per_device_day, checkpoint_s, restart_s) for interval in choices]
@@ -138,7 +138,7 @@ def text(goodput: Goodput) -> str:
 
 
 def _rate(devices: int, failures_per_device_day: float, checkpoint_s: float, restart_s: float) -> float:
-    """Failures a second of all devices. Raises JobError with every figure that is impossible."""
+    """Returns the failures per second of all devices. Raises JobError with every figure that is impossible."""
     figures = {
         "failures per device and day": failures_per_device_day,
         "seconds of a checkpoint": checkpoint_s,
@@ -148,4 +148,4 @@ def _rate(devices: int, failures_per_device_day: float, checkpoint_s: float, res
     problems += [f"{n}: {v:g}, where 0 or more is needed" for n, v in figures.items() if not 0 <= v < math.inf]
     if problems:
         raise JobError(problems)
-    return devices * failures_per_device_day / DAY
+    return devices * failures_per_device_day / SECONDS_PER_DAY

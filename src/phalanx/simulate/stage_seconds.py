@@ -26,28 +26,27 @@ from phalanx.simulate.timeline import Span
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """The times of one pipeline rank. Lists by stage have an entry for every stage of the pipeline, 0 for stages of
-    other ranks."""
+    """The times of one pipeline rank. Lists by stage have an entry per stage of the pipeline, 0 for other ranks'."""
 
     durations: Mapping[str, tuple[float, ...]]
-    """Of a pass of each kind, by stage; of a slice its part."""
+    """Seconds of a pass by kind and stage; of a slice its share."""
     exposed: Mapping[str, tuple[float, ...]]
-    """What of that is communication that nothing hides."""
+    """Exposed communication among these seconds."""
     gather: Mapping[int, float]
-    """Parameters of each stage, gathered beside the first passes; without entries, nothing is."""
+    """Seconds of the all-gather of each stage's parameters during the first passes; empty without one."""
     reduce: Mapping[int, float]
-    """Gradients of each stage."""
+    """Seconds of the reduction of each stage's gradients."""
     blocks: Mapping[int, float]
-    """Blocks of each stage: gathered and reduced one after the other."""
-    twins: float
-    """Gradients of second copies of its stages on another rank, after all these."""
+    """Blocks of each stage, which are gathered and reduced one after the other."""
+    duplicated_stages: float
+    """Seconds of the reduction of duplicated stages' gradients, after all these."""
     optimizer: float
     late_gather: float
-    """Parameters gathered after the optimizer, where nothing hides them."""
-    slower: float
-    """Seconds that passes lose for every second of a collective beside them."""
+    """Seconds of the all-gather of parameters after the optimizer, which nothing overlaps."""
+    interference_factor: float
+    """Seconds that passes lose per second of an overlapping collective."""
     reduces_after: bool
-    """Gradients are reduced after the last pass, not beside it."""
+    """Whether gradients are reduced after the last pass, without overlap."""
 
     @property
     def floors(self) -> dict[int, float]:
@@ -60,7 +59,7 @@ class RankSeconds:
         return found
 
     def gathers(self) -> Iterator[Span]:
-        """Returns the all-gathers of the stages' parameters, one after the other from the beginning of the step."""
+        """Yields the all-gathers of the stages' parameters, one after the other from the beginning of the step."""
         start = 0.0
         for stage, seconds in sorted(self.gather.items()):
             if seconds:
@@ -71,13 +70,13 @@ class RankSeconds:
 def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Disturbance) -> RankSeconds:
     """Returns the times of a pipeline rank."""
     stages = stages_of_case(spec, schedule.stages)
-    held = schedule.held(rank)
-    contents = {stage: content_of(spec, stages, [stage]) for stage in held}
+    local_stages = schedule.stages_on(rank)
+    contents = {stage: content_of(spec, stages, [stage]) for stage in local_stages}
     factor = disturbance.device(rank) / schedule.slices
     empty = [0.0] * schedule.stages
     durations = {kind: list(empty) for kind in "FBIW"}
     exposed = {kind: list(empty) for kind in "FBIW"}
-    for stage in held:
+    for stage in local_stages:
         time = _disturbed(stage_time(spec, contents[stage]), disturbance)
         passes = {
             "F": time.forward_seconds,
@@ -85,36 +84,36 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
             "I": time.backward_seconds - time.weights,
             "W": time.weights,
         }
-        # Communication lies in both passes as the rest of them does, none in the gradients of weights.
+        # Communication is spread over both passes in proportion; the gradients of weights have none.
         share = time.communication / (time.total - time.weights) if time.total > time.weights else 0.0
         for kind, seconds in passes.items():
             durations[kind][stage] = seconds * factor
             exposed[kind][stage] = share * (seconds - (time.weights if kind == "B" else 0)) / schedule.slices
         exposed["W"][stage] = 0.0
-    state = {stage: _state(spec, contents[stage], disturbance) for stage in held}
-    three, overlaps = zero_three(spec.layout), spec.framework.dp_overlaps
+    state = {stage: _state(spec, contents[stage], disturbance) for stage in local_stages}
+    zero3, overlaps = zero_three(spec.layout), spec.framework.dp_overlaps
     whole = ParameterCounts(
-        *map(sum, zip(*((h.dense, h.experts) for h in (held_by(spec, contents[s]) for s in held)), strict=True))
+        *map(sum, zip(*((h.dense, h.experts) for h in (held_by(spec, contents[s]) for s in local_stages)), strict=True))
     )
-    messages = bucket_messages(sum(contents[stage].blocks for stage in held))
-    after = not overlaps and not three
+    messages = bucket_messages(sum(contents[stage].blocks for stage in local_stages))
+    after = not overlaps and not zero3
     return RankSeconds(
         durations={kind: tuple(seconds) for kind, seconds in durations.items()},
         exposed={kind: tuple(seconds) for kind, seconds in exposed.items()},
         gather={} if after else {stage: seconds.gather for stage, seconds in state.items()},
         reduce={stage: seconds.reduce for stage, seconds in state.items()},
-        blocks={stage: 1.0 if three else contents[stage].blocks for stage in held},
-        twins=twins_seconds(spec, whole) if _twins(schedule, held) else 0.0,
+        blocks={stage: 1.0 if zero3 else contents[stage].blocks for stage in local_stages},
+        duplicated_stages=twins_seconds(spec, whole) if _has_duplicated_stages(schedule, local_stages) else 0.0,
         optimizer=optimizer_seconds(spec, whole) * disturbance.device(rank),
         late_gather=sum(seconds.gather for seconds in state.values()) if after else 0.0,
-        slower=0.0 if three else interference(spec, whole, messages),
-        reduces_after=after or three,
+        interference_factor=0.0 if zero3 else interference(spec, whole, messages),
+        reduces_after=after or zero3,
     )
 
 
-def _twins(schedule: Schedule, held: list[int]) -> bool:
-    """Whether other ranks have copies of these stages."""
-    return any(len({placement[stage] for placement in schedule.placements}) > 1 for stage in held)
+def _has_duplicated_stages(schedule: Schedule, local_stages: list[int]) -> bool:
+    """Returns whether other ranks have copies of these stages."""
+    return any(len({placement[stage] for placement in schedule.placements}) > 1 for stage in local_stages)
 
 
 @lru_cache(20_000)
@@ -124,7 +123,7 @@ def stage_time(spec: StepSpec, content: Content) -> RankTime:
 
 
 def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:
-    """With the collectives of slow axes: each pass is longer by its share of what they take more."""
+    """Returns the time with the collectives of slow axes: each pass grows by its share of their extra time."""
     if not disturbance.axes:
         return time
     more = {
@@ -136,12 +135,12 @@ def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:
 
 
 def _state(spec: StepSpec, content: Content, disturbance: Disturbance) -> StateSeconds:
-    """The state's collectives of a stage, once a step: of zero 3 what lies around its blocks, the rest is in the
-    passes."""
-    held, factor = held_by(spec, content), disturbance.axis("dp")
+    """Returns the seconds of a stage's state collectives, once per step; with zero=3 those of its non-block parameters,
+    because the others are in the passes."""
+    parameters, factor = held_by(spec, content), disturbance.axis("dp")
     if zero_three(spec.layout):
-        found = state_seconds(spec, held, max(1, content.blocks))
+        found = state_seconds(spec, parameters, max(1, content.blocks))
         once = (found.gather + found.reduce) / max(1, content.blocks)
         return StateSeconds(once * factor, once * factor)
-    found = state_seconds(spec, held, max(1, round(content.blocks / 4)))
+    found = state_seconds(spec, parameters, bucket_messages(content.blocks))
     return StateSeconds(found.gather * factor, found.reduce * factor)

@@ -26,10 +26,10 @@ from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.stage_seconds import RankSeconds, rank_seconds
 from phalanx.simulate.timeline import Span, Timeline
 
-SETTLED, LEAST = 3, 64
-"""Micro-batches of each direction, for each pipeline rank and in all, after which most schedules repeat themselves."""
-CLOSE = 1e-3
-"""Relative difference up to which two ways to go on from there are the same."""
+SETTLED_PERIODS, SETTLED_MICRO_BATCHES = 3, 64
+"""Fewest micro-batches per direction, for each pipeline rank and in all, after which most schedules are periodic."""
+EXTRAPOLATION_TOLERANCE = 1e-3
+"""Relative difference up to which the two extrapolations count as equal."""
 
 
 def simulate(spec: StepSpec, disturbance: Disturbance | None = None) -> Timeline:
@@ -47,27 +47,27 @@ def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> floa
         raise JobError(problems)
     disturbance = disturbance or Disturbance()
     m, pp, name = spec.batch.accumulation, spec.layout.pp, spec.layout.schedule
-    # A schedule of a file has its own number of micro-batches.
+    # A schedule from a file states its number of micro-batches.
     period = 0 if is_file(name) else catalogue.SCHEDULES[name].period(pp)
-    settled = period * max(SETTLED, ceil(LEAST / pp))
+    settled = period * max(SETTLED_PERIODS, ceil(SETTLED_MICRO_BATCHES / pp))
     while 0 < 2 * settled < m:
         least, most = _extrapolated(spec, disturbance, period, settled + m % period)
-        if most <= least * (1 + CLOSE):
+        if most <= least * (1 + EXTRAPOLATION_TOLERANCE):
             return (least + most) / 2
         settled *= 2
     return _Step(spec, _schedule(spec, m), disturbance).seconds()
 
 
-def _extrapolated(spec: StepSpec, disturbance: Disturbance, period: int, few: int) -> tuple[float, float]:
-    """Seconds of a step from those of `few` micro-batches and of a `period` fewer. At least: every rank goes on as it
-    does. At most: as slowly as it works. They differ where the first micro-batches in flight hide for a while that a
-    rank is slower than the one that sets the pace."""
-    fewer, some = (_Step(spec, _schedule(spec, n), disturbance) for n in (few - period, few))
-    more, least, most = (spec.batch.accumulation - few) / period, 0.0, 0.0
-    for rank, (early, late) in enumerate(zip(fewer.ready, some.ready, strict=True)):
-        grows, works = late - early, some.work(rank) - fewer.work(rank)
-        least, most = max(least, late + more * grows), max(most, late + more * max(grows, works))
-    return (least + some.after) / some.schedule.steps, (most + some.after) / some.schedule.steps
+def _extrapolated(spec: StepSpec, disturbance: Disturbance, period: int, micro_batches: int) -> tuple[float, float]:
+    """Returns a lower and an upper estimate of a step from `micro_batches` of them and a `period` fewer: every rank
+    continues at its rate, or at the rate of its own work. They differ while the first micro-batches in flight hide that
+    a rank is slower than the one that sets the pace."""
+    shorter, longer = (_Step(spec, _schedule(spec, n), disturbance) for n in (micro_batches - period, micro_batches))
+    more, least, most = (spec.batch.accumulation - micro_batches) / period, 0.0, 0.0
+    for rank, (early, late) in enumerate(zip(shorter.ready, longer.ready, strict=True)):
+        growth, work_growth = late - early, longer.work(rank) - shorter.work(rank)
+        least, most = max(least, late + more * growth), max(most, late + more * max(growth, work_growth))
+    return (least + longer.after) / longer.schedule.steps, (most + longer.after) / longer.schedule.steps
 
 
 def refusals(spec: StepSpec) -> Iterator[str]:
@@ -90,40 +90,40 @@ def _schedule(spec: StepSpec, micro_batches: int) -> Schedule:
 
 
 class _Step:
-    """One simulation: the costs of its ranks, the events, and what follows after the last pass."""
+    """One simulation: the costs of its ranks, the events, and what follows the last pass."""
 
     def __init__(self, spec: StepSpec, schedule: Schedule, disturbance: Disturbance):
         self.spec, self.schedule = spec, schedule
         self.ranks: list[RankSeconds] = [
             rank_seconds(spec, schedule, rank, disturbance) for rank in range(schedule.ranks)
         ]
-        self.hops = disturbance.hops(spec, schedule)
+        self.p2p_seconds = disturbance.p2p_seconds(spec, schedule)
         self.directions = list(map(schedule.direction, range(schedule.micro_batches)))
         blocks = not spec.framework.pp_overlaps
         floors = [
             [first.get(stage, 0.0) for stage in range(schedule.stages)] for first in (r.floors for r in self.ranks)
         ]
         durations = [one.durations for one in self.ranks]
-        self.events: Events = run(schedule, durations, self.hops, floors, blocks)
+        self.events: Events = run(schedule, durations, self.p2p_seconds, floors, blocks)
         self.reduced = [list(self._reduce(rank)) for rank in range(schedule.ranks)]
         self.ready = [self._ready(rank) for rank in range(schedule.ranks)]
-        # Clipping wants the norm of all gradients: no rank's optimizer begins before the last gradient is there.
-        self.meet = max(self.ready)
+        # Clipping needs the norm of all gradients, so every optimizer waits for the last gradient.
+        self.all_ready = max(self.ready)
         self.after = max(one.optimizer + one.late_gather for one in self.ranks)
 
     def seconds(self) -> float:
-        """From the first pass to the end of the last optimizer, a step."""
-        return (self.meet + self.after) / self.schedule.steps
+        """Returns the seconds from the first pass to the end of the last optimizer, per step."""
+        return (self.all_ready + self.after) / self.schedule.steps
 
     def work(self, rank: int) -> float:
-        """Seconds of a rank's passes, and of the messages for which it waits."""
+        """Returns the seconds of a rank's passes, and of the messages for which it waits."""
         durations, program = self.ranks[rank].durations, self.schedule.programs[rank]
         passes = sum(durations[action.kind][action.stage] for action in program)
         if self.spec.framework.pp_overlaps:
             return passes
         receivers = self._receivers(rank)
         sent = (receivers.get((kind, stage, self.directions[micro])) for kind, stage, micro, _ in program)
-        return passes + sum(self.hops[rank, other] for other in sent if other is not None)
+        return passes + sum(self.p2p_seconds[rank, other] for other in sent if other is not None)
 
     def timeline(self) -> Timeline:
         ranks = range(self.schedule.ranks)
@@ -132,21 +132,20 @@ class _Step:
         return Timeline(self.schedule, device, tuple(tuple(sorted(self._network(rank))) for rank in ranks), whole)
 
     def _ends(self, rank: int) -> float:
-        """When the rank's last pass is over."""
+        """Returns the end of the rank's last pass."""
         last = self.schedule.programs[rank][-1]
         return self.events.starts[rank][-1] + self.ranks[rank].durations[last.kind][last.stage]
 
     def _ready(self, rank: int) -> float:
-        """When the rank's gradients are reduced. Passes lose time to collectives beside them, and all after them waits
-        for it."""
+        """Returns when the rank's gradients are reduced. Overlapping collectives slow the passes and what follows."""
         costs, begins, ends = self.ranks[rank], self.events.starts[rank][0], self._ends(rank)
         collectives = (*costs.gathers(), *self.reduced[rank])
         beside = sum(max(0.0, min(span.end, ends) - max(span.start, begins)) for span in collectives)
-        return max([ends, *(span.end for span in self.reduced[rank])]) + costs.slower * beside
+        return max([ends, *(span.end for span in self.reduced[rank])]) + costs.interference_factor * beside
 
     def _reduce(self, rank: int) -> Iterator[Span]:
-        """Gradients of each stage, from the first block's of the last micro-batch on, one stage after the other;
-        at the end those of which two ranks have found parts."""
+        """Yields the reductions of each stage's gradients, from the first block's of the last micro-batch on, one stage
+        after the other; at the end those of duplicated stages."""
         costs, free = self.ranks[rank], 0.0
         for stage, (begins, ends) in sorted(self._last_passes(rank).items(), key=lambda item: item[1]):
             seconds = costs.reduce[stage]
@@ -158,15 +157,15 @@ class _Step:
             else:
                 part = 1 / max(2.0, costs.blocks[stage])
                 start = max(free, begins + (ends - begins) * part)
-                # The last block's gradients are there when the pass ends.
+                # The last block's gradients are complete when the pass ends.
                 free = max(start + seconds, ends + seconds * part)
                 start = free - seconds
             yield Span(start, seconds, "reduce", stage)
-        if costs.twins:
-            yield Span(max(free, self._ends(rank)), costs.twins, "reduce")
+        if costs.duplicated_stages:
+            yield Span(max(free, self._ends(rank)), costs.duplicated_stages, "reduce")
 
     def _last_passes(self, rank: int) -> dict[int, tuple[float, float]]:
-        """Of each stage of a rank, when the pass that ends its gradients begins and ends."""
+        """Returns, for each stage of a rank, the begin and the end of the pass that completes its gradients."""
         found: dict[int, tuple[float, float]] = {}
         durations, stages = self.ranks[rank].durations, len(self.ranks[rank].reduce)
         program, starts = self.schedule.programs[rank], self.events.starts[rank]
@@ -182,7 +181,7 @@ class _Step:
         for action, start in zip(self.schedule.programs[rank], self.events.starts[rank], strict=True):
             kind, stage, micro, part = action
             yield _span((start, durations[kind][stage], kind, stage, micro, part, exposed[kind][stage], -1))
-        yield Span(self.meet, self.ranks[rank].optimizer, "optimizer")
+        yield Span(self.all_ready, self.ranks[rank].optimizer, "optimizer")
 
     def _network(self, rank: int) -> Iterator[Span]:
         costs, program = self.ranks[rank], self.schedule.programs[rank]
@@ -191,25 +190,25 @@ class _Step:
         for action, arrival in zip(program, self.events.arrivals_of(rank), strict=True):
             kind, stage, micro, part = action
             if (other := receivers.get((kind, stage, self.directions[micro]))) is not None:
-                hop = self.hops[rank, other]
-                yield _span((arrival - hop, hop, "send", stage, micro, part, 0.0, other))
+                seconds = self.p2p_seconds[rank, other]
+                yield _span((arrival - seconds, seconds, "send", stage, micro, part, 0.0, other))
         yield from self.reduced[rank]
         if costs.late_gather:
-            yield Span(self.meet + costs.optimizer, costs.late_gather, "gather")
+            yield Span(self.all_ready + costs.optimizer, costs.late_gather, "gather")
 
     def _receivers(self, rank: int) -> dict[tuple[str, int, int], int]:
-        """By kind, stage and direction of a pass, the rank to which its result is sent, if to any."""
+        """Returns the rank to which the result of a pass is sent, by its kind, stage and direction."""
         found: dict[tuple[str, int, int], int] = {}
         for direction, placement in enumerate(self.schedule.placements):
             for stage, at in enumerate(placement):
                 for kind, to in (("F", stage + 1), ("B", stage - 1), ("I", stage - 1)):
-                    if at == rank and 0 <= to < len(placement) and self.hops.get((rank, placement[to])):
+                    if at == rank and 0 <= to < len(placement) and self.p2p_seconds.get((rank, placement[to])):
                         found[kind, stage, direction] = placement[to]
         return found
 
 
 _span: Callable[[tuple[Any, ...]], Span] = partial(tuple.__new__, Span)
-"""A span from all of its fields: there are half a million of them in a large step."""
+"""Creates a span from the tuple of all its fields: a large step has half a million of them."""
 
 
 def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
@@ -222,9 +221,9 @@ def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
             {
                 "busy_s": busy,
                 "communication_s": communication,
-                # What rounding leaves of nothing is nothing.
+                # Rounding may leave a negative rest.
                 "idle_s": max(0.0, timeline.seconds - busy - communication),
-                "peak_in_flight": timeline.schedule.peak(rank) / timeline.schedule.slices,
+                "peak_in_flight": timeline.schedule.peak_live_activations(rank) / timeline.schedule.slices,
             }
         )
     return found

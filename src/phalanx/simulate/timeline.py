@@ -1,4 +1,4 @@
-"""The timeline of one step: what every pipeline rank does on its device and on its links."""
+"""The timeline of one step: the activity of every pipeline rank on its device and on its links."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Span(NamedTuple):
     stage: int = -1
     micro: int = -1
     part: int = 0
-    """Number of the slice of the sequence."""
+    """Index of the slice of the sequence."""
     exposed: float = 0.0
-    """Of a pass: seconds of communication inside it that nothing hides."""
+    """Seconds of exposed communication inside a pass."""
     to: int = -1
-    """Of a send: the pipeline rank that gets it."""
+    """The pipeline rank that receives a send."""
 
     @property
     def end(self) -> float:
@@ -40,38 +40,38 @@ class Timeline:
 
     schedule: Schedule
     device: tuple[tuple[Span, ...], ...]
-    """By pipeline rank, in order of time; no two at once."""
+    """Spans by pipeline rank, in order of time and without overlap."""
     network: tuple[tuple[Span, ...], ...]
-    """By pipeline rank, what it sends, in order of time; may overlap with the device's spans and with each other."""
+    """Messages that each pipeline rank sends, in order of time; they may overlap the device's spans and each other."""
     seconds: float
-    """Of the whole step."""
+    """Seconds of the whole step."""
 
     def busy(self, rank: int) -> float:
-        """Seconds in which the device computes."""
+        """Returns the seconds in which the device computes."""
         return sum(span.seconds - span.exposed for span in self.device[rank])
 
     def communication(self, rank: int) -> float:
-        """Seconds of exposed communication: inside passes, and in the rank's network spans while its device has nothing
-        else to do. Waiting for another rank's message is idle time."""
+        """Returns the seconds of exposed communication: inside passes, and in the rank's network spans while its device
+        is idle. Waiting for another rank's message is idle time."""
         inside = sum(span.exposed for span in self.device[rank])
         return inside + _outside(self.network[rank], self.device[rank])
 
     def idle(self, rank: int) -> float:
-        """Seconds in which neither the device nor the network of the rank works."""
+        """Returns the seconds in which neither the device nor the network of the rank works."""
         return self.seconds - self.busy(rank) - self.communication(rank)
 
 
 def _outside(spans: Sequence[Span], hiding: Sequence[Span]) -> float:
-    """Seconds that are in any of `spans` and in none of `hiding`; both in order of their starts, of `hiding` no two at
-    once."""
+    """Returns the seconds that lie in any of `spans` and in none of `hiding`; both are in order of their starts, and
+    `hiding` does not overlap itself."""
     if not spans:
         return 0.0
     starts, seconds = _columns(spans)
     ends = np.maximum.accumulate(starts + seconds)
-    # What each span adds to those before it: from where they end.
+    # Each span starts where those before it end, so that overlaps count once.
     starts[1:] = np.maximum(starts[1:], ends[:-1])
     hides, during = _columns(hiding)
-    # Seconds of `hiding` before a moment: a line that goes up within each of them, and is level between.
+    # Seconds of `hiding` before a moment: a line that rises within each span, and is level in between.
     edges = np.column_stack([hides, hides + during]).ravel()
     hidden = np.cumsum(np.column_stack([np.zeros(len(hides)), during]).ravel())
     inside = np.interp(ends, edges, hidden) - np.interp(starts, edges, hidden) if len(hiding) else 0.0
@@ -79,5 +79,5 @@ def _outside(spans: Sequence[Span], hiding: Sequence[Span]) -> float:
 
 
 def _columns(spans: Sequence[Span]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """When each begins, and how long it takes."""
+    """Returns the starts and the durations of spans."""
     return np.array([span[0] for span in spans]), np.array([span[1] for span in spans])

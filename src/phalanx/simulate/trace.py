@@ -11,7 +11,7 @@ from phalanx.schedule import trace
 from phalanx.schedule.trace import Arrow, Event, TraceRow
 from phalanx.simulate.timeline import Span, Timeline
 
-_MICROSECONDS = 1e6
+_MICROSECONDS_PER_SECOND = 1e6
 
 
 def text(timeline: Timeline) -> str:
@@ -42,13 +42,13 @@ def span_name(timeline: Timeline, span: Span) -> str:
 def _event(timeline: Timeline, span: Span) -> Event:
     args = trace.pass_args(span.stage, span.micro, span.part) if span.micro >= 0 else {}
     if span.exposed:
-        args["exposed_us"] = span.exposed * _MICROSECONDS
-    start, end = span.start * _MICROSECONDS, span.end * _MICROSECONDS
+        args["exposed_us"] = span.exposed * _MICROSECONDS_PER_SECOND
+    start, end = span.start * _MICROSECONDS_PER_SECOND, span.end * _MICROSECONDS_PER_SECOND
     return Event(span_name(timeline, span), span.kind, start, end, args)
 
 
 def _lanes(spans: Sequence[Span]) -> list[int]:
-    """By span, the first lane that is free when it begins: the viewers cannot show two at once in one row."""
+    """Returns the first free lane for each span: the viewers cannot show two at once in one row."""
     free: list[float] = []
     lanes = []
     for span in spans:
@@ -59,8 +59,8 @@ def _lanes(spans: Sequence[Span]) -> list[int]:
 
 
 def _arrows(timeline: Timeline, device_rows: Sequence[int], network_rows: Sequence[Sequence[int]]) -> Iterator[Arrow]:
-    """From each send to the pass that it feeds. A micro-batch's passes other than W come one after the other through
-    all stages, so that this is the first of them on the rank that gets it which begins after the message does."""
+    """Yields an arrow from each send to the pass that it feeds. A micro-batch's passes other than W run through all
+    stages one after the other, so it is the first pass on the receiver that begins after the message."""
     passes: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
     for rank, spans in enumerate(timeline.device):
         for span in spans:
@@ -72,5 +72,5 @@ def _arrows(timeline: Timeline, device_rows: Sequence[int], network_rows: Sequen
                 starts = passes[span.to, span.micro, span.part]
                 following = bisect_left(starts, span.start)
                 if following < len(starts):
-                    start, fed = span.start * _MICROSECONDS, starts[following] * _MICROSECONDS
+                    start, fed = span.start * _MICROSECONDS_PER_SECOND, starts[following] * _MICROSECONDS_PER_SECOND
                     yield Arrow("message", row, start, device_rows[span.to], fed)

@@ -23,7 +23,7 @@ from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.precision import DTYPES, LossScale
-from phalanx.partition.sequence import places
+from phalanx.partition.sequence import rank_positions
 from phalanx.train.memory import Memory
 from phalanx.train.optimizer import AdamW
 from phalanx.train.sync.diloco import DiLoCo
@@ -176,7 +176,7 @@ class Stepper:
         """Positions of the tokens that this rank has of every sequence; None where it has all."""
         if self.job.layout.cp == 1:
             return None
-        runs = places(self.job.layout, self.job.model.seq_len, self.mesh.coordinates["cp"], slices)
+        runs = rank_positions(self.job.layout, self.job.model.seq_len, self.mesh.coordinates["cp"], slices)
         return torch.tensor([position for run in runs for position in run], device=self.device)
 
     def name_first(self, bad: int | None) -> str:

@@ -25,19 +25,19 @@ class GradedRow:
     row_id: str
     source: str
     family: str
-    """Device and program."""
+    """Device and framework."""
     calibration: bool
-    """The model's constants were fitted to it, among others."""
+    """Whether the model's constants were fitted to it, among others."""
     measured_s: float | None
     predicted_s: float
     measured_bytes: float | None
     predicted_bytes: float | None
     oom: bool
-    """It ran out of memory."""
+    """Whether it ran out of memory."""
     fits: bool
-    """It is predicted to fit, or nothing is said of it: where weights are frozen."""
+    """Whether it is predicted to fit; true if its memory is not predicted, because weights are frozen."""
     group: Hashable
-    """What rows share whose layouts compete: model, machine, batch, number format, program."""
+    """Properties shared by rows whose layouts compete: model, machine, batch, number format, framework."""
     layout: str
     ideal_s: float
     """Seconds of its FLOPs, recomputation included, at the device's peak."""
@@ -59,7 +59,7 @@ class Errors:
 
     n: int
     median: float
-    """Of the absolute errors."""
+    """Median of the absolute errors."""
     p90: float
     bias: float
     """Median of the signed errors."""
@@ -67,14 +67,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How well predictions reproduce the measured order of layouts."""
+    """Agreement of the predicted with the measured order of layouts."""
 
     groups: int
     rows: int
     tau: float
     """Kendall's tau-b, the mean over groups weighted by their pairs."""
     regret: float
-    """Measured time of the layout that is predicted fastest, over the best measured, minus 1: mean over groups."""
+    """Mean over groups of the measured time of the layout predicted fastest, over the best measured, minus 1."""
     worst_regret: float
 
 
@@ -83,12 +83,12 @@ class Verdicts:
     """Predictions of whether a row fits, against the outcome."""
 
     oom_said: int
-    """Ran out of memory, and was predicted to."""
+    """Number of rows that ran out of memory, as predicted."""
     oom_missed: tuple[str, ...]
-    """Rows that ran out of memory and were predicted to fit."""
+    """Rows that ran out of memory although they were predicted to fit."""
     ran_said: int
     ran_refused: tuple[str, ...]
-    """Rows that ran and were predicted not to fit."""
+    """Rows that ran although they were predicted not to fit."""
 
 
 def outcomes(
@@ -132,7 +132,7 @@ def errors(values: Iterable[float | None]) -> Errors | None:
     if not signed:
         return None
     absolute = sorted(abs(value) for value in signed)
-    # Nearest rank: the least that ninety of a hundred do not exceed.
+    # Nearest-rank percentile: the smallest value that 90 % do not exceed.
     ninetieth = absolute[-(-9 * len(absolute) // 10) - 1]
     return Errors(len(signed), statistics.median(absolute), ninetieth, statistics.median(signed))
 
@@ -169,7 +169,7 @@ def ranking(found: Iterable[GradedRow]) -> Ranking | None:
         pairs = len(layouts) * (len(layouts) - 1) // 2
         if tau is not None:
             taus.append((tau, pairs))
-        regrets.append(min(layouts, key=lambda one: one[1])[0] / min(measured) - 1)
+        regrets.append(min(layouts, key=lambda layout: layout[1])[0] / min(measured) - 1)
         rows += len(layouts)
     if not regrets or not taus:
         return None
@@ -178,7 +178,7 @@ def ranking(found: Iterable[GradedRow]) -> Ranking | None:
 
 
 def _competing(found: Iterable[GradedRow]) -> Iterator[list[tuple[float, float]]]:
-    """Measured and predicted seconds of each layout of a group; of runs of one layout the mean."""
+    """Yields the measured and predicted seconds of each layout of a group; of several runs of one layout the mean."""
     groups: dict[Hashable, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for outcome in found:
         if outcome.measured_s is not None:
@@ -201,12 +201,12 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 def verdicts(found: Iterable[GradedRow]) -> Verdicts:
     """Returns the verdicts on rows that ran out of memory, and on those whose time or memory was measured."""
-    said, missed, ran, refused = 0, list[str](), 0, list[str]()
+    oom_predicted, missed, ran_predicted, refused = 0, list[str](), 0, list[str]()
     for outcome in found:
         if outcome.oom:
-            said += not outcome.fits
+            oom_predicted += not outcome.fits
             missed += [outcome.row_id] * outcome.fits
         elif outcome.measured_s is not None or outcome.measured_bytes is not None:
-            ran += outcome.fits
+            ran_predicted += outcome.fits
             refused += [outcome.row_id] * (not outcome.fits)
-    return Verdicts(said, tuple(missed), ran, tuple(refused))
+    return Verdicts(oom_predicted, tuple(missed), ran_predicted, tuple(refused))

@@ -34,18 +34,18 @@ def table(found: Sequence[GradedRow], key: Callable[[GradedRow], str]) -> Table:
 def calibrated(found: Sequence[GradedRow]) -> Table:
     """Returns the calibration rows by family, with their errors after the fit."""
     lines: Table = [("family", "rows", "time median", "p90", "bias")]
-    for name, group in by([one for one in found if one.calibration], lambda one: one.family).items():
-        lines.append((name, str(len(group)), *_percents(errors(one.time_error for one in group))))
+    for name, group in by([row for row in found if row.calibration], lambda row: row.family).items():
+        lines.append((name, str(len(group)), *_percents(errors(row.time_error for row in group))))
     return lines
 
 
 def confusion(found: Sequence[GradedRow]) -> Table:
     """Returns the verdicts on memory against the outcomes."""
-    said = verdicts(found)
+    counts = verdicts(found)
     return [
         ("", "predicted to fit", "predicted not to fit"),
-        ("ran", str(said.ran_said), str(len(said.ran_refused))),
-        ("out of memory", str(len(said.oom_missed)), str(said.oom_said)),
+        ("ran", str(counts.ran_said), str(len(counts.ran_refused))),
+        ("out of memory", str(len(counts.oom_missed)), str(counts.oom_said)),
     ]
 
 
@@ -54,10 +54,10 @@ def as_dict(found: Sequence[GradedRow], refused: Sequence[tuple[str, str]]) -> d
     return {
         "rows": len(found) + len(refused),
         "refused": dict(refused),
-        "sources": {name: _figures(group) for name, group in by(found, lambda one: one.source).items()},
-        "families": {name: _figures(group) for name, group in by(found, lambda one: one.family).items()},
+        "sources": {name: _figures(group) for name, group in by(found, lambda row: row.source).items()},
+        "families": {name: _figures(group) for name, group in by(found, lambda row: row.family).items()},
         "memory_verdicts": asdict(verdicts(found)),
-        "calibration": [one.row_id for one in found if one.calibration],
+        "calibration": [row.row_id for row in found if row.calibration],
     }
 
 
@@ -70,25 +70,25 @@ def markdown(lines: Table) -> str:
 def _figures(group: Sequence[GradedRow]) -> dict[str, Any]:
     tested = judged(group)
     found = {
-        "time": errors(one.time_error for one in tested),
+        "time": errors(row.time_error for row in tested),
         "constant_efficiency": errors(_constants(tested)),
-        "memory": errors(one.memory_error for one in tested),
+        "memory": errors(row.memory_error for row in tested),
         "ranking": ranking(group),
     }
     return {name: asdict(value) for name, value in found.items() if value}
 
 
 def _constants(group: Sequence[GradedRow]) -> list[float]:
-    """Errors of one constant efficiency for each source and device."""
-    parts = by(group, lambda one: f"{one.source} {one.family.split()[0]}").values()
+    """Returns the errors of one constant efficiency for each source and device."""
+    parts = by(group, lambda row: f"{row.source} {row.family.split()[0]}").values()
     return [error for part in parts for error in baseline(part)]
 
 
 def _line(name: str, group: Sequence[GradedRow]) -> tuple[str, ...]:
     tested = judged(group)
     times, memory, ranks = (
-        errors(one.time_error for one in tested),
-        errors(one.memory_error for one in tested),
+        errors(row.time_error for row in tested),
+        errors(row.memory_error for row in tested),
         ranking(group),
     )
     constant = _percents(errors(_constants(tested)))[:2]

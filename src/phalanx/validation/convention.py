@@ -1,4 +1,4 @@
-"""What published TFLOP/s and MFU count: every source in its own way, and both figures of one source alike.
+"""The FLOPs that published TFLOP/s and MFU count: each source has its own convention, the same for both figures.
 
 full              model FLOPs, attention as if there were no mask: PaLM (Chowdhery et al. 2022, appendix B), MaxText
                   before its change 1988, Korthikanti et al. 2022, Megatron-LM until 2025, dgxc-benchmarking
@@ -8,7 +8,7 @@ parameters        6 N + 12 layers × width × tokens of a sequence, with N all p
                   llm-foundry (whose heads are tied), torchtitan in 2024
 hardware          with full recomputation, so that blocks run their forward pass twice: Narayanan et al. 2021, equation
                   3, 96 B s l h² (1 + s/6h + V/16lh) for the GPT kind; bigscience after its correction
-hardware_matrices the matrices of the blocks alone of it, 96 B s l h²: bigscience before
+hardware_matrices its part of the blocks' matrices, 96 B s l h²: bigscience before its correction
 hardware_eight    8 N, N as printed: bigscience's one-liners
 """
 
@@ -35,14 +35,14 @@ Counts = Literal["full", "causal", "parameters", "hardware", "hardware_matrices"
 
 @dataclass(frozen=True)
 class Convention:
-    """How a source counts FLOPs, and what its MFU divides them by."""
+    """A source's count of FLOPs, and the peak of its MFU."""
 
     counts: Counts = "full"
-    """What its TFLOP/s and its MFU count. No source is known that prints both from different counts."""
+    """FLOPs that its TFLOP/s and its MFU count; no known source prints both from different counts."""
     narrow_peak: bool = False
-    """MFU of 8-bit and 4-bit runs is against the peak of these formats, not against that of bfloat16."""
+    """Whether MFU of 8-bit and 4-bit runs is against the peak of these formats instead of that of bfloat16."""
     peaks: tuple[tuple[str, float], ...] = ()
-    """Peaks that it uses in place of the data sheets': 16 bits in TFLOP/s by device name, the narrower twice that."""
+    """Peaks that replace the data sheets': 16 bits in TFLOP/s by device name; the narrower formats have twice that."""
 
 
 SOURCES: tuple[tuple[str, Convention], ...] = (
@@ -62,18 +62,16 @@ SOURCES: tuple[tuple[str, Convention], ...] = (
     ("2407.21783", Convention("causal")),
     ("nemo", Convention("causal")),
 )
-"""By a pattern of the source or of its notes; the first that is there."""
+"""Conventions by a pattern of the source or of its notes; the first match counts."""
 
 
-def convention_of(told: str) -> Convention:
-    """Returns the convention of a source; `told` is its name and notes in lower case. Unknown sources count model FLOPs
-    with full attention."""
-    return next((convention for pattern, convention in SOURCES if re.search(pattern, told)), Convention())
+def convention_of(description: str) -> Convention:
+    """Returns the convention of a source from its name and notes in lower case; unknown ones count full attention."""
+    return next((convention for pattern, convention in SOURCES if re.search(pattern, description)), Convention())
 
 
 def flops_per_step(counts: Counts, model: ModelConfig, sequences: int, parameters: float = 0.0) -> float:
-    """Returns the FLOPs of a step of `sequences` sequences, over all devices. `parameters` is the printed number; 0
-    counts them."""
+    """Returns the FLOPs of a step of `sequences` sequences on all devices; 0 `parameters` means to count them."""
     tokens = sequences * model.seq_len
     layers = range(model.n_layers)
     if counts in ("full", "causal"):

@@ -18,10 +18,10 @@ from phalanx.validation import row_layout, row_machine, row_shape
 from phalanx.validation.convention import Convention, convention_of, flops_per_step, peak_tflops
 from phalanx.validation.row_cells import Cells
 
-Means = Literal["allocated", "reserved", "device"]
+MemoryKind = Literal["allocated", "reserved", "device"]
 
-LORA = 2 / 3
-"""Of a step's FLOPs what is left where only adapters train: no gradients of the weights, one of three products."""
+LORA_SHARE = 2 / 3
+"""Share of a step's FLOPs if only adapters train: without the gradients of weights, two of three products."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,29 @@ class Reading:
 
     spec: StepSpec
     measured_s: float | None
-    """Seconds of a step: measured, or from the tokens, TFLOP/s or MFU that were."""
+    """Seconds of a step, measured or derived from measured tokens, TFLOP/s or MFU."""
     measured_from: str
-    """The column that it is from; empty where nothing was measured."""
+    """The column that it is from; empty if nothing was measured."""
     measured_memory: float | None
     """Bytes of the fullest device."""
-    memory_means: Means
-    """What these bytes are: what the program's tensors took (torch's max_memory_allocated), what its allocator held
-    (max_memory_reserved), or what the device said was taken (nvidia-smi)."""
+    memory_means: MemoryKind
+    """Meaning of these bytes: allocated by tensors (torch's max_memory_allocated), reserved by the allocator
+    (max_memory_reserved), or taken on the device (nvidia-smi)."""
     memory_unit: float
-    """Bytes of the source's GB."""
+    """Bytes in the source's GB."""
     oom: bool
-    """It ran out of memory."""
+    """Whether it ran out of memory."""
     framework: str
-    """The family of the program."""
+    """Family of the framework."""
     source: str
-    """A short name of the source."""
+    """Short name of the source."""
     convention: Convention
     parameters: float
-    """Parameters as printed, 0 where they are not."""
+    """Number of parameters as printed; 0 if it is not."""
     share: float
-    """Of a training step's time what this is: less than 1 where weights are frozen."""
+    """Share of a training step's time that this row measures; less than 1 if weights are frozen."""
     assumptions: tuple[str, ...]
-    """What was filled in, or stands for something else."""
+    """Values that were filled in, and approximations."""
 
     @property
     def devices(self) -> int:
@@ -60,21 +60,21 @@ class Reading:
 
     @property
     def peak_tflops(self) -> float:
-        """Peak of a device in TFLOP/s that the source's MFU is against."""
+        """Peak in TFLOP/s per device of the source's MFU."""
         return peak_tflops(self.convention, self.spec.cluster.accelerator, self.spec.products)
 
     def tflops(self, seconds: float) -> float:
-        """TFLOP/s per device of a step that takes `seconds`, as the source counts."""
+        """Returns TFLOP/s per device of a step that takes `seconds`, as the source counts."""
         sequences = self.spec.batch.global_batch
         flops = flops_per_step(self.convention.counts, self.spec.model, sequences, self.parameters)
         return self.share * flops / seconds / self.devices / 1e12
 
     def mfu_pct(self, seconds: float) -> float:
-        """MFU in percent: `tflops` over the peak that the source divides by."""
+        """Returns MFU in percent: `tflops` over the peak that the source divides by."""
         return 100 * self.tflops(seconds) / self.peak_tflops
 
     def tokens_per_s(self, seconds: float) -> float:
-        """Returns tokens per second and device."""
+        """Returns tokens per second per device."""
         return self.spec.batch.global_batch * self.spec.model.seq_len / seconds / self.devices
 
 
@@ -82,30 +82,32 @@ def read(row: Mapping[str, str]) -> Reading:
     """Reads a row. Raises JobError with every reason why it cannot be expressed."""
     cells = Cells(row)
     cells.check()
-    program = row_machine.program_of(cells)
+    framework = row_machine.framework_of(cells)
     cluster = row_machine.cluster_of_row(cells)
-    model = row_shape.model_of(cells, program, row_layout.degree(cells, "pp") or 1)
+    model = row_shape.model_of(cells, framework, row_layout.degree(cells, "pp") or 1)
     if cells.problems or not model or not cluster:
         raise JobError(cells.problems)
-    found = row_layout.layout_of(cells, model, cluster, program)
-    products = row_machine.products_of(cells, cluster, program)
+    found = row_layout.layout_of(cells, model, cluster, framework)
+    products = row_machine.products_of(cells, cluster, framework)
     if not found:
         raise JobError(cells.problems)
     layout, batch = found
     width = 4 if products == "fp32" else 2
-    spec = StepSpec(model, cluster, layout, batch, products, width, calibrated(program, cluster.accelerator))
-    reading = _measured(cells, _unmeasured(cells, spec, program))
+    spec = StepSpec(model, cluster, layout, batch, products, width, calibrated(framework, cluster.accelerator))
+    reading = _measured(cells, _unmeasured(cells, spec, framework))
     if cells.problems:
         raise JobError(cells.problems)
     return replace(reading, assumptions=tuple(cells.assumed))
 
 
-def _unmeasured(cells: Cells, spec: StepSpec, program: str) -> Reading:
+def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
     share = 1.0
-    if re.search("(?<![a-z])lora(?![a-z])", cells.told):
-        share = LORA
-        cells.assume("LoRA: a training step without the gradients of weights, two thirds of it; memory is not told")
-    means, unit = _memory(cells.told)
+    if re.search("(?<![a-z])lora(?![a-z])", cells.description):
+        share = LORA_SHARE
+        cells.assume(
+            "LoRA: a training step without the gradients of weights, two thirds of it; memory is not predicted"
+        )
+    means, unit = _memory(cells.description)
     return Reading(
         spec=spec,
         measured_s=None,
@@ -114,9 +116,9 @@ def _unmeasured(cells: Cells, spec: StepSpec, program: str) -> Reading:
         memory_means=means,
         memory_unit=unit,
         oom=False,
-        framework=program,
+        framework=framework,
         source=source_of(cells),
-        convention=convention_of(cells.told),
+        convention=convention_of(cells.description),
         parameters=(cells.number("n_params_b") or 0) * 1e9,
         share=share,
         assumptions=(),
@@ -124,7 +126,7 @@ def _unmeasured(cells: Cells, spec: StepSpec, program: str) -> Reading:
 
 
 def _measured(cells: Cells, reading: Reading) -> Reading:
-    """With what was measured: seconds, or what they follow from."""
+    """Returns the reading with its measurements: seconds, or figures that determine them."""
     seconds: dict[str, float] = {}
     for name in ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct"):
         if (value := cells.number(name)) is not None:
@@ -136,17 +138,17 @@ def _measured(cells: Cells, reading: Reading) -> Reading:
             if not 1 / 1.5 < other / seconds[first] < 1.5:
                 cells.assume(f"{first} and {name} do not agree: by a factor of {other / seconds[first]:.2g}")
     gigabytes = cells.number("peak_mem_gb")
-    said = re.search(r"\boom", f"{cells.told} {cells.text('peak_mem_gb').lower()}")
-    near = re.search(r"(close to|near|almost|before) oom", cells.told)
+    oom = re.search(r"\boom", f"{cells.description} {cells.text('peak_mem_gb').lower()}")
+    near = re.search(r"(close to|near|almost|before) oom", cells.description)
     return replace(
         reading,
         measured_memory=None if gigabytes is None else gigabytes * reading.memory_unit,
-        oom=bool(said) and not near and reading.measured_s is None,
+        oom=bool(oom) and not near and reading.measured_s is None,
     )
 
 
 def _seconds(reading: Reading, name: str, value: float) -> float:
-    """Seconds of a step that a measured figure means."""
+    """Returns the seconds of a step that correspond to a measured figure."""
     if name == "step_time_s":
         return value
     if name == "tokens_per_s_per_gpu":
@@ -160,15 +162,15 @@ def source_of(cells: Cells) -> str:
     return named or re.split(r"[ @,;]", cells.text("source"))[0] or "unnamed"
 
 
-def _memory(told: str) -> tuple[Means, float]:
-    """What a source's memory is, and the bytes of its GB. nvidia-smi and torch's own summaries count in GiB."""
-    if "nvidia-smi" in told or "bigscience" in told:
+def _memory(description: str) -> tuple[MemoryKind, float]:
+    """Returns the meaning of a source's memory, and the bytes in its GB: GiB for nvidia-smi and torch's summaries."""
+    if "nvidia-smi" in description or "bigscience" in description:
         return "device", 2**30
-    if "max allocated" in told or "max_memory_allocated" in told:
+    if "max allocated" in description or "max_memory_allocated" in description:
         return "allocated", 2**30
-    if "reserved" in told or "torchtitan" in told:
+    if "reserved" in description or "torchtitan" in description:
         return "reserved", 2**30
-    if "zero bubble" in told or "2401.10241" in told:
+    if "zero bubble" in description or "2401.10241" in description:
         # State and activations by formula are within 3 % of its table 4 when its GB are 10^9 bytes.
         return "allocated", 1e9
     return "reserved", 2**30

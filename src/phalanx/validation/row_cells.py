@@ -13,7 +13,7 @@ COLUMNS = (
     *("ep", "zero_stage", "sequence_parallel", "recompute", "schedule", "micro_batch", "global_batch_seqs"),
     *("precision", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb", "notes"),
 )
-"""Columns that mean something; any subset may be there, and others beside."""
+"""Columns with a meaning; a table may have any subset of them, and others."""
 
 COUNTS = {
     "n_layers": "model.n_layers",
@@ -35,10 +35,10 @@ COUNTS = {
     "micro_batch": "layout.micro_batch",
     "global_batch_seqs": "train.global_batch",
 }
-"""Whole numbers, and the field of a job whose upper bound each has."""
+"""Columns of whole numbers, and the field of a job whose upper bound each has."""
 AMOUNTS = ("n_params_b", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb")
 
-_NOTHING = {"", "-", "--", "n/a", "na", "nan", "none", "null", "?", "x", "unknown", "tbd"}
+_BLANK = {"", "-", "--", "n/a", "na", "nan", "none", "null", "?", "x", "unknown", "tbd"}
 _YES, _NO = {"yes", "true", "1", "on", "y"}, {"no", "false", "0", "off", "n"}
 
 
@@ -49,13 +49,13 @@ class Cells:
         self._row = {name.strip().lower(): (value or "").strip() for name, value in row.items() if name}
         self.problems: list[str] = []
         self.assumed: list[str] = []
-        self.told = " ".join(self.text(name) for name in ("source", "row_id", "model_name", "notes")).lower()
+        self.description = " ".join(self.text(name) for name in ("source", "row_id", "model_name", "notes")).lower()
         """All that says where the row is from, in small letters."""
 
     def text(self, name: str) -> str:
         """Returns the cell's text; empty for a blank or unknown value."""
         text = self._row.get(name, "")
-        return "" if text.lower() in _NOTHING else text
+        return "" if text.lower() in _BLANK else text
 
     def raw(self, name: str) -> str:
         """Returns the cell's text in lower case, also where `none` has a meaning."""
@@ -91,7 +91,7 @@ class Cells:
         return int(value)
 
     def check(self) -> None:
-        """Read every number, so that all problems with them are told and not the first."""
+        """Reads every number, so that all problems with them are reported at once."""
         for name, path in COUNTS.items():
             most, reason = BOUNDS[path]
             if self.whole(name) > most:
@@ -106,12 +106,12 @@ class Cells:
             self.problem(f"{name}: expected yes or no, found {text!r}")
         return True if text in _YES else False if text in _NO else None
 
-    def problem(self, said: str) -> None:
+    def problem(self, message: str) -> None:
         """Records why the row cannot be expressed."""
-        if said not in self.problems:
-            self.problems.append(said)
+        if message not in self.problems:
+            self.problems.append(message)
 
-    def assume(self, said: str) -> None:
+    def assume(self, message: str) -> None:
         """Records a value that was filled in."""
-        if said not in self.assumed:
-            self.assumed.append(said)
+        if message not in self.assumed:
+            self.assumed.append(message)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from phalanx.config.cluster import Accelerator, Cluster
 from phalanx.config.clusters import CLUSTERS
-from phalanx.config.devices import ACCELERATORS
+from phalanx.config.devices import ACCELERATORS, MEMORY_TOLERANCE
 from phalanx.cost.spec import Products
 from phalanx.nearest import nearest
 from phalanx.validation.row_cells import Cells
@@ -42,7 +42,7 @@ _DEVICES: tuple[tuple[str, str], ...] = (
     ("v5e|v5 ?lite", "tpu-v5e"),
     ("tpu.*v4", "tpu-v4"),
 )
-"""How devices are spelled, the longer names first: a pattern in small letters, and the machine."""
+"""Patterns of the devices' spellings in lower case, longer names first, and the machine."""
 
 _SITES: tuple[tuple[str, str, str], ...] = (
     ("bigscience|jean[ -]zay", "dgx-a100", "jean-zay"),
@@ -55,9 +55,9 @@ _SITES: tuple[tuple[str, str, str], ...] = (
     ("perlmutter", "dgx-a100-40gb|dgx-a100", "perlmutter"),
     ("sophia", "dgx-a100-40gb|dgx-a100", "sophia"),
 )
-"""Whose machine it is: a pattern of what the row says of its source, the machine by its device, the site's own."""
+"""Patterns of the source's description, the machine of its device, and the site's own machine."""
 
-_PROGRAMS: tuple[tuple[str, str], ...] = (
+_FRAMEWORKS: tuple[tuple[str, str], ...] = (
     ("vtrain", "vtrain"),
     ("zero bubble|2401\\.10241", "zero-bubble"),
     ("\\(zero-3\\)", "deepspeed-zero3"),
@@ -73,7 +73,7 @@ _PROGRAMS: tuple[tuple[str, str], ...] = (
     ("2407\\.21783", "llama3"),
     ("megascale.*(baseline|megatron-lm|parallel transformer|sliding window|\\+tp overlap|\\+pp overlap)", "megatron"),
     ("megascale", "megascale"),
-    # Before NeMo: half of the submissions have its name in theirs.
+    # Before NeMo, because half of the submissions have NeMo in their name.
     ("mlperf.*(google|tpu)", "maxtext"),
     ("mlperf", "mlperf"),
     ("\\b25\\.[01][0-9] nemo|v25\\.|dgxc", "nemo-2025"),
@@ -83,7 +83,7 @@ _PROGRAMS: tuple[tuple[str, str], ...] = (
     ("deepspeed", "megatron-deepspeed"),
     ("fsdp", "torchtitan"),
 )
-"""What trained there: a pattern of what the row says of its source, and the family of programs."""
+"""Patterns of the source's description, and the family of frameworks."""
 
 SHARDED = (
     "fsdp1",
@@ -94,26 +94,27 @@ SHARDED = (
     "maxtext",
     "deepspeed-zero3",
 )
-"""Programs that shard parameters where nothing else is said."""
+"""Frameworks that shard parameters by default."""
 MODERN = ("nemo", "nemo-2025", "nemo-early-2026", "mlperf", "megatron-core", "llama3", "megascale", "megatron")
-"""Megatron's kin since 2022: tensor parallelism comes with sequence parallelism where nothing else is said."""
+"""Megatron's relatives since 2022, whose tensor parallelism includes sequence parallelism by default."""
 DISTRIBUTED = (*MODERN, "megatron-deepspeed")
-"""Programs that shard the optimizer's state where nothing else is said."""
+"""Frameworks that shard the optimizer state by default."""
+USABLE_MEMORY = 0.99
+"""Share of the printed memory that a program can use, assumed for devices with an unusual size."""
 
 
-def program_of(cells: Cells) -> str:
-    """The family of the program that trained; `megatron` where nothing is known."""
-    found = next((family for pattern, family in _PROGRAMS if re.search(pattern, cells.told)), "")
+def framework_of(cells: Cells) -> str:
+    """Returns the family of the framework; `megatron` if it is unknown."""
+    found = next((family for pattern, family in _FRAMEWORKS if re.search(pattern, cells.description)), "")
     if not found:
-        cells.assume("program unknown: as Megatron")
+        cells.assume("framework unknown: as Megatron")
     return found or "megatron"
 
 
 def cluster_of_row(cells: Cells) -> Cluster | None:
-    """Returns the machine, with as many nodes as the row's devices need; None with a recorded problem if it is
-    unknown."""
+    """Returns the machine with as many nodes as the row needs; None with a recorded problem if it is unknown."""
     text, devices = cells.text("gpu").lower(), cells.whole("n_gpus")
-    if not devices and not any(said.startswith("n_gpus") for said in cells.problems):
+    if not devices and not any(problem.startswith("n_gpus") for problem in cells.problems):
         cells.problem(f"n_gpus: is {cells.text('n_gpus') or 'blank'}, and nothing else says how many devices there are")
     machine = next((name for pattern, name in _DEVICES if re.search(pattern, text)), "")
     if not machine:
@@ -124,38 +125,39 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
     if not machine or not devices:
         return None
     cluster = _sited(cells, machine)
-    a_node = cells.whole("gpus_per_node") or cluster.devices_per_node
-    a_node = min(a_node, devices)
+    per_node = cells.whole("gpus_per_node") or cluster.devices_per_node
+    per_node = min(per_node, devices)
     cluster = replace(cluster, accelerator=_with_memory(cells, text, cluster.accelerator))
-    return replace(cluster, preset="", nodes=-(-devices // a_node), devices_per_node=a_node)
+    return replace(cluster, preset="", nodes=-(-devices // per_node), devices_per_node=per_node)
 
 
 def _with_memory(cells: Cells, text: str, device: Accelerator) -> Accelerator:
-    """The device with the memory that its spelling says, where that is another: an A100 with 64 GB."""
-    said = re.search("([0-9]{2,3}) ?gi?b", text)
-    if not said or abs(float(said[1]) / device.memory_gib - 1) < 0.12:
+    """Returns the device with the memory that its spelling states, if that differs: an A100 with 64 GB."""
+    stated = re.search("([0-9]{2,3}) ?gi?b", text)
+    if not stated or abs(float(stated[1]) / device.memory_gib - 1) < MEMORY_TOLERANCE:
         return device
-    cells.assume(f"{device.name} with {said[1]} GB")
-    return replace(device, memory_gib=0.99 * float(said[1]))
+    cells.assume(f"{device.name} with {stated[1]} GB")
+    return replace(device, memory_gib=USABLE_MEMORY * float(stated[1]))
 
 
 def _sited(cells: Cells, machine: str) -> Cluster:
-    """The machine, where the source is known that source's own."""
+    """Returns the machine of the source if it is known, else the device's usual one."""
     site = next(
-        (own for pattern, of, own in _SITES if re.fullmatch(of, machine) and re.search(pattern, cells.told)), machine
+        (own for pattern, of, own in _SITES if re.fullmatch(of, machine) and re.search(pattern, cells.description)),
+        machine,
     )
     if site == "v100-16gb":  # the one device without a machine of its own in the catalogue
         cells.assume("V100 with 16 GB in a DGX-1")
         return replace(CLUSTERS["dgx-v100"], accelerator=ACCELERATORS["v100-16gb"])
     cluster = CLUSTERS[site]
-    if "vtrain" in cells.told:
-        # 800 Gb/s a node in all (its config/validation), for eight devices. What NVLink reaches there its own tables
-        # of NCCL say, from which the preset's figure is.
+    if "vtrain" in cells.description:
+        # 800 Gb/s per node (its config/validation), for eight devices. The preset's NVLink figure is from its own
+        # tables of NCCL.
         return replace(cluster, inter=replace(cluster.inter, gbs=12.5))
     return cluster
 
 
-def products_of(cells: Cells, cluster: Cluster, program: str) -> Products:
+def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
     """Returns the number format of the blocks' matrix products; the narrower one of two."""
     text = cells.text("precision").lower()
     device = cluster.accelerator
@@ -177,15 +179,15 @@ def products_of(cells: Cells, cluster: Cluster, program: str) -> Products:
     if (
         device.fp4_tflops
         and cells.whole("n_gpus") <= 8
-        and re.search("mlperf.*v5\\.1.*8b.*(fp4|2 candidate|not matched)", cells.told)
+        and re.search("mlperf.*v5\\.1.*8b.*(fp4|2 candidate|not matched)", cells.description)
     ):
-        # Two recipes of one node: the submitters whose recipe is not the one with 8 bits took that with 4.
+        # There are two recipes for one node: submitters that do not use the 8-bit one use the 4-bit one.
         cells.assume("precision blank: fp4, the faster of the round's two recipes")
         return "fp4"
-    if "mlperf" in cells.told and device.fp8_tflops and not device.name.startswith("tpu"):
+    if "mlperf" in cells.description and device.fp8_tflops and not device.name.startswith("tpu"):
         cells.assume("precision blank: fp8, as MLPerf submissions train")
         return "fp8"
-    if program in ("megatron-2021", "megatron-2022", "zero-bubble", "vtrain"):
+    if framework in ("megatron-2021", "megatron-2022", "zero-bubble", "vtrain"):
         return "fp16"
     cells.assume("precision blank: bf16")
     return "bf16"

@@ -11,10 +11,10 @@ from phalanx.schedule import catalogue
 from phalanx.validation.row_cells import Cells
 
 MLPERF_CHUNKS = {96: 6, 126: 8}
-"""Stages a rank of MLPerf's large models, GPT-3 and Llama 3.1 405B, by their layers."""
+"""Stages per rank of MLPerf's large models, GPT-3 and Llama 3.1 405B, by their number of layers."""
 
 
-def scheduled(cells: Cells, model: ModelConfig, program: str, layout: Layout) -> Layout:
+def scheduled(cells: Cells, model: ModelConfig, framework: str, layout: Layout) -> Layout:
     """Returns the schedule and, if the framework distributes layers evenly, the cut."""
     if layout.pp == 1:
         return layout
@@ -25,10 +25,10 @@ def scheduled(cells: Cells, model: ModelConfig, program: str, layout: Layout) ->
     entry = catalogue.SCHEDULES[name]
     least, most = entry.chunks
     if entry.interleaves and chunks < least:
-        chunks = min(4 if "2407.21783" in cells.told else 2, model.n_layers // layout.pp)
+        chunks = min(4 if "2407.21783" in cells.description else 2, model.n_layers // layout.pp)
         cells.assume(f"vpp blank: {chunks}")
     chunks = min(max(chunks, least), most)
-    totals = _totals(model.n_layers, layout.pp, program)
+    totals = _totals(model.n_layers, layout.pp, framework)
     if entry.interleaves:
         if chunks > min(totals):
             cells.assume(f"vpp {chunks} with stages without layers: {min(totals)}")
@@ -41,7 +41,7 @@ def scheduled(cells: Cells, model: ModelConfig, program: str, layout: Layout) ->
 
 
 def _name(cells: Cells, chunks: int) -> str:
-    """The schedule's own name; empty with a problem told where it is unknown."""
+    """Returns the schedule's name; empty with a recorded problem if it is unknown."""
     text = re.sub(r"\(.*\)", "", cells.text("schedule").lower()).strip()
     text = text or Layout.schedule
     found = text if text in catalogue.SCHEDULES else catalogue.likely(re.sub("[^a-z0-9_]", "", text))
@@ -56,25 +56,25 @@ def _chunks(cells: Cells, model: ModelConfig, layout: Layout) -> int:
     text = cells.text("vpp").lower()
     if text.startswith("max"):
         return max(1, -(-model.n_layers // layout.pp))
-    if not text and re.search("(vpp|layouts?) not given", cells.told) and (fits := _fitting(model, layout)):
+    if not text and re.search("(vpp|layouts?) not given", cells.description) and (fits := _fitting(model, layout)):
         cells.assume(f"vpp blank: {fits}, for a bubble of at most 5 %")
         return fits
-    if not text and "mlperf" in cells.told and (chunks := MLPERF_CHUNKS.get(model.n_layers, 0)):
+    if not text and "mlperf" in cells.description and (chunks := MLPERF_CHUNKS.get(model.n_layers, 0)):
         cells.assume(f"vpp blank: {chunks}")
         return chunks
     return cells.whole("vpp", 1)
 
 
 def _fitting(model: ModelConfig, layout: Layout) -> int:
-    """The least chunks of whole layers with which a pipeline stands still for at most 5 % of its work; 0 if none."""
+    """Returns the fewest chunks of whole layers with which the bubble is at most 5 %; 0 if there are none."""
     each = model.n_layers // layout.pp
     legal = [n for n in range(1, each + 1) if model.n_layers % layout.pp == 0 and each % n == 0]
     return next((n for n in legal if (layout.pp - 1) <= 0.05 * layout.accumulation * n), max(legal, default=0))
 
 
-def _totals(layers: int, pp: int, program: str) -> list[int]:
-    """Layers of each rank: equal parts; where the embedding and the head take a layer's place each, one less on the
-    first and the last rank; else as DeepSpeed deals them out, the last rank getting what is left."""
+def _totals(layers: int, pp: int, framework: str) -> list[int]:
+    """Returns the layers of each rank: equal parts; one less on the first and the last rank if the embedding and the
+    head count as a layer each; else DeepSpeed's, whose last rank gets the rest."""
     if layers % pp == 0:
         return [layers // pp] * pp
     if (layers + 2) % pp == 0 and layers + 2 > pp:
@@ -82,14 +82,14 @@ def _totals(layers: int, pp: int, program: str) -> list[int]:
         return [each - 1, *[each] * (pp - 2), each - 1]
     each = -(-layers // pp)
     left = layers - each * (pp - 1)
-    if program == "megatron-deepspeed" and left > 0:
+    if framework == "megatron-deepspeed" and left > 0:
         return [*[each] * (pp - 1), left]
     return [(layers + pp - 1 - rank) // pp for rank in range(pp)]
 
 
 def _cut(totals: list[int], chunks: int) -> list[int]:
-    """Layers of every stage, chunk after chunk. What does not divide goes to a rank's later chunks, of which fewer
-    micro-batches are in flight; the last rank's lack is in its last chunk, beside the head."""
+    """Returns the layers of every stage, chunk after chunk. A remainder goes to a rank's later chunks, which have fewer
+    micro-batches in flight; the last rank's last chunk, beside the head, has the fewest."""
     sizes = list[int]()
     for chunk in range(chunks):
         for rank, total in enumerate(totals):

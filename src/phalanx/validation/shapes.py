@@ -1,8 +1,8 @@
 """Shapes of models in published measurements, by the names that the sources use.
 
-Each is the released configuration (config.json of the model's hub page) or the table of its paper. What phalanx.config
-.presets has is taken from there. `ModelConfig` has one kind of block, attention and an MLP or experts; what a model has
-besides is expressed by the nearest of these and said in REMARKS.
+Each is the released configuration (config.json of the model's hub page) or the table of its paper; those in
+phalanx.config.presets are taken from there. `ModelConfig` has one kind of block, attention and an MLP or experts; other
+parts of a model are approximated and listed in REMARKS.
 """
 
 from __future__ import annotations
@@ -53,19 +53,20 @@ def _mla(q_rank: int, nope: int = 128, rope: int = 64, value: int = 128) -> MLA:
 
 
 def _squared(layers: int, width: int, heads: int, kv: int, ff: int, vocab: int, seq: int, **more: Any) -> ModelConfig:
-    """Nemotron: the Llama kind, with two matrices and a squared ReLU in place of SwiGLU."""
+    """Returns a Nemotron: the Llama kind, with two matrices and a squared ReLU instead of SwiGLU."""
     return llama(layers, width, heads, kv, ff, vocab, seq, activation="gelu", **more)
 
 
 def _maxtext(scale: int) -> ModelConfig:
-    """MaxText's `global_parameter_scale` in billions of parameters: doublings go in turn to heads and MLP, to the
-    width, to the layers (maxtext, `get_individual_scales`; base: 16 layers, 2,048 wide, 16 heads, MLP 7,168)."""
+    """Returns the shape of MaxText's `global_parameter_scale` in billions of parameters: doublings go in turn to heads
+    and MLP, to the width, to the layers (maxtext, `get_individual_scales`; base: 16 layers, 2,048 wide, 16 heads, MLP
+    7,168)."""
     cycles, rest = divmod(scale.bit_length() - 1, 3)
     heads, width, layers = 2 ** (cycles + (rest > 0)), 2 ** (cycles + (rest > 1)), 2**cycles
     return llama(16 * layers, 2048 * width, 16 * heads, 16 * heads, 7168 * heads, 32000, 2048, head_dim=128)
 
 
-def _many(kind: str, sizes: dict[str, tuple[int, int, int]], **more: Any) -> dict[str, ModelConfig]:
+def _sizes(kind: str, sizes: dict[str, tuple[int, int, int]], **more: Any) -> dict[str, ModelConfig]:
     return {f"{kind}{size}": gpt(*shape, **more) for size, shape in sizes.items()}
 
 
@@ -73,15 +74,15 @@ _MPT = {"bias": False, "vocab": 50368}
 _QWEN2 = {"qkv_bias": True}
 _SMALL = {"head_dim": 128, "tied": True}
 
-# Keys are names in small letters and digits, with p for a point: see `plain`.
+# Keys are lower-case letters and digits, with p for a point: see `plain`.
 SHAPES: dict[str, ModelConfig] = {
     **{
         re.sub(r"[^a-z0-9]", "", name.replace(".", "p")): shape
         for name, shape in PRESETS.items()
-        if shape.vocab_size  # without one it is no published model but a small one to test with
+        if shape.vocab_size  # models without a vocabulary are small ones for tests
     },
     # Brown et al. 2020, table 2.1; the sizes between are NeMo's examples.
-    **_many(
+    **_sizes(
         "gpt3",
         {
             "125m": (12, 768, 12),
@@ -99,7 +100,7 @@ SHAPES: dict[str, ModelConfig] = {
         },
     ),
     # bigscience tr3m (1.3 B), Megatron's table 3 in Korthikanti et al. 2022, MT-NLG (Smith et al. 2022).
-    **_many(
+    **_sizes(
         "gpt",
         {
             "1p3b": (24, 2048, 16),
@@ -117,7 +118,7 @@ SHAPES: dict[str, ModelConfig] = {
     "bloom176b": gpt(70, 14336, 112, 250880),
     "bloom7b1": gpt(30, 4096, 32, 250880),
     # Zhang et al. 2022, table 1.
-    **_many(
+    **_sizes(
         "opt",
         {
             "125m": (12, 768, 12),
@@ -133,7 +134,7 @@ SHAPES: dict[str, ModelConfig] = {
         vocab=50272,
     ),
     # llm-foundry, scripts/train/yamls/pretrain.
-    **_many(
+    **_sizes(
         "mpt",
         {
             "125m": (12, 768, 12),
@@ -247,7 +248,7 @@ SHAPES: dict[str, ModelConfig] = {
     **{f"maxtext{scale}b": _maxtext(scale) for scale in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)},
 }
 
-_SAME = {
+_ALIASES = {
     "qwen2p5": "qwen2",
     "qwen3vl": "qwen3",
     "qwen380b": "qwen3next",
@@ -261,10 +262,10 @@ _SAME = {
     "llama70b": "llama270b",
     "mtnlg530b": "mtnlg",
 }
-"""What else a name is called."""
+"""Other spellings of names."""
 
-_BARE = {"gpt2": "gpt2", "gpt3": "gpt3175b", "opt": "opt175b", "palm": "palm540b", "bloom": "bloom176b"}
-"""Names without a size, which are only taken as a whole: a GPT of 2.5 B is no gpt2."""
+_NAMES_WITHOUT_SIZE = {"gpt2": "gpt2", "gpt3": "gpt3175b", "opt": "opt175b", "palm": "palm540b", "bloom": "bloom176b"}
+"""Names without a size, which must match as a whole: a GPT of 2.5 B is no gpt2."""
 
 REMARKS = {
     "nemotronh": "hybrid of Mamba as a transformer of the same parameters and FLOPs",
@@ -279,27 +280,27 @@ REMARKS = {
     "bloom": "ALiBi as learned positions",
     "grok1": "GeGLU as SwiGLU",
 }
-"""What a shape leaves out or stands for, by the beginning of its key."""
+"""Approximations of shapes, by the beginning of their keys."""
 
 
 def plain(name: str) -> str:
     """Normalises a model's name to the spelling of SHAPES: lower-case letters and digits, p for a point."""
     text = re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=[0-9])\.(?=[0-9])", "p", name.lower()))
     text = re.sub(r"llama(?:3p[13]|31(?=8b|70b|405b))", "llama3", text)
-    for other, own in _SAME.items():
+    for other, own in _ALIASES.items():
         text = text.replace(other, own)
     return text
 
 
 def key_of(name: str) -> str | None:
-    """Returns the longest key of SHAPES that a name contains: `llama3-70b-l12` is a llama3-70b, whatever follows."""
+    """Returns the longest key of SHAPES that a name contains: `llama3-70b-l12` is a llama3-70b."""
     text = plain(name)
-    if text in _BARE:
-        return _BARE[text]
-    found = [key for key in SHAPES if key in text and key not in _BARE]
+    if text in _NAMES_WITHOUT_SIZE:
+        return _NAMES_WITHOUT_SIZE[text]
+    found = [key for key in SHAPES if key in text and key not in _NAMES_WITHOUT_SIZE]
     return max(found, key=len) if found else None
 
 
 def remark(key: str) -> str:
     """Returns the approximation that a shape stands for; empty if it is the model itself."""
-    return next((said for start, said in REMARKS.items() if key.startswith(start)), "")
+    return next((text for start, text in REMARKS.items() if key.startswith(start)), "")

@@ -34,7 +34,7 @@ ADDED = (
 )
 Predict = Callable[[StepSpec], Prediction]
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""A callback for progress: the activity, the amount done, and the total."""
 _LONGEST_CELL = 2**24
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -48,7 +48,7 @@ class Summary:
     refused: Counter[str] = field(default_factory=Counter)
     """Rows without a prediction, by the field at fault."""
     missing: tuple[str, ...] = ()
-    """Columns that the table does not have."""
+    """Known columns that the table does not have."""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,8 +63,8 @@ class Summary:
         return "\n".join(lines)
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """A Progress that shows nothing."""
+def silent(activity: str, done: int, total: int) -> None:
+    """Shows no progress."""
 
 
 def run(
@@ -79,8 +79,8 @@ def run(
     not exist."""
     if as_json and not out:
         raise JobError("--json prints one document and nothing else: name a file for the table, such as --out OUT.csv")
-    with _opened(source) as file, progress() as shown, _written(out) as target:
-        summary = write(file, target, whole.predict, shown)
+    with _opened(source) as file, progress() as callback, _written(out) as target:
+        summary = write(file, target, whole.predict, callback)
     print(json.dumps(summary.as_dict(), indent=1) if as_json else summary, file=sys.stdout if as_json else sys.stderr)
     return 0
 
@@ -90,27 +90,27 @@ def write(file: BinaryIO, target: TextIO, predict: Predict, progress: Progress =
     size = file.seek(0, os.SEEK_END) if file.seekable() else 0
     if size:
         file.seek(0)
-    # Bytes that are no UTF-8 are carried through as they are.
+    # Bytes that are not UTF-8 are copied unchanged.
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     csv.field_size_limit(_LONGEST_CELL)
     began = time.monotonic()
     rows = _rows(text)
     header = next(rows, [])
     names = [name.strip().lower() for name in header]
-    kept = [place for place, name in enumerate(names) if name not in ADDED]
+    copied = [place for place, name in enumerate(names) if name not in ADDED]
     if not set(names) & set(COLUMNS):
         raise JobError(f"the table's first line names no column that is known (known: {', '.join(COLUMNS)})")
     summary = Summary(missing=tuple(name for name in COLUMNS if name not in names))
     writer = csv.writer(target, lineterminator="\n")
-    writer.writerow([*(header[place] for place in kept), *ADDED])
-    shown = -1
+    writer.writerow([*(header[place] for place in copied), *ADDED])
+    reported = -1
     for cells in rows:
         row = dict(zip(names, [*cells, *[""] * (len(names) - len(cells))], strict=False))
         added = _predicted(row, len(cells) - len(names), predict, summary)
         padded = [*cells, *[""] * (len(names) - len(cells))]
-        writer.writerow([*(padded[place] for place in kept), *added])
-        if size and (percent := 100 * file.tell() // size) > shown:
-            shown = percent
+        writer.writerow([*(padded[place] for place in copied), *added])
+        if size and (percent := 100 * file.tell() // size) > reported:
+            reported = percent
             progress("predicting", percent, 100)
     summary.seconds = time.monotonic() - began
     text.detach()
@@ -118,13 +118,13 @@ def write(file: BinaryIO, target: TextIO, predict: Predict, progress: Progress =
 
 
 def _predicted(row: dict[str, str], surplus: int, predict: Predict, summary: Summary) -> list[str]:
-    """What is added to one row. A row that cannot be expressed gets the reason."""
+    """Returns the added cells of one row; for a row that cannot be expressed, the reason."""
     summary.rows += 1
     try:
         if surplus > 0:
             raise JobError(f"row: {surplus} cells more than the first line has columns; is a text not in quotes?")
         reading = read(row)
-        added = answer(reading, predict(reading.spec))
+        added = predicted_cells(reading, predict(reading.spec))
     except JobError as error:
         summary.refused[error.problems[0].split(":")[0]] += 1
         return [*[""] * (len(ADDED) - 1), _harmless("; ".join(error.problems))]
@@ -132,12 +132,12 @@ def _predicted(row: dict[str, str], surplus: int, predict: Predict, summary: Sum
     return added
 
 
-def answer(reading: Reading, prediction: Prediction) -> list[str]:
+def predicted_cells(reading: Reading, prediction: Prediction) -> list[str]:
     """Returns the values of ADDED in the conventions of the row's source."""
     seconds = step_seconds(reading, prediction)
     memory = memory_bytes(reading, prediction)
     unit = "GiB" if reading.memory_unit == 2**30 else "GB"
-    said = () if memory is None else (f"memory: {reading.memory_means}, {unit}",)
+    memory_note = () if memory is None else (f"memory: {reading.memory_means}, {unit}",)
     return [
         f"{seconds:.6g}",
         f"{reading.tflops(seconds):.5g}",
@@ -145,7 +145,7 @@ def answer(reading: Reading, prediction: Prediction) -> list[str]:
         f"{reading.tokens_per_s(seconds):.6g}",
         "" if memory is None else f"{memory / reading.memory_unit:.4g}",
         "" if memory is None else str(prediction.fits).lower(),
-        _harmless("; ".join([*said, *reading.assumptions])),
+        _harmless("; ".join([*memory_note, *reading.assumptions])),
     ]
 
 
@@ -167,13 +167,13 @@ def memory_bytes(reading: Reading, prediction: Prediction) -> float | None:
 
 
 def _harmless(text: str) -> str:
-    """One line that no spreadsheet takes for a formula."""
+    """Returns the text as one line that no spreadsheet takes for a formula."""
     line = " ".join(text.split())
     return f"'{line}" if line.startswith(_FORMULA) else line
 
 
 def _rows(text: Iterable[str]) -> Iterator[Sequence[str]]:
-    """The table's rows without empty lines. Raises JobError with the line where it is no CSV."""
+    """Yields the table's rows without empty lines. Raises JobError with the line that is not CSV."""
     reader = csv.reader(text)
     while True:
         try:
@@ -198,7 +198,7 @@ def _opened(source: str) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _written(out: str) -> Iterator[TextIO]:
-    """Standard output, or a file that is there only once it is whole: it may be the table itself."""
+    """Opens standard output, or a file that appears only when it is complete, because it may be the table itself."""
     if not out:
         yield sys.stdout
         return

@@ -17,7 +17,7 @@ from phalanx.blocks.operator import SavedTensor
 from phalanx.blocks.place import Place, place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.partition.recompute import alike, recompute_of
+from phalanx.partition.recompute import recompute_of, uniform_recompute
 
 
 def activation_bytes(
@@ -38,7 +38,7 @@ def activation_bytes(
     are in 8 bits, which matters to programs that keep their operands so.
     """
     layer = model.n_layers - 1 if layer is None else layer
-    layout = alike(layout, recompute_of(layout, layer, model.n_layers))
+    layout = uniform_recompute(layout, recompute_of(layout, layer, model.n_layers))
     tokens = micro_batch * model.seq_len / layout.cp
     return round(
         tokens * sum(size for _, size in saved(model, layout, width, block_kinds(model)[layer], memory_profile, narrow))

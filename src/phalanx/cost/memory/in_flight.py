@@ -74,7 +74,7 @@ def _flights(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -
 
 
 def _flight(schedule: Schedule, rank: int) -> Flight:
-    held = schedule.held(rank)
+    held = schedule.stages_on(rank)
     places = {stage: place for place, stage in enumerate(held)}
     now, found, more = [0] * len(held), set[tuple[int, ...]](), False
     logits = most_logits = 0

@@ -14,7 +14,7 @@ from phalanx.cost.memory.state import STATE_WIDTHS
 from phalanx.cost.placed import placed
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.pipeline import flushes
-from phalanx.partition.recompute import alike, written
+from phalanx.partition.recompute import uniform_recompute, written
 from phalanx.units import MIB
 
 TRANSIT = 2
@@ -26,7 +26,7 @@ class BlockBytes:
 
     def __init__(self, step: StepParts, kind: LayerKind):
         model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
-        layout = alike(step.spec.layout, kind.recompute)
+        layout = uniform_recompute(step.spec.layout, kind.recompute)
         narrow = step.spec.products in ("fp8", "fp4")
         alone = replace(layout, recompute="none")
         self.parameters: BlockParameters = block_parameters(model, layout.tp, layout.ep, kind.block)

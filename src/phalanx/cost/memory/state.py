@@ -18,7 +18,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.partition.pipeline import flushes
 from phalanx.partition.stages import stage_shapes
-from phalanx.partition.tensor_slices import groups, piece, tile
+from phalanx.partition.tensor_slices import in_buckets, slice_of, tile
 from phalanx.schedule.schedule import Schedule
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -85,7 +85,7 @@ def _sharded(shapes: Shapes, layout: Layout, width: int, gradient_width: int, st
     if ranks == 1 and not sums:
         return StateBytes(sum(sizes) * width * versions, sum(sizes) * width * waiting, sum(sizes) * state_width)
     # Flat buckets, each padded to a multiple of the ranks.
-    buckets = groups([size * width for size in sizes][::-1], layout.bucket_mb * 2**20)
+    buckets = in_buckets([size * width for size in sizes][::-1], layout.bucket_mb * 2**20)
     shares = [-(-sum(sizes[::-1][place] for place in bucket) // ranks) for bucket in buckets]
     share, padded = sum(shares), sum(shares) * ranks
     kept = share if layout.zero == 2 and ranks > 1 else padded
@@ -96,7 +96,7 @@ def logit_bytes(model: ModelConfig, layout: Layout, micro_batch: int, width: int
     """Bytes of the logits of a micro-batch, or of `layout.loss_chunk` of its tokens, and of their fp32 copy (fp64 has
     none) that the loss reads."""
     tokens = layout.loss_chunk or micro_batch * model.seq_len // layout.cp
-    rows = piece("embed.weight", (vocab or model.vocab_size, model.d_model), model, layout.tp, 0).shape[0]
+    rows = slice_of("embed.weight", (vocab or model.vocab_size, model.d_model), model, layout.tp, 0).shape[0]
     return tokens * rows * (width + (4 if width < 4 else width))
 
 
@@ -105,7 +105,7 @@ def peak_in_flight(schedule: Schedule, rank: int, weights: Sequence[float]) -> f
     slice its share) from its forward pass to its backward pass, or to the half of it that is for the weights.
 
     With the layers of each stage as weights it is the number of `activation_bytes` that the rank needs."""
-    return schedule.peak(rank, weights) / schedule.slices
+    return schedule.peak_live_activations(rank, weights) / schedule.slices
 
 
 def _held_shapes(model: ModelConfig, layout: Layout, vocab: int | None, stages: Iterable[range]) -> Shapes:
@@ -114,7 +114,7 @@ def _held_shapes(model: ModelConfig, layout: Layout, vocab: int | None, stages: 
     shapes: Shapes = {}
     for name, whole in stage_shapes(model, stages, vocab).items():
         if layout.tp > 1:
-            shapes[name] = piece(name, whole, model, layout.tp, 0).shape
+            shapes[name] = slice_of(name, whole, model, layout.tp, 0).shape
         else:
             tiles = tile(name, whole, layout.tiles, model)
             shapes |= {f"{name}.{number}": part.shape for number, part in enumerate(tiles)}

@@ -23,7 +23,7 @@ from phalanx.cost.time.state_time import (
     summing_seconds,
     zero_three,
 )
-from phalanx.partition.recompute import Mode, alike
+from phalanx.partition.recompute import Mode, uniform_recompute
 
 HOST_OPERATIONS = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 90}
 """Operations that the program itself does around a block's collectives in a forward pass, by what needs them (ring: by
@@ -207,7 +207,7 @@ def _host_operations(spec: StepSpec, kind: BlockKind, half: Half) -> dict[str, f
 
 def _alike(spec: StepSpec, mode: Mode) -> StepSpec:
     """The case with all blocks recomputing the same."""
-    return replace(spec, layout=alike(spec.layout, mode)) if spec.layout.recompute_cut else spec
+    return replace(spec, layout=uniform_recompute(spec.layout, mode)) if spec.layout.recompute_cut else spec
 
 
 def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds) -> float:

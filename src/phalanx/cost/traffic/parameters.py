@@ -16,7 +16,7 @@ from phalanx.cost.held import LayerKind, layer_kinds
 from phalanx.cost.traffic.passes import PipelineWork
 from phalanx.partition.recompute import written
 from phalanx.partition.stages import stage_shapes
-from phalanx.partition.tensor_slices import piece, tile
+from phalanx.partition.tensor_slices import slice_of, tile
 
 Group = Literal["block", "experts", "tile", "last tile", "around"]
 """What FSDP makes whole together (parallel/fsdp.py): a block, or of it the experts that ranks deal out, or one tile of
@@ -147,7 +147,7 @@ def _parts(
     for number in range(max(map(len, tiles.values()))):
         for name, parts in tiles.items():
             if number < len(parts):
-                mine = piece(name, parts[number].shape, model, layout.tp, 0)
+                mine = slice_of(name, parts[number].shape, model, layout.tp, 0)
                 dealt_out = is_expert(name) and layout.ep > 1
                 shape = (mine.shape[0] // layout.ep, *mine.shape[1:]) if dealt_out else mine.shape
                 group = _group(name, layout, number)

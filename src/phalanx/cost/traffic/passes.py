@@ -85,7 +85,7 @@ _worked_before = cache(_worked)
 
 
 def _work(schedule: Schedule, rank: int) -> RankPasses:
-    passes = {stage: Passes() for stage in schedule.held(rank)}
+    passes = {stage: Passes() for stage in schedule.stages_on(rank)}
     sends = renewals = 0
     renews = True
     for place, action in enumerate(schedule.programs[rank]):

@@ -18,7 +18,7 @@ from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.traffic.parameters import HeldParameter, LayerRun
 from phalanx.cost.traffic.passes import RankPasses
 from phalanx.cost.traffic.table import Table
-from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES, groups
+from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES, in_buckets
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankP
 @cache
 def _filled(sizes: tuple[int, ...], least: float) -> tuple[tuple[int, ...], ...]:
     """The buckets of parameters of so many elements, at least `least` in each but the last."""
-    return tuple(map(tuple, groups(sizes, least)))
+    return tuple(map(tuple, in_buckets(sizes, least)))
 
 
 def _partials(table: Table, updated: Counter[HeldParameter], layout: Layout, width: int) -> None:

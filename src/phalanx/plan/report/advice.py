@@ -15,7 +15,7 @@ from phalanx.partition import batch
 from phalanx.units import gib
 
 MOST_CHANGES = 5
-"""Settings that are changed at once, where one alone does not do."""
+"""Most settings that are changed together if none alone suffices."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ def advice(spec: StepSpec) -> list[Advice]:
     """Returns single changes that make the layout fit, fastest first. If there is none, combines several: each time the
     one that needs the least memory, until it fits or nothing helps. World size and global batch stay the same."""
     found = list(_tried(spec))
-    good = sorted((one for one, _ in found if one.fits), key=lambda one: one.step_time_s)
-    if good or not found:
-        return good
+    fitting = sorted((change for change, _ in found if change.fits), key=lambda change: change.step_time_s)
+    if fitting or not found:
+        return fitting
     changes: list[str] = []
     for _ in range(MOST_CHANGES):
         best, after = min(_tried(spec), key=lambda tried: tried[0].peak, default=(None, spec))
@@ -46,11 +46,11 @@ def advice(spec: StepSpec) -> list[Advice]:
         found = [(replace(best, change=" ".join(changes)), after)]
         if best.fits:
             break
-    return [one for one, _ in found[:1]]
+    return [change for change, _ in found[:1]]
 
 
 def _tried(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:
-    """Every single change that needs less memory."""
+    """Yields every single change that reduces memory."""
     now = predict(spec).fullest.needed
     for change, layout in _changes(spec):
         try:
@@ -110,7 +110,7 @@ def shortfall(spec: StepSpec) -> str:
         f"{largest}, {gib(size)}"
     )
     lines = []
-    for one in advice(spec)[:4]:
-        verdict = "fits with" if one.fits else "still does not fit; the least memory has"
-        lines.append(f"  {verdict} {one.change}: {gib(one.peak)}, {one.step_time_s:.3g} s per step")
+    for change in advice(spec)[:4]:
+        verdict = "fits with" if change.fits else "still does not fit; the least memory has"
+        lines.append(f"  {verdict} {change.change}: {gib(change.peak)}, {change.step_time_s:.3g} s per step")
     return "\n".join([text, *(lines or ["  no change of the settings helps: use more devices, or a smaller model"])])

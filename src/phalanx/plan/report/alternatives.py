@@ -1,10 +1,10 @@
-"""The alternatives to the best layout: the fastest layout of each common kind, from a search of its own, and why it
-loses."""
+"""The alternatives to the best layout: the fastest of each common kind, from its own search, and why it loses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,30 +24,30 @@ from phalanx.plan.search.space import RECOMPUTE, STATES, MeshDegrees
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
 
-RULE, ROOM = "rule of thumb", "with headroom for"
+RULE, HEADROOM = "rule of thumb", "with headroom for"
 
 
 def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[Alternative, ...]:
     """Returns the rule of thumb first, then the alternatives that fit, fastest first, then the others. A kind that
-    contains the best layout is omitted, and so is one whose layout was listed already. `found` is what the search has
-    seen."""
+    contains the best layout is omitted, and so is one whose layout was listed before. `found` is the search's result.
+    """
     first = _rule(search, best)
-    told = {_key(one.layout) for one in (best, first.candidate) if one}
-    shown, weighed = list[Alternative](), [first.candidate] if first.candidate else []
+    listed = {_key(candidate.layout) for candidate in (best, first.candidate) if candidate}
+    others, weighed = list[Alternative](), [first.candidate] if first.candidate else []
     for family in families(search.space, search.request.cluster, best.layout if best else None):
         if best and family.has(best.layout):
             continue
-        one = _of(search, family, weighed, best)
-        if one.candidate:
-            weighed.append(one.candidate)
-            # Without what: that is told of each axis, if it is told already or not.
-            if _key(one.candidate.layout) in told and not family.name.startswith(WITHOUT):
+        alternative = _fastest_of(search, family, weighed, best)
+        if alternative.candidate:
+            weighed.append(alternative.candidate)
+            # An ablation is listed for each axis, even if its layout was listed before.
+            if _key(alternative.candidate.layout) in listed and not family.name.startswith(WITHOUT):
                 continue
-            told.add(_key(one.candidate.layout))
-        shown.append(one)
-    if best and best.prediction.fits and not roomy(best):
-        shown.append(_with_room(search, found, best))
-    return (first, *sorted(shown, key=_order))
+            listed.add(_key(alternative.candidate.layout))
+        others.append(alternative)
+    if best and best.prediction.fits and not has_headroom(best):
+        others.append(_headroom_alternative(search, found, best))
+    return (first, *sorted(others, key=_order))
 
 
 def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
@@ -55,28 +55,28 @@ def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
     return next((one for one in found if one.name == f"{WITHOUT}{AXES[axis]} parallelism"), None)
 
 
-def roomy(one: Candidate) -> bool:
+def has_headroom(candidate: Candidate) -> bool:
     """Returns whether the candidate still fits with the memory error that one step in ten has."""
-    return one.prediction.fullest.needed * one.prediction.memory_spread[1] <= one.prediction.memory_limit
+    prediction = candidate.prediction
+    return prediction.fullest.needed * prediction.memory_spread[1] <= prediction.memory_limit
 
 
-def with_room(found: Sequence[Alternative]) -> Candidate | None:
+def headroom_layout(found: Sequence[Alternative]) -> Candidate | None:
     """Returns the alternative with memory headroom, or None."""
-    return next((one.candidate for one in found if one.name.startswith(ROOM)), None)
+    return next((one.candidate for one in found if one.name.startswith(HEADROOM)), None)
 
 
-def _with_room(search: Search, found: Found, best: Candidate) -> Alternative:
+def _headroom_alternative(search: Search, found: Found, best: Candidate) -> Alternative:
     more = best.prediction.memory_spread[1]
     room = search.with_room(more)
     # The search has seen all that are nearly as fast as the best.
-    seen = [spec for spec, seconds in sorted(found.predicted, key=lambda one: one[1]) if seconds <= found.cutoff]
+    seen = [spec for spec, seconds in sorted(found.predicted, key=itemgetter(1)) if seconds <= found.cutoff]
     near = next((spec for spec in seen if needed_bytes(spec, room.limit) <= room.limit), None)
-    one = (
+    candidate = (
         Candidate(near, predict(near), found.simulated(near)) if near else room.one(np.ones(len(room.pair_bytes), bool))
     )
-    return Alternative(
-        f"{ROOM} {more - 1:.0%} more memory", one, _why(one, best) if one else "no layout of the search space has it"
-    )
+    why = _why(candidate, best) if candidate else "no layout of the search space has it"
+    return Alternative(f"{HEADROOM} {more - 1:.0%} more memory", candidate, why)
 
 
 def _rule(search: Search, best: Candidate | None) -> Alternative:
@@ -94,35 +94,36 @@ def _rule(search: Search, best: Candidate | None) -> Alternative:
     return Alternative(RULE, one, f"{words}; {_why(one, best)}")
 
 
-def _of(search: Search, family: Family, weighed: Sequence[Candidate], best: Candidate | None) -> Alternative:
-    """The fastest of a family, or what was weighed before and is faster; where none fits the one that needs least."""
+def _fastest_of(search: Search, family: Family, weighed: Sequence[Candidate], best: Candidate | None) -> Alternative:
+    """Returns the fastest layout of a family, from a search or among those weighed before; if none fits, the one that
+    needs the least memory."""
     pairs, keep = masks(search, family)
-    known = [one for one in weighed if one.prediction.fits and family.has(one.layout)]
-    fastest = [one for one in (*known, search.one(pairs, keep)) if one]
-    one = min(fastest, key=lambda one: one.seconds) if fastest else search.least(pairs, keep)
-    if one is None:
+    known = [candidate for candidate in weighed if candidate.prediction.fits and family.has(candidate.layout)]
+    fastest = [candidate for candidate in (*known, search.one(pairs, keep)) if candidate]
+    candidate = min(fastest, key=lambda candidate: candidate.seconds) if fastest else search.least(pairs, keep)
+    if candidate is None:
         return Alternative(family.name, None, _not_legal(search, family))
-    return Alternative(family.name, one, _why(one, best))
+    return Alternative(family.name, candidate, _why(candidate, best))
 
 
 def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
-    """Expresses a family for a search: the pairs of its space, and a filter of their rows."""
+    """Returns a family as a mask of a space's pairs and a filter of their rows."""
     space = search.space
     columns = SimpleNamespace(
         **{name: space.column(name) for name in MeshDegrees._fields}, micro_batch=space.micro_batch.astype(np.int64)
     )
-    kept = np.array(
+    belongs = np.array(
         [
             [[family.options(scheduled, state, mode) for mode in RECOMPUTE] for state in STATES]
             for scheduled in space.schedules
         ]
     )
-    return family.meshes(columns), lambda rows: kept[rows.scheduled, rows.state, rows.recompute]
+    return family.meshes(columns), lambda rows: belongs[rows.scheduled, rows.state, rows.recompute]
 
 
-def _why(one: Candidate, best: Candidate | None) -> str:
-    """Why a layout is not the best: by how much it does not fit, or what makes it slower."""
-    prediction = one.prediction
+def _why(candidate: Candidate, best: Candidate | None) -> str:
+    """Returns why a layout is not the best: its memory excess, or the parts that make it slower."""
+    prediction = candidate.prediction
     if not prediction.fits:
         fullest = prediction.fullest
         largest, size = max(fullest.parts(), key=lambda part: part[1])
@@ -130,11 +131,11 @@ def _why(one: Candidate, best: Candidate | None) -> str:
         return f"exceeds memory by {gib(over)} {MOMENTS[fullest.moment]}; the largest part is {largest}, {gib(size)}"
     if best is None:
         return "fits"
-    return f"the best is {explain(best.prediction, prediction, one.seconds / best.seconds)}"
+    return f"the best is {explain(best.prediction, prediction, candidate.seconds / best.seconds)}"
 
 
 def _not_legal(search: Search, family: Family) -> str:
-    """What is in the way of a family that the space has nothing of."""
+    """Returns why the space contains no layout of a family."""
     request = search.request
     broken = [name for name, value in request.fixed.items() if getattr(family.example, name) != value]
     if broken:
@@ -151,13 +152,14 @@ def _fixed(fixed: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _key(layout: Layout) -> Layout:
-    """A layout without what follows from the rest."""
+    """Returns a layout without the fields that follow from the others."""
     return replace(layout, pp_cut="", accumulation=0)
 
 
-def _order(one: Alternative) -> tuple[int, float]:
-    if one.candidate is None:
+def _order(alternative: Alternative) -> tuple[int, float]:
+    candidate = alternative.candidate
+    if candidate is None:
         return 2, 0.0
-    if not one.candidate.prediction.fits:
-        return 1, float(one.candidate.prediction.fullest.needed)
-    return 0, one.candidate.seconds
+    if not candidate.prediction.fits:
+        return 1, float(candidate.prediction.fullest.needed)
+    return 0, candidate.seconds

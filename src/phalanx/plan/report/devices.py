@@ -1,4 +1,4 @@
-"""The number of devices that would be enough, if no layout fits on the given ones."""
+"""The number of devices that would suffice if no layout fits on the given ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from phalanx.plan.search.branch import Search
 from phalanx.plan.search.request import PlanRequest
 from phalanx.units import gib
 
-MOST = 4096
-"""Devices that are tried at most."""
+MOST_DEVICES = 4096
+"""Most devices that are tried."""
 LEAST_MEMORY = {"recompute": "full", "micro_batch": 1, "schedule": Layout.schedule}
-"""What is taken where the question leaves it open, because little memory is what matters."""
+"""Values of fields that the request leaves open, chosen for little memory."""
 
 
-def enough(request: PlanRequest) -> tuple[str, ...]:
+def enough_devices(request: PlanRequest) -> tuple[str, ...]:
     """Returns a sentence about the first machine of 2, 4, 8 ... times as many nodes on which some layout fits; empty if
     there is none, for instance because the degrees are fixed."""
     for more, found in _tried(request):
@@ -32,9 +32,9 @@ def enough(request: PlanRequest) -> tuple[str, ...]:
 
 
 def _tried(request: PlanRequest) -> Iterator[tuple[int, Candidate]]:
-    """How many times as many nodes, and the layout of them that needs least, where one fits."""
+    """Yields the multiples of the nodes on which a layout fits, with the layout that needs the least memory."""
     world, more = request.cluster.devices, 2
-    while more * world <= MOST:
+    while more * world <= MOST_DEVICES:
         cluster = replace(request.cluster, nodes=more * request.cluster.nodes)
         wider = replace(request, cluster=cluster, worlds=(), fixed={**LEAST_MEMORY, **request.fixed})
         try:

@@ -11,22 +11,22 @@ from phalanx.config.layout import Layout
 from phalanx.plan.search.space import STATES, MeshDegrees, Scheduled, Space, StateSharding, divisors
 from phalanx.schedule.catalogue import SCHEDULES
 
-INNER = ("tp", "cp", "pp", "ep")
+MODEL_AXES = ("tp", "cp", "pp", "ep")
 AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-"""Axes that cut the model, in words."""
+"""Names of the axes that cut the model."""
 WITHOUT = "without "
 
 
 class Family(NamedTuple):
-    """One kind of layouts."""
+    """A common kind of layouts."""
 
     name: str
     meshes: Callable[[Any], Any]
-    """Whether a mesh with its micro-batch is one of them: of a layout, or of the columns of a space."""
+    """Returns whether a mesh with its micro-batch belongs to the family; takes a layout or the columns of a space."""
     options: Callable[[Scheduled, StateSharding, str], bool]
-    """Whether schedule, state and recomputation are."""
+    """Returns whether a schedule, a state sharding and a recomputation belong to the family."""
     example: Layout
-    """To say what is not legal about it where the space has none."""
+    """A layout of the family, whose problems are reported if the space has none."""
 
     def has(self, layout: Layout) -> bool:
         """Returns whether a layout belongs to this kind."""
@@ -66,7 +66,7 @@ def neighbours(cluster: Cluster) -> tuple[int, str]:
 
 
 def _in_nodes(space: Space, devices: int, node: int, where: str, joined: int) -> Iterator[Family]:
-    """What cuts the model inside a node and not between nodes, or the other way round."""
+    """Yields the families that cut the model inside a node, or between nodes."""
     shard = max(divisors(devices, node))
     yield Family(
         f"HSDP: FSDP inside a {where}, replicas across",
@@ -81,7 +81,7 @@ def _in_nodes(space: Space, devices: int, node: int, where: str, joined: int) ->
 
 
 def _tensor(devices: int, tp: int, where: str) -> Iterator[Family]:
-    """Tensor ranks in a node, and what people put around them."""
+    """Yields the families of tensor parallelism inside a node, with what is usually combined with it."""
     yield Family(
         f"tensor parallel inside a {where} (tp {tp}), FSDP across",
         lambda c: (c.tp == tp) & (c.pp == 1) & (c.cp == 1) & (c.dp_shard == devices // tp),
@@ -97,10 +97,10 @@ def _tensor(devices: int, tp: int, where: str) -> Iterator[Family]:
 
 
 def _without(best: Layout) -> Iterator[Family]:
-    """The best layout's meshes without one of its axes, and itself with another schedule or recomputation."""
+    """Yields the best layout's meshes without one of its axes, and itself with another schedule or recomputation."""
     for axis, name in AXES.items():
         if getattr(best, axis) > 1:
-            # What else is used stays open; what is not, too: the other axes may take over.
+            # All other axes stay open, used or not, so that they may take over.
             yield Family(f"{WITHOUT}{name} parallelism", _one(axis), _common(best), Layout(dp_shard=best.world))
     same = replace(best, micro_batch=0, accumulation=0, pp_cut="")
     if best.pp > 1 and best.schedule != Layout.schedule:
@@ -122,12 +122,12 @@ def _without(best: Layout) -> Iterator[Family]:
 
 
 def _flat(condition: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Data parallel alone, and of it what meets the condition."""
-    return lambda c: _same(c, Layout(), INNER) & condition(c)
+    """Returns the condition for data parallelism alone that also meets `condition`."""
+    return lambda c: _same(c, Layout(), MODEL_AXES) & condition(c)
 
 
 def _same(c: Any, layout: Layout, names: tuple[str, ...]) -> Any:
-    """Whether the degrees of those names are those of a layout."""
+    """Returns whether the named degrees are those of a layout."""
     found = getattr(c, names[0]) == getattr(layout, names[0])
     for name in names[1:]:
         found = found & (getattr(c, name) == getattr(layout, name))
@@ -143,7 +143,7 @@ def _zero(stage: int) -> Callable[[Scheduled, StateSharding, str], bool]:
 
 
 def _common(best: Layout | None) -> Callable[[Scheduled, StateSharding, str], bool]:
-    """The schedules that people take, and the best layout's."""
+    """Returns the condition for schedules that are common practice, or the best layout's."""
     common = {
         Scheduled(name, entry.chunks[0] if entry.takes_chunks else 0)
         for name, entry in SCHEDULES.items()

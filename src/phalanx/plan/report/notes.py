@@ -14,18 +14,18 @@ from phalanx.cost.prediction import Prediction
 from phalanx.cost.time.communication import group
 from phalanx.cost.time.link import RankGroup
 from phalanx.plan.plan import Alternative, Candidate
-from phalanx.plan.report.alternatives import roomy, with_room, without
+from phalanx.plan.report.alternatives import has_headroom, headroom_layout, without
 from phalanx.plan.report.explain import explain
 from phalanx.plan.report.families import AXES
 from phalanx.units import gib
 
-TELLING = 0.005
-"""Share of a step from which a part is mentioned."""
-NEAR = 0.01
+MENTIONED = 0.005
+"""Smallest share of a step from which a part is mentioned."""
+EQUAL = 0.01
 """Layouts whose step times differ by less than this share count as equal."""
-NO_ROOM = "No memory headroom"
-"""Beginning of the note that an error of the memory model would make the layout fail."""
-SENDS = {
+NO_HEADROOM = "No memory headroom"
+"""Beginning of the note that a memory error would make the layout fail."""
+TRAFFIC = {
     "tp": "reduces the hidden states in every block",
     "cp": "passes keys and values on, or exchanges heads for tokens, in every block",
     "ep": "sends every token to its experts and back in every block",
@@ -33,19 +33,18 @@ SENDS = {
 
 
 def notes(best: Sequence[Candidate], found: Sequence[Alternative]) -> tuple[str, ...]:
-    """Returns the reasons for the first of the best layouts, from its figures, its figures on other links, and the
-    alternatives."""
+    """Returns the reasons for the best layout, from its figures, those on other links, and the alternatives."""
     first = best[0]
     sentences = [
         _bound(first.prediction),
         _fabric(first.spec.cluster, first.layout.world),
-        *(_inner(first, axis) for axis in SENDS if getattr(first.layout, axis) > 1),
+        *(_inner(first, axis) for axis in TRAFFIC if getattr(first.layout, axis) > 1),
         _pipeline(first) if first.layout.pp > 1 else "",
         _data(first) if first.layout.data_ranks * first.layout.cp > 1 else "",
         *_ablations(first, found),
         *_unused(first, found),
         _memory(first),
-        _room(first, found),
+        _headroom(first, found),
         _next(best),
     ]
     return tuple(sentence for sentence in sentences if sentence)
@@ -59,8 +58,8 @@ def _bound(prediction: Prediction) -> str:
         "exposed communication": sum(parts.exposed.values()),
         "pipeline bubble": parts.bubble,
     }
-    listed = _listed([f"{spent / step:.1%} {name}" for name, spent in shares.items() if spent >= TELLING * step])
-    again = f" ({parts.recompute / step:.0%} of the step recomputes)" if parts.recompute > TELLING * step else ""
+    listed = _listed([f"{spent / step:.1%} {name}" for name, spent in shares.items() if spent >= MENTIONED * step])
+    again = f" ({parts.recompute / step:.0%} of the step recomputes)" if parts.recompute > MENTIONED * step else ""
     return f"Step time: {listed.replace('computing', f'computing{again}')}."
 
 
@@ -84,14 +83,14 @@ def _inner(first: Candidate, axis: str) -> str:
     spec, layout = first.spec, first.layout
     spent = first.prediction.parts.exposed.get(axis, 0.0)
     ranks = group(layout, axis) if axis != "cp" else RankGroup(layout.cp, layout.tp)
-    text = f"{axis} {ranks.ranks} runs {_place(spec.cluster, ranks, layout.world)}: it {SENDS[axis]}, {_shown(spent)}"
+    text = f"{axis} {ranks.ranks} runs {_place(spec.cluster, ranks, layout.world)}: it {TRAFFIC[axis]}, {_shown(spent)}"
     if spec.cluster.joined >= layout.world or not spec.cluster.inter.gbs:
         return f"{text}."
     inside = _inside(spec.cluster, ranks)
-    # Every device a node of its own: all links are the network's. Or all of them one node.
+    # With one device per node all links are the network's; with one node for all, none is.
     other = predict(replace(spec, cluster=replace(spec.cluster, domain=1 if inside else layout.world)))
     elsewhere = other.parts.exposed.get(axis, 0.0)
-    if abs(elsewhere - spent) > TELLING * first.prediction.step_time_s:
+    if abs(elsewhere - spent) > MENTIONED * first.prediction.step_time_s:
         text += f" ({duration(elsewhere)} {'across the network' if inside else 'if fast links joined all devices'})"
     return f"{text}."
 
@@ -115,8 +114,8 @@ def _ablations(first: Candidate, found: Sequence[Alternative]) -> Iterator[str]:
     for names, other in others.values():
         which = f"without {' and '.join(names)} parallelism"
         if other.prediction.fits:
-            told = explain(first.prediction, other.prediction, other.seconds / first.seconds)
-            yield f"Compared with the best layout found {which}, the step is {told}."
+            comparison = explain(first.prediction, other.prediction, other.seconds / first.seconds)
+            yield f"Compared with the best layout found {which}, the step is {comparison}."
         else:
             needed, limit = gib(other.prediction.fullest.needed), gib(other.prediction.memory_limit)
             yield f"No layout found {which} fits: the smallest needs {needed} of {limit}."
@@ -131,19 +130,19 @@ def _data(first: Candidate) -> str:
     whole = alone.get("dp_shard", 0.0) + alone.get("dp_replicate", 0.0)
     shared, replicas = layout.shard_ranks > 1, layout.dp_replicate > 1
     kind = f"{'FSDP' if layout.zero == 3 else f'ZeRO-{layout.zero}'} over {_degrees(layout)}"
-    told = []
+    groups = []
     if shared:
-        told.append(f"{kind} runs {_place(cluster, group(layout, 'shard'), layout.world)}")
+        groups.append(f"{kind} runs {_place(cluster, group(layout, 'shard'), layout.world)}")
     if replicas:
-        told.append(f"{layout.dp_replicate} replicas run {_place(cluster, group(layout, 'replicate'), layout.world)}")
+        groups.append(f"{layout.dp_replicate} replicas run {_place(cluster, group(layout, 'replicate'), layout.world)}")
     rest = f", {duration(spent)} stays exposed" if spent > 1e-4 else ""
     hidden = f"{duration(whole)} of communication overlaps with computation{rest}"
-    text = f"{_listed(told)}: {hidden if whole > spent else f'communication takes {duration(spent)}'}."
+    text = f"{_listed(groups)}: {hidden if whole > spent else f'communication takes {duration(spent)}'}."
     if shared and replicas:
         flat = replace(layout, dp_replicate=1, dp_shard=layout.data_ranks)
         other = predict(replace(spec, layout=flat))
         factor = other.step_time_s / first.prediction.step_time_s
-        if factor > 1 + TELLING:
+        if factor > 1 + MENTIONED:
             text += f" Sharding over all of them takes {factor:.2f} times as long."
     return text
 
@@ -165,7 +164,7 @@ def _unused(first: Candidate, found: Sequence[Alternative]) -> Iterator[str]:
         layout = other.candidate.layout
         spent = other.candidate.prediction.parts.exposed.get("tp", 0.0)
         ranks = _place(first.spec.cluster, group(layout, "tp"), layout.world)
-        if spent > TELLING * first.prediction.step_time_s:
+        if spent > MENTIONED * first.prediction.step_time_s:
             yield f"No tensor parallelism: tp {layout.tp} {ranks} would take {duration(spent)} per step."
             return
 
@@ -176,20 +175,20 @@ def _memory(first: Candidate) -> str:
     text = f"Peak memory is {gib(prediction.fullest.peak)} of {gib(prediction.memory_limit)} ({share:.0%})"
     if layout.recompute == "none" and not layout.recompute_cut:
         return f"{text} with nothing recomputed."
-    kept = predict(replace(first.spec, layout=replace(layout, recompute="none", recompute_cut="")))
-    if kept.fits:
+    stored = predict(replace(first.spec, layout=replace(layout, recompute="none", recompute_cut="")))
+    if stored.fits:
         return f"{text}."
     how = f"{layout.recompute} recomputation" if not layout.recompute_cut else "recomputation in some layers"
-    return f"{text} with {how}; without recomputation it would be {gib(kept.fullest.needed)}."
+    return f"{text} with {how}; without recomputation it would be {gib(stored.fullest.needed)}."
 
 
-def _room(first: Candidate, found: Sequence[Alternative]) -> str:
+def _headroom(first: Candidate, found: Sequence[Alternative]) -> str:
     """Warns if the layout would not fit with the error that one step in ten has, and names the fastest that would."""
-    if roomy(first):
+    if has_headroom(first):
         return ""
-    high, safe = first.prediction.memory_spread[1], with_room(found)
+    high, safe = first.prediction.memory_spread[1], headroom_layout(found)
     more = gib(first.prediction.fullest.needed * high)
-    text = f"{NO_ROOM}: one step in ten needs {high - 1:.0%} more than predicted, here {more}"
+    text = f"{NO_HEADROOM}: one step in ten needs {high - 1:.0%} more than predicted, here {more}"
     if safe is None:
         return f"{text}."
     slower = safe.seconds / first.seconds - 1
@@ -202,16 +201,16 @@ def _next(best: Sequence[Candidate]) -> str:
     first, *others = best
     if not others:
         return "No other mesh comes within 1% of it."
-    near = [one for one in others if one.seconds <= first.seconds * (1 + NEAR)]
+    near = [candidate for candidate in others if candidate.seconds <= first.seconds * (1 + EQUAL)]
     low, high = first.prediction.spread
-    second = min(others, key=lambda one: one.seconds)
+    second = min(others, key=lambda candidate: candidate.seconds)
     line = replace(second.layout, micro_batch=0, accumulation=0, pp_cut="").line().replace(",", " ")
     behind = second.seconds / first.seconds - 1
     beside = "as fast" if abs(behind) < 5e-4 else f"{abs(behind):.1%} {'slower' if behind > 0 else 'faster'}"
     text = f"The next mesh ({line}) is {beside}"
     if near:
         text += (
-            f"; {len(near)} {'is' if len(near) == 1 else 'are'} within {NEAR:.0%}, well inside the prediction's "
+            f"; {len(near)} {'is' if len(near) == 1 else 'are'} within {EQUAL:.0%}, well inside the prediction's "
             f"interval ({low - 1:+.0%} to {high - 1:+.0%}): among equals the simpler layout wins"
         )
     return f"{text}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import ceil
+from operator import itemgetter
 
 import numpy as np
 
@@ -16,11 +17,12 @@ from phalanx.plan.plan import SpacePoint
 from phalanx.plan.report.families import AXES
 from phalanx.plan.search.branch import Found, Search
 
-FAMILIES = 8
-"""Different names at most: rarer ones are joined."""
+MOST_FAMILIES = 8
+"""Most names of families in the picture; rarer ones are joined."""
 OTHERS = "others"
-MANY = "three axes or more"
-"""That cut the model; of two the state's sharding is left out, too, or there were more names than colours."""
+SEVERAL_AXES = "three axes or more"
+"""Name of families with three axes that cut the model; with two, the sharding of the state is omitted, because names
+would outnumber the colours."""
 SEED = 0
 STATES = {1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP"}
 
@@ -30,22 +32,22 @@ def points(found: Sequence[tuple[Search, Found]], sample: int) -> tuple[SpacePoi
     and random ones for the rest."""
     share = ceil(sample / len(found))
     specs = dict[Layout, StepSpec]()
-    for search, what in found:
-        fitting = sorted(what.predicted, key=lambda one: one[1])
-        chosen = [*_spread(fitting, share // 3), *_spread(what.too_large, share // 3)]
+    for search, results in found:
+        fitting = sorted(results.predicted, key=itemgetter(1))
+        chosen = [*_spread(fitting, share // 3), *_spread(results.too_large, share // 3)]
         specs |= {spec.layout: spec for spec, _ in chosen}
         specs |= {spec.layout: spec for spec in _drawn(search, share - len(chosen))}
     drawn = [(family(spec.layout), spec) for spec in specs.values()]
     names = [name for name, _ in Counter(name for name, _ in drawn).most_common()]
-    shown = names if len(names) <= FAMILIES else names[: FAMILIES - 1]
-    return tuple(_point(name if name in shown else OTHERS, spec) for name, spec in drawn)
+    listed = names if len(names) <= MOST_FAMILIES else names[: MOST_FAMILIES - 1]
+    return tuple(_point(name if name in listed else OTHERS, spec) for name, spec in drawn)
 
 
 def family(layout: Layout) -> str:
     """Names the axes that a layout uses, such as "tensor + FSDP" or "tensor + pipeline"."""
     parts = [name for axis, name in AXES.items() if getattr(layout, axis) > 1]
     if len(parts) > 1:
-        return " + ".join(parts) if len(parts) == 2 else MANY
+        return " + ".join(parts) if len(parts) == 2 else SEVERAL_AXES
     if layout.shard_ranks > 1:
         parts.append(STATES[layout.zero])
     elif layout.dp_replicate > 1:
@@ -59,14 +61,14 @@ def _point(name: str, spec: StepSpec) -> SpacePoint:
 
 
 def _spread(found: Sequence[tuple[StepSpec, float]], number: int) -> list[tuple[StepSpec, float]]:
-    """So many of a list, from its beginning to its end."""
+    """Returns `number` items of a list, evenly from its beginning to its end."""
     if len(found) <= number:
         return list(found)
     return [found[place * (len(found) - 1) // max(1, number - 1)] for place in range(number)]
 
 
 def _drawn(search: Search, number: int) -> Iterator[StepSpec]:
-    """Random layouts: each combination of axes is as likely as another, and within it each pair."""
+    """Yields random layouts: each combination of axes is equally likely, and within it each pair."""
     space, draw = search.space, np.random.default_rng(SEED)
     kinds = sum((space.column(axis) > 1) * 2**bit for bit, axis in enumerate(AXES))
     groups = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
@@ -76,4 +78,4 @@ def _drawn(search: Search, number: int) -> Iterator[StepSpec]:
         try:
             yield search.request.spec(space.layout(rows, int(draw.integers(len(rows)))))
         except (JobError, ValueError):
-            continue  # the schedule does not go with the layers
+            continue  # the schedule does not match the layers

@@ -14,9 +14,9 @@ from phalanx.plan.report.advice import advice, shortfall
 from phalanx.units import gib, seconds
 
 WIDTH = 120
-"""Columns of a terminal's page."""
+"""Width of the text in columns."""
 COLUMNS = ("layout", "micro-batches", "step", "tps", "tps_total", "MFU", "memory", "bubble")
-"""Of the table of the best layouts."""
+"""Columns of the table of the best layouts."""
 
 
 def text(plan: Plan) -> str:
@@ -128,7 +128,7 @@ def largest_first(rejected: dict[str, int]) -> list[tuple[str, int]]:
 
 
 def _best(best: Sequence[Candidate]) -> Iterator[str]:
-    """The table of the best layouts. A layout that is too long for its column goes on below."""
+    """Yields the table of the best layouts. A layout that is too long for its column continues on the next line."""
     rows = [("", *COLUMNS)]
     rows += [(str(rank), *cells(each)) for rank, each in enumerate(best, 1)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -144,13 +144,13 @@ def _best(best: Sequence[Candidate]) -> Iterator[str]:
 
 
 def _wrapped_line(line: str, width: int) -> list[str]:
-    """A layout's line in several, cut after commas."""
+    """Returns a layout's line as several, broken after commas."""
     parts = textwrap.wrap(line.replace(",", ", "), width + 1, break_on_hyphens=False, break_long_words=False)
     return [part.replace(", ", ",") for part in parts]
 
 
 def _where(first: Candidate) -> list[str]:
-    """The time and the memory of the best."""
+    """Returns the time and the memory of the best layout."""
     prediction = first.prediction
     low, high = (duration(factor * first.seconds) for factor in prediction.spread)
     return [
@@ -165,7 +165,7 @@ def _where(first: Candidate) -> list[str]:
 
 
 def _nothing(plan: Plan) -> list[str]:
-    """What to say where no layout fits."""
+    """Returns the lines that explain that no layout fits."""
     if plan.nearest is None:
         return ["no layout is legal"]
     return [
@@ -182,7 +182,7 @@ def _notes(plan: Plan) -> Iterator[str]:
 
 
 def _alternatives(plan: Plan) -> Iterator[str]:
-    """What somebody might have taken: time, factor against the best, and why it loses."""
+    """Yields the alternatives with time, factor over the best, and why they lose."""
     rows = [(each.name, *verdict(each, plan), _reason(each)) for each in plan.alternatives]
     if not rows:
         return
@@ -203,7 +203,7 @@ def _cut(why: str, width: int) -> list[str]:
 
 
 def _reason(each: Alternative) -> str:
-    """Its layout, and why it loses."""
+    """Returns an alternative's layout, and why it loses."""
     line = short_line(replace(each.candidate.layout, pp_cut="")).replace(",", " ") if each.candidate else ""
     return f"{line}: {each.why}" if line else each.why
 

@@ -20,10 +20,11 @@ from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import OPEN, RECOMPUTE, divisors
 
 FAST_LINKS = 100
-"""GB/s a device from which on links inside a node are fast: NVLink of every generation is near that or beyond, a PCIe
-bus (32 and 64) is not."""
+"""Fewest GB/s per device of fast links inside a node: NVLink of every generation is close to that or above, a PCIe bus
+(32 and 64) is not."""
 FAST_NETWORK = 25
-"""The same between nodes: a card of 200 Gb/s for every device, as in DGX machines from the A100 on."""
+"""Fewest GB/s per device of a fast network: a card of 200 Gb/s for every device, as in DGX machines from the A100 on.
+"""
 
 
 def rule(request: PlanRequest) -> tuple[str, Layout]:
@@ -43,8 +44,8 @@ def node_of(request: PlanRequest) -> int:
 def fitted(request: PlanRequest, layout: Layout) -> Layout | None:
     """Returns the layout with the least recomputation and, without a pipeline, the largest micro-batch with which it
     fits; None if it is illegal or does not fit."""
-    kept = {name: value for name, value in request.fixed.items() if name not in OPEN}
-    layout = replace(layout, **kept, micro_batch=1)
+    fixed = {name: value for name, value in request.fixed.items() if name not in OPEN}
+    layout = replace(layout, **fixed, micro_batch=1)
     if layout.pp > 1:
         layout = replace(layout, **{name: request.fixed[name] for name in _PIPELINE if name in request.fixed})
     if request.problems(layout):
@@ -72,13 +73,13 @@ def _with_larger_batches(request: PlanRequest, layout: Layout) -> Layout:
         if not _fits(request, larger):
             break
         layout = larger
-    # Of one micro-batch there is nothing to accumulate.
+    # A single micro-batch needs no accumulation.
     return replace(layout, accumulate="local") if layout.micro_batch == share else layout
 
 
 def _one_device(request: PlanRequest) -> tuple[str, Layout]:
     if found := fitted(request, Layout()):
-        return _told(request, "one device, and the model fits", "plain", found)
+        return _explained(request, "one device, and the model fits", "plain", found)
     why = "one device, and the model does not fit: offload to host memory, which Phalanx does not run"
     block = replace(request.model, n_layers=1)
     if fitted(replace(request, model=block), Layout()) is None:
@@ -89,25 +90,25 @@ def _one_device(request: PlanRequest) -> tuple[str, Layout]:
 def _one_node(request: PlanRequest, world: int) -> tuple[str, Layout]:
     fast, where = _links(request.cluster.intra.gbs, FAST_LINKS, "one node")
     if found := fitted(request, Layout(dp_replicate=world)):
-        return _told(request, f"{where}, a whole copy fits on a device", "DDP", found)
+        return _explained(request, f"{where}, a whole copy fits on a device", "DDP", found)
     sharded = [(f"ZeRO-{zero}", _with_experts(request, Layout(dp_shard=world, zero=zero))) for zero in (1, 2, 3)]
-    pipelines = [(_name(layout), layout) for layout in _three(request, world, most_tp=1) if layout.pp > 1]
-    tensor = [(_name(layout), layout) for layout in _three(request, world)]
-    # Between slow links a stage's hidden states are the least there is to send.
+    pipelines = [(_name(layout), layout) for layout in _combinations(request, world, most_tp=1) if layout.pp > 1]
+    tensor = [(_name(layout), layout) for layout in _combinations(request, world)]
+    # On slow links pipelines come first: a stage's hidden states are the least traffic.
     tried = [*sharded, *tensor, *pipelines] if fast else [*pipelines, *sharded, *tensor]
     return _first(request, f"{where}, a whole copy does not fit on a device", tried)
 
 
 def _many_nodes(request: PlanRequest, world: int) -> tuple[str, Layout]:
     fast, where = _links(request.cluster.inter.gbs, FAST_NETWORK, "many nodes")
-    three = [(_name(layout), layout) for layout in _three(request, world)]
+    combined = [(_name(layout), layout) for layout in _combinations(request, world)]
     whole = [("FSDP over all devices", _with_experts(request, Layout(dp_shard=world)))]
     if not fast:
-        return _first(request, where, three or whole)
+        return _first(request, where, combined or whole)
     if fitted(request, whole[0][1]) is None:
         problems = request.problems(replace(whole[0][1], micro_batch=1))
         where += f", FSDP over all devices {'is not legal' if problems else 'does not fit'}"
-    return _first(request, where, [*whole, *three])
+    return _first(request, where, [*whole, *combined])
 
 
 def _links(gbs: float, fast: float, where: str) -> tuple[bool, str]:
@@ -116,8 +117,8 @@ def _links(gbs: float, fast: float, where: str) -> tuple[bool, str]:
     return gbs >= fast, f"{where}, {kind} {links} ({gbs:.3g} GB/s per device)"
 
 
-def _three(request: PlanRequest, world: int, most_tp: int = 0) -> Iterator[Layout]:
-    """Tensor ranks in a node, then ever longer pipelines, and where sequences are too long, parts of them."""
+def _combinations(request: PlanRequest, world: int, most_tp: int = 0) -> Iterator[Layout]:
+    """Yields layouts with tensor ranks in a node, ever longer pipelines, and context parallelism for long sequences."""
     tp = _tensor_ranks(request, world, most_tp or node_of(request))
     model = request.model
     for cp, pp in product(divisors(world // tp, max(1, model.seq_len // 8192)), divisors(world // tp, model.n_layers)):
@@ -142,28 +143,28 @@ def _name(layout: Layout) -> str:
 
 
 def _tensor_ranks(request: PlanRequest, world: int, most: int) -> int:
-    """The most that the heads allow."""
+    """Returns the most tensor ranks that the heads allow."""
     model = request.model
     return max(tp for tp in divisors(world, most) if model.n_heads % tp == 0 and model.kv_heads % tp == 0)
 
 
 def _with_experts(request: PlanRequest, layout: Layout) -> Layout:
-    """Experts over the devices of a node, as far as tensor ranks leave some."""
+    """Returns the layout with its experts over the devices of a node that tensor ranks leave."""
     experts = request.model.moe.n_experts or 1
     free = max(1, node_of(request) // layout.tp)
     return replace(layout, ep=max(divisors(gcd(experts, layout.shard_ranks), free)))
 
 
 def _first(request: PlanRequest, where: str, tried: Iterable[tuple[str, Layout]]) -> tuple[str, Layout]:
-    """The first that fits; else the last."""
+    """Returns the first layout that fits; else the last."""
     name, layout = "", Layout()
     for name, layout in tried:
         if found := fitted(request, layout):
-            return _told(request, where, name, found)
+            return _explained(request, where, name, found)
     return f"{where}: no layout of the rules fits, not even {name}", replace(layout, micro_batch=1, recompute="full")
 
 
-def _told(request: PlanRequest, where: str, name: str, layout: Layout) -> tuple[str, Layout]:
+def _explained(request: PlanRequest, where: str, name: str, layout: Layout) -> tuple[str, Layout]:
     accumulation = request.global_batch // (layout.data_ranks * layout.micro_batch)
     rest = f", {accumulation} micro-batches accumulated" if accumulation > 1 and layout.pp == 1 else ""
     again = {"none": "", "selective": ", selective recomputation", "full": ", full recomputation"}

@@ -307,7 +307,7 @@ def _cut(model: ModelConfig, layout: Layout) -> Cut:
     legal = few if is_file(name) else (m for m in few if not catalogue.problems(name, layout.pp, m, layout.pp_chunks))
     schedule = schedule_of(layout, next(iter(legal)))
     for rank in range(schedule.ranks):
-        held = schedule.held(rank)
+        held = schedule.stages_on(rank)
         content = content_of(StepSpec(model, Cluster(), layout, Batch(1, 1, 1, 1), stages=cut), cut, held)
         visits = sum(placement.count(rank) for placement in schedule.placements)
         part = visits / len(held) / len(schedule.placements)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.layout import Layout
-from phalanx.partition.sequence import grid, group_places, places
+from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
 
 
 @st.composite
@@ -20,7 +20,7 @@ def cut(draw: st.DrawFn, slices: int = 4) -> tuple[Layout, int, int]:
 
 
 def held(layout: Layout, seq_len: int, rank: int, slices: int = 1) -> list[int]:
-    return list(chain.from_iterable(places(layout, seq_len, rank, slices)))
+    return list(chain.from_iterable(rank_positions(layout, seq_len, rank, slices)))
 
 
 @given(cut())
@@ -35,7 +35,7 @@ def test_every_position_is_held_once_and_each_rank_holds_as_many(case):
 def test_ranks_hold_positions_in_order_and_in_few_runs(case):
     layout, seq_len, slices = case
     for rank in range(layout.cp):
-        runs = places(layout, seq_len, rank, slices)
+        runs = rank_positions(layout, seq_len, rank, slices)
         assert all(len(run) for run in runs)
         assert len(runs) <= (1 if layout.ring == 1 else 2) * slices
         assert held(layout, seq_len, rank, slices) == sorted(held(layout, seq_len, rank, slices))
@@ -46,7 +46,7 @@ def test_all_places_of_a_ring_see_as_many_keys(case):
     """Pairs of a query and a key that it sees: query at position p sees p + 1 keys."""
     layout, seq_len, _ = case
     pairs = [
-        sum(position + 1 for run in group_places(layout, seq_len, place) for position in run)
+        sum(position + 1 for run in ring_positions(layout, seq_len, place) for position in run)
         for place in range(layout.ring)
     ]
     assert pairs == [seq_len * (seq_len + 1) // 2 // layout.ring] * layout.ring
@@ -55,12 +55,12 @@ def test_all_places_of_a_ring_see_as_many_keys(case):
 @given(cut(slices=1))
 def test_ulysses_ranks_in_order_hold_their_groups_tokens_in_order(case):
     layout, seq_len, _ = case
-    by_place = {grid(layout, rank): rank for rank in range(layout.cp)}
+    by_place = {cp_coordinates(layout, rank): rank for rank in range(layout.cp)}
     assert len(by_place) == layout.cp
     for ring in range(layout.ring):
         ranks = [by_place[ring, ulysses] for ulysses in range(layout.cp_ulysses)]
         together = list(chain.from_iterable(held(layout, seq_len, rank) for rank in ranks))
-        assert together == list(chain.from_iterable(group_places(layout, seq_len, ring)))
+        assert together == list(chain.from_iterable(ring_positions(layout, seq_len, ring)))
 
 
 @given(cut())
@@ -79,7 +79,7 @@ def test_neighbouring_ranks_are_those_of_the_inner_kind(case):
     inner = {"ulysses": (layout.cp_ulysses, 1), "ring": (layout.ring, 0)}[layout.cp_inner]
     for rank in range(layout.cp - 1):
         if rank % inner[0] != inner[0] - 1:
-            here, there = grid(layout, rank), grid(layout, rank + 1)
+            here, there = cp_coordinates(layout, rank), cp_coordinates(layout, rank + 1)
             assert there[inner[1]] == here[inner[1]] + 1
             assert there[1 - inner[1]] == here[1 - inner[1]]
 
@@ -95,4 +95,4 @@ def test_neighbouring_ranks_are_those_of_the_inner_kind(case):
     ],
 )
 def test_eight_tokens(layout, expected):
-    assert [places(layout, 8, rank) for rank in range(layout.cp)] == expected
+    assert [rank_positions(layout, 8, rank) for rank in range(layout.cp)] == expected

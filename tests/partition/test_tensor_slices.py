@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.partition.tensor_slices import TensorSlice, experts_of, padded_vocabulary, piece
+from phalanx.partition.tensor_slices import TensorSlice, experts_of, padded_vocabulary, slice_of
 
 VOCABULARY_ROWS = ("embed.weight", "head.weight")
 KEY_VALUE_ROWS = ("attn.wk.weight", "attn.wk.bias", "attn.wv.weight", "attn.wv.bias")
@@ -81,12 +81,12 @@ def cut_models(draw: st.DrawFn) -> tuple[ModelConfig, int, int]:
 def test_first_pieces_tile_every_parameter_exactly_once(case):
     model, vocab, tp = case
     for name, whole in parameter_shapes(model, vocab).items():
-        pieces = [piece(name, whole, model, tp, rank) for rank in range(tp)]
+        slices = [slice_of(name, whole, model, tp, rank) for rank in range(tp)]
         counted = np.zeros(whole, dtype=int)
-        for each in pieces:
+        for each in slices:
             assert each.whole == whole
             assert min(each.shape) > 0
-            assert each.shape == pieces[0].shape  # every rank's program is the same
+            assert each.shape == slices[0].shape  # every rank's program is the same
             if not each.first:
                 continue
             if each.dim is None:
@@ -103,13 +103,13 @@ def test_first_pieces_tile_every_parameter_exactly_once(case):
 def test_only_the_vocabulary_is_padded(case):
     model, vocab, tp = case
     for name, whole in parameter_shapes(model, vocab).items():
-        pieces = [piece(name, whole, model, tp, rank) for rank in range(tp)]
-        if pieces[0].dim is None:
+        slices = [slice_of(name, whole, model, tp, rank) for rank in range(tp)]
+        if slices[0].dim is None:
             continue
-        padding = sum(each.size - each.real for each in pieces)
+        padding = sum(each.size - each.real for each in slices)
         expected = padded_vocabulary(vocab, tp) - vocab if name.endswith(VOCABULARY_ROWS) else 0
         assert padding == expected, name
-        assert all(0 <= each.real <= each.size for each in pieces)
+        assert all(0 <= each.real <= each.size for each in slices)
 
 
 @settings(max_examples=60)
@@ -120,8 +120,8 @@ def test_each_rank_has_the_key_value_heads_that_its_queries_read(case):
     for name, whole in parameter_shapes(model, vocab).items():
         if not name.endswith(KEY_VALUE_ROWS):
             continue
-        pieces = [piece(name, whole, model, tp, rank) for rank in range(tp)]
-        for rank, each in enumerate(pieces):
+        slices = [slice_of(name, whole, model, tp, rank) for rank in range(tp)]
+        for rank, each in enumerate(slices):
             needed = {query // group for query in range(rank * queries_each, (rank + 1) * queries_each)}
             start = each.start if each.dim == 0 else 0
             held = each.size if each.dim == 0 else whole[0]
@@ -130,7 +130,7 @@ def test_each_rank_has_the_key_value_heads_that_its_queries_read(case):
             assert each.copies == max(1, tp // model.kv_heads)
             assert each.first == (rank % each.copies == 0)
             first = rank - rank % each.copies
-            assert all(pieces[first + i].start == each.start for i in range(each.copies))
+            assert all(slices[first + i].start == each.start for i in range(each.copies))
 
 
 @settings(max_examples=30)
@@ -139,11 +139,11 @@ def test_cut_and_put_together_again_experts_and_latent_attention_are_whole(model
     model = replace(model, bias=bias)
     for name, shape in parameter_shapes(model).items():
         whole = np.arange(prod(shape)).reshape(shape)
-        pieces = [piece(name, shape, model, tp, rank) for rank in range(tp)]
-        if pieces[0].dim is None:
+        slices = [slice_of(name, shape, model, tp, rank) for rank in range(tp)]
+        if slices[0].dim is None:
             continue
-        dim = pieces[0].dim
-        parts = [whole.take(range(p.start, p.start + p.size), axis=dim) for p in pieces if p.first]
+        dim = slices[0].dim
+        parts = [whole.take(range(p.start, p.start + p.size), axis=dim) for p in slices if p.first]
         assert (np.concatenate(parts, axis=dim) == whole).all(), name
 
 
@@ -163,14 +163,14 @@ def test_latent_attention_is_cut_between_heads(case):
         if width is None or tp == 1:
             continue
         for rank in range(tp):
-            each = piece(name, whole, model, tp, rank)
+            each = slice_of(name, whole, model, tp, rank)
             heads = model.n_heads // tp
             assert (each.start, each.size) == (rank * heads * width, heads * width), name
 
 
 def test_what_serves_all_heads_and_the_router_are_whole():
     whole = {
-        name for name, shape in parameter_shapes(DEEPSEEK).items() if piece(name, shape, DEEPSEEK, 2, 1).dim is None
+        name for name, shape in parameter_shapes(DEEPSEEK).items() if slice_of(name, shape, DEEPSEEK, 2, 1).dim is None
     }
     latent = {"wq_a.weight", "wq_a.bias", "q_norm.weight", "q_norm.bias", "kv_norm.weight", "kv_norm.bias"}
     latent |= {"wkv_a.weight", "wkv_a.bias", "wo.bias"}
@@ -204,24 +204,28 @@ def test_padding_is_less_than_a_row_a_rank(vocab, tp):
 
 def test_by_hand():
     model = ModelConfig(n_layers=1, d_model=8, n_heads=4, n_kv_heads=2, vocab_size=10, head_dim=2)
-    assert piece("embed.weight", (10, 8), model, 4, 3) == TensorSlice((10, 8), 0, 9, 3)
-    assert piece("embed.weight", (10, 8), model, 4, 3).real == 1
-    assert piece("blocks.0.attn.wk.weight", (4, 8), model, 4, 1) == TensorSlice((4, 8), 0, 0, 2, copies=2, first=False)
-    assert piece("blocks.0.attn.wk.weight", (4, 8), model, 4, 2) == TensorSlice((4, 8), 0, 2, 2, copies=2, first=True)
-    assert piece("blocks.0.attn.wo.weight", (8, 8), model, 4, 1) == TensorSlice((8, 8), 1, 2, 2)
-    assert piece("blocks.0.attn.wo.bias", (8,), model, 4, 1) == TensorSlice((8,), copies=4, first=False)
-    assert piece("blocks.0.mlp.up.bias", (32,), model, 4, 1) == TensorSlice((32,), 0, 8, 8)
-    assert piece("final_norm.weight", (8,), model, 1, 0) == TensorSlice((8,))
-    assert piece("blocks.0.moe.experts.up.weight", (5, 12, 6), MIXTRAL, 3, 1) == TensorSlice((5, 12, 6), 1, 4, 4)
-    assert piece("blocks.0.moe.experts.gate.bias", (5, 12), MIXTRAL, 3, 2) == TensorSlice((5, 12), 1, 8, 4)
-    assert piece("blocks.0.moe.experts.down.weight", (5, 6, 12), MIXTRAL, 3, 1) == TensorSlice((5, 6, 12), 2, 4, 4)
-    assert piece("blocks.1.moe.shared.up.weight", (24, 6), DEEPSEEK, 3, 1) == TensorSlice((24, 6), 0, 8, 8)
-    assert piece("blocks.1.moe.shared.down.weight", (6, 24), DEEPSEEK, 3, 1) == TensorSlice((6, 24), 1, 8, 8)
-    assert piece("blocks.1.attn.wq_b.weight", (60, 5), DEEPSEEK, 3, 1) == TensorSlice((60, 5), 0, 20, 20)
+    assert slice_of("embed.weight", (10, 8), model, 4, 3) == TensorSlice((10, 8), 0, 9, 3)
+    assert slice_of("embed.weight", (10, 8), model, 4, 3).real == 1
+    assert slice_of("blocks.0.attn.wk.weight", (4, 8), model, 4, 1) == TensorSlice(
+        (4, 8), 0, 0, 2, copies=2, first=False
+    )
+    assert slice_of("blocks.0.attn.wk.weight", (4, 8), model, 4, 2) == TensorSlice(
+        (4, 8), 0, 2, 2, copies=2, first=True
+    )
+    assert slice_of("blocks.0.attn.wo.weight", (8, 8), model, 4, 1) == TensorSlice((8, 8), 1, 2, 2)
+    assert slice_of("blocks.0.attn.wo.bias", (8,), model, 4, 1) == TensorSlice((8,), copies=4, first=False)
+    assert slice_of("blocks.0.mlp.up.bias", (32,), model, 4, 1) == TensorSlice((32,), 0, 8, 8)
+    assert slice_of("final_norm.weight", (8,), model, 1, 0) == TensorSlice((8,))
+    assert slice_of("blocks.0.moe.experts.up.weight", (5, 12, 6), MIXTRAL, 3, 1) == TensorSlice((5, 12, 6), 1, 4, 4)
+    assert slice_of("blocks.0.moe.experts.gate.bias", (5, 12), MIXTRAL, 3, 2) == TensorSlice((5, 12), 1, 8, 4)
+    assert slice_of("blocks.0.moe.experts.down.weight", (5, 6, 12), MIXTRAL, 3, 1) == TensorSlice((5, 6, 12), 2, 4, 4)
+    assert slice_of("blocks.1.moe.shared.up.weight", (24, 6), DEEPSEEK, 3, 1) == TensorSlice((24, 6), 0, 8, 8)
+    assert slice_of("blocks.1.moe.shared.down.weight", (6, 24), DEEPSEEK, 3, 1) == TensorSlice((6, 24), 1, 8, 8)
+    assert slice_of("blocks.1.attn.wq_b.weight", (60, 5), DEEPSEEK, 3, 1) == TensorSlice((60, 5), 0, 20, 20)
 
 
 def test_a_piece_beyond_the_vocabulary_is_all_padding():
-    last = piece("embed.weight", (3, 2), ModelConfig(), 8, 7)
+    last = slice_of("embed.weight", (3, 2), ModelConfig(), 8, 7)
     assert (last.start, last.size, last.real, prod(last.shape)) == (7, 1, 0, 2)
 
 
