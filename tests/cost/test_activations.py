@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost.activation_bytes import activation_bytes
 from phalanx.blocks.kinds import BlockKind
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
@@ -21,7 +22,7 @@ from phalanx.cost.frameworks.memory_profiles import (
     XLA,
     MemoryProfile,
 )
-from phalanx.cost.memory.activations import activation_bytes, saved
+from phalanx.cost.memory.activations import saved
 
 GPT = ModelConfig(n_layers=2, d_model=64, n_heads=8, seq_len=32, dropout=0.1)
 LLAMA = replace(PRESETS["llama3-8b"], seq_len=8192)

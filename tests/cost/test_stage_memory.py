@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from phalanx.blocks.parameters import count
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.memory.state import peak_in_flight, state_bytes
+from phalanx.cost.memory.state import state_bytes
 from phalanx.partition.stages import ranges
 from phalanx.schedule import catalogue
 from phalanx.schedule.check import in_flight
@@ -62,14 +62,14 @@ def test_with_equal_weights_the_peak_is_the_number_of_activations_in_flight(name
     schedule = catalogue.build(name, ranks, micro_batches)
     counts = in_flight(schedule)
     for rank in range(ranks):
-        peak = peak_in_flight(schedule, rank, [1] * schedule.stages)
+        peak = schedule.peak_live_activations(rank, [1] * schedule.stages) / schedule.slices
         assert peak == counts[rank] / schedule.slices
 
 
 def test_the_closed_forms_of_the_papers_hold_for_uneven_stages():
     layers = [3, 5, 4, 4]
     gpipe, alternating = catalogue.build("gpipe", 4, 8), catalogue.build("1f1b", 4, 8)
-    assert [peak_in_flight(gpipe, rank, layers) for rank in range(4)] == [8 * n for n in layers]
-    assert [peak_in_flight(alternating, rank, layers) for rank in range(4)] == [4 * 3, 3 * 5, 2 * 4, 1 * 4]
+    assert [gpipe.peak_live_activations(rank, layers) for rank in range(4)] == [8 * n for n in layers]
+    assert [alternating.peak_live_activations(rank, layers) for rank in range(4)] == [4 * 3, 3 * 5, 2 * 4, 1 * 4]
     last_alone = [0, 0, 0, 1]
-    assert [peak_in_flight(alternating, rank, last_alone) for rank in range(4)] == last_alone
+    assert [alternating.peak_live_activations(rank, last_alone) for rank in range(4)] == last_alone

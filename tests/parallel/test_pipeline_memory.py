@@ -18,7 +18,6 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
-from phalanx.cost.memory.state import peak_in_flight
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import Execution
 from phalanx.parallel.transfers import AHEAD
@@ -97,7 +96,7 @@ def test_a_rank_keeps_what_its_schedule_says(ranks, name, pp, micro_batches):
     alone = ranks(live, pp, Layout(pp=pp, schedule=name, accumulation=1))
     for rank, (found, _, transit) in enumerate(ranks(live, pp, layout)):
         each = [float(alone[rank][1].get(stage, 0)) for stage in range(schedule.stages)]
-        expected = peak_in_flight(schedule, rank, each)
+        expected = schedule.peak_live_activations(rank, each) / schedule.slices
         print(name, pp, rank, f"{expected:,.0f} {found:,} {transit / INPUT:.0f} inputs in transit", sep="  ")
         assert expected > 10 * INPUT
         if SCHEDULES[name].splits:

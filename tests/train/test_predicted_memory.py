@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cost.activation_bytes import activation_bytes
 from parallel.steps import micro_batches
 from phalanx.config.cluster import Cluster
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.train import Train
-from phalanx.cost.memory.activations import activation_bytes
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.spec import StepSpec

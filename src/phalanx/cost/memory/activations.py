@@ -11,46 +11,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from phalanx.blocks.kinds import BlockKind, block, block_kinds
-from phalanx.blocks.memory_profile import PHALANX, MemoryProfile
+from phalanx.blocks.kinds import BlockKind, block
+from phalanx.blocks.memory_profile import MemoryProfile
 from phalanx.blocks.operator import SavedTensor
 from phalanx.blocks.place import Place, place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.partition.recompute import recompute_of, uniform_recompute
-
-
-def activation_bytes(
-    model: ModelConfig,
-    layout: Layout,
-    micro_batch: int,
-    width: int = 2,
-    layer: int | None = None,
-    memory_profile: MemoryProfile = PHALANX,
-    narrow: bool = False,
-) -> int:
-    """Bytes that block `layer` keeps on a rank of a micro-batch of so many sequences, in numbers of `width` bytes.
-
-    By default it is the last block, which has experts where any has. What a layout adds or leaves out: without
-    `layout.sp_regather` the inputs of the matrices are kept whole; without dropout there are no masks, and torch's
-    fused attention keeps no scores. An RMS norm is counted as a layer norm; torch's for CPUs keeps an fp32 copy more,
-    in half precisions two. Tokens spread evenly over experts, times `memory_profile.imbalance`. `narrow`: products
-    are in 8 bits, which matters to programs that keep their operands so.
-    """
-    layer = model.n_layers - 1 if layer is None else layer
-    layout = uniform_recompute(layout, recompute_of(layout, layer, model.n_layers))
-    tokens = micro_batch * model.seq_len / layout.cp
-    return round(
-        tokens * sum(size for _, size in saved(model, layout, width, block_kinds(model)[layer], memory_profile, narrow))
-    )
 
 
 @lru_cache(maxsize=4096)
 def saved(
     model: ModelConfig, layout: Layout, width: int, kind: BlockKind, profile: MemoryProfile, narrow: bool = False
 ) -> tuple[tuple[str, float], ...]:
-    """Returns the operators of a block and the bytes per token that each saves on a rank. It recomputes what
-    `layout.recompute` says."""
+    """Returns the operators of a block and the bytes per token that each saves on a rank, in numbers of `width` bytes.
+    It recomputes what `layout.recompute` says.
+
+    Without `layout.sp_regather` the inputs of the matrices are kept whole; without dropout there are no masks, and
+    torch's fused attention keeps no scores. An RMS norm is counted as a layer norm; torch's for CPUs keeps an fp32 copy
+    more, in half precisions two. Tokens spread evenly over experts, times `profile.imbalance`. `narrow`: products are
+    in 8 bits, which matters to programs that keep their operands so.
+    """
     place = place_of(model, layout, width=width, narrow=narrow, profile=profile)
     shares = {"whole": 1, "tokens": place.token_share, "width": place.tp}
     shares["gathered"] = place.token_share if place.regathers else 1

@@ -8,7 +8,7 @@ hold both to what ranks really have (docs/memory.md); rank_memory.py puts them t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from math import prod
 
@@ -19,7 +19,6 @@ from phalanx.config.model import ModelConfig
 from phalanx.partition.pipeline import flushes
 from phalanx.partition.stages import stage_shapes
 from phalanx.partition.tensor_slices import in_buckets, slice_of, tile
-from phalanx.schedule.schedule import Schedule
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number, by `train.precision`."""
@@ -90,22 +89,6 @@ def _sharded(shapes: Shapes, layout: Layout, width: int, gradient_width: int, st
     share, padded = sum(shares), sum(shares) * ranks
     kept = share if layout.zero == 2 and ranks > 1 else padded
     return StateBytes(padded * width * versions, kept * gradient_width * waiting, share * state_width)
-
-
-def logit_bytes(model: ModelConfig, layout: Layout, micro_batch: int, width: int = 2, vocab: int | None = None) -> int:
-    """Bytes of the logits of a micro-batch, or of `layout.loss_chunk` of its tokens, and of their fp32 copy (fp64 has
-    none) that the loss reads."""
-    tokens = layout.loss_chunk or micro_batch * model.seq_len // layout.cp
-    rows = slice_of("embed.weight", (vocab or model.vocab_size, model.d_model), model, layout.tp, 0).shape[0]
-    return tokens * rows * (width + (4 if width < 4 else width))
-
-
-def peak_in_flight(schedule: Schedule, rank: int, weights: Sequence[float]) -> float:
-    """The most that a pipeline rank keeps at one time, where stage s keeps `weights[s]` of every micro-batch (of a
-    slice its share) from its forward pass to its backward pass, or to the half of it that is for the weights.
-
-    With the layers of each stage as weights it is the number of `activation_bytes` that the rank needs."""
-    return schedule.peak_live_activations(rank, weights) / schedule.slices
 
 
 def _held_shapes(model: ModelConfig, layout: Layout, vocab: int | None, stages: Iterable[range]) -> Shapes:
