@@ -1,4 +1,4 @@
-"""From the ends of all ranks to one exit code and one message: which rank failed first, and why."""
+"""Combines the ends of all ranks into one exit code and one message: which rank failed first, and why."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from phalanx.errors import StoppedError
 from phalanx.launch.outcome import Outcome
 
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL remote process exited")
-"""What a rank says that failed only because another one had."""
+"""Error texts of ranks that failed only because of another one."""
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of one rank as the launcher saw it and as the rank told it."""
+    """The end of one rank as observed by the launcher and as reported by the rank."""
 
     rank: int
     code: int
-    """As a shell shows it: 128 + n for a death by signal n."""
+    """Exit code as in a shell: 128 + n for a death by signal n."""
     time: float
     """Seconds since the epoch."""
     killed: bool
-    """The launcher ended it."""
+    """True if the launcher killed it."""
     outcome: Outcome | None
-    """None when the rank had no time to say anything."""
+    """None if the rank had no time to report."""
     last_words: str = ""
-    """The end of its standard error, where that went to a file."""
+    """The end of its standard error, if that went to a file."""
 
     @property
     def said(self) -> Outcome | None:
-        """What it said about this end; None too when it died of something else on its way out."""
+        """The rank's report of this end; None also if it died of something else while exiting."""
         return self.outcome if self.outcome and self.outcome.code == self.code else None
 
     @property
     def lost_peer(self) -> bool:
-        """True when it failed only because another rank was gone."""
+        """True if it failed only because another rank was gone."""
         return self.outcome is not None and any(words in self.outcome.message for words in _LOST_PEER)
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sorts the cause before its consequences. A killed rank says nothing, and its peers may report the
-        lost connection before its death is seen: hence those come last."""
+        """The sort key that puts causes before consequences. A killed rank reports nothing, and its peers may report
+        the lost connection before its death is seen: hence those come last."""
         return self.lost_peer, self.outcome.time if self.outcome else self.time
 
 
 SAVES = "before {} of {} ranks could write a checkpoint; the same command resumes from the last complete one."
-"""What to say of ranks that were stopped: how many of how many had not come to their end."""
+"""Message about stopped ranks: how many of how many did not finish."""
 
 
 def verdict(ends: Sequence[End], stop_signal: signal.Signals | None, stopped: str = SAVES) -> tuple[int, str]:
-    """Exit code of the launch and what to tell the user (empty when all went well). `stopped` is the end of "Stopped by
-    SIGNAL ..." where ranks did not come to theirs."""
+    """Returns the exit code of the launch and the message for the user (empty on success). `stopped` ends the sentence
+    "Stopped by SIGNAL ..." if ranks did not finish."""
     by_signal = 128 + stop_signal if stop_signal else None
     planned = (0, StoppedError.exit_code, by_signal)
     failures = [end for end in ends if not end.killed and end.code not in planned]
