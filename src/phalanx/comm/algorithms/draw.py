@@ -1,7 +1,6 @@
-"""A picture of a plan: ranks from left to right, steps downwards, an arrow for each message.
+"""Draws a collective program: ranks from left to right, steps downwards, an arrow per message.
 
-A small SVG writer of its own. Without a background and in colours of middle lightness, so that a page may be light or
-dark.
+The SVG has no background and uses colours of medium lightness, so that it suits light and dark pages.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _BAND = 84  # height of a step: the chunks that are sent, then the arrows
 
 
 def svg(plan: CollectiveProgram) -> str:
-    """The picture of `plan` as an SVG document.
+    """Returns the picture of `plan` as an SVG document.
 
-    Above an arrow stand the chunks that it carries, in their colours; a solid arrow is combined with what the receiver
-    holds, a dashed one overwrites it. Chunks without elements are not shown: draw a plan of at least as many elements
+    The chunks that an arrow carries stand above it, in their colours; a solid arrow is combined with the receiver's
+    data, a dashed one overwrites it. Chunks without elements are not shown: draw a program of at least as many elements
     as chunks.
     """
     widest = max((len(chunks_of(message, plan)) for message in plan.messages), default=1)
@@ -60,7 +59,7 @@ def _text(x: float, y: float, text: str, weight: int = 400) -> str:
 
 
 def _message(message: ChunkMessage, plan: CollectiveProgram, columns: list[float], top: float) -> str:
-    """The chunks above the source, and the arrow from there to the target at the end of the step."""
+    """Returns the chunks above the source, and the arrow from there to the target at the end of the step."""
     carried = chunks_of(message, plan)
     colour = COLOURS[carried[0] % len(COLOURS)] if len(carried) == 1 else NEUTRAL
     cells = _cells(carried, plan, columns[message.source], top)
@@ -68,7 +67,7 @@ def _message(message: ChunkMessage, plan: CollectiveProgram, columns: list[float
 
 
 def _cells(carried: list[int], plan: CollectiveProgram, centre: float, top: float) -> str:
-    """One numbered square for each chunk; a wider one named `all` where the algorithm does not divide the tensor."""
+    """Returns one numbered square per chunk; a wider one labelled `all` if the algorithm does not divide the tensor."""
     size = 2 * _CELL if len(plan.chunks) == 1 else _CELL
     left = centre - size * len(carried) / 2
     cells = []
@@ -83,7 +82,7 @@ def _cells(carried: list[int], plan: CollectiveProgram, centre: float, top: floa
 
 
 def _arrow(message: ChunkMessage, columns: list[float], top: float, colour: str) -> str:
-    """A line to just above the next step, and its head."""
+    """Returns a line to just above the next step, and its head."""
     x1, y1 = columns[message.source], top + _CELL
     x2, y2 = columns[message.target], top + _BAND - 6
     length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5

@@ -25,7 +25,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 def execute(
     plan: CollectiveProgram, tensor: Tensor, reduction: Reduction = "sum", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Take part in `plan` as this rank of `group`, with `tensor` as the buffer; blocks until this rank is done.
+    """Takes part in `plan` as this rank of `group`, with `tensor` as the buffer; blocks until this rank is done.
 
     Args:
         plan: the same on every rank of the group.
@@ -66,7 +66,7 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
 def _take_part(
     step: CollectiveStep, rank: int, flat: Tensor, combine: Callable[..., Tensor], group: dist.ProcessGroup | None
 ) -> None:
-    """Send and receive this rank's messages of one step, then combine what arrived."""
+    """Sends and receive this rank's messages of one step, then combine what arrived."""
     operations = []
     arrivals = []
     for message in step.messages:
