@@ -1,4 +1,4 @@
-"""What `phalanx verify` compares with one process: the small job, the layouts, and those that it leaves out."""
+"""Selects the comparison of `phalanx verify`: the small job, the layouts, and those that are skipped."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from phalanx.verify.fit import deep_enough, with_experts
 from phalanx.verify.small import Proof, proof_of
 
 GLOBAL_BATCHES = (8, 24)
-"""Sequences a step: the first that divides by a layout's data ranks × accumulation, else that product."""
+"""Sequences per step: the first one divisible by a layout's data ranks × accumulation, else that product."""
 PIPELINE_BATCHES = (8,)
-"""The same where there is a pipeline, whose micro-batches may be a sequence each: 5 of them take 5."""
+"""The same for pipelines, whose micro-batches may be one sequence each: 5 of them take 5."""
 PAIR_RANKS = 8
-"""Most ranks of a layout in which features meet: with more of them layouts would be larger, not other."""
+"""Maximum ranks of a layout of the covering set: more would make layouts larger, not different."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,26 @@ class Skipped:
 
 @dataclass
 class Selection:
-    """What is compared."""
+    """The layouts to compare with one process, and their job."""
 
     proof: Proof
     layouts: list[Layout] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What a layout that is compared has to do with the job's own."""
+    """Notes on how compared layouts differ from the job's own."""
 
     def case(self, layout: Layout) -> Job:
-        """The job of one case: the same model and optimizer, with the layout and a global batch that it divides. The
-        model has a layer for each stage at least, and experts where the layout deals them out."""
+        """Returns the job of one case: the same model and optimizer, with the layout and a global batch divisible by
+        it. The model has at least one layer per stage, and experts if the layout uses expert parallelism."""
         return _with(deep_enough(with_experts(self.proof.job, layout), layout), layout)
 
     def alone(self, layout: Layout) -> Job:
-        """The job of one process that the layout's case is compared with."""
+        """Returns the job of one process that the layout's case is compared with."""
         return replace(self.case(layout), layout=self.proof.job.layout)
 
     def stale(self, layout: Layout) -> bool:
-        """Whether a layout's gradients are one update late by design (a pipeline without a flush). It is compared with
-        one process that takes its own so."""
+        """Returns whether a layout's gradients are one update late by design (a pipeline without a flush). It is
+        compared with one process whose gradients are equally late."""
         return not flushes(layout)
 
 
@@ -68,12 +68,12 @@ def make(
     max_ranks: int = 8,
     as_is: bool = False,
 ) -> Selection:
-    """Choose what to compare: the layouts of `lines`, or the job's own with the matrix and the covering set, with all
-    there is (`full`), or with every pipeline schedule alone (`schedules`).
+    """Selects the layouts of `lines`, or the job's own with the matrix and the covering set, with every layout
+    (`full`), or with every pipeline schedule alone (`schedules`).
 
-    A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. A model with fewer
-    layers than stages gets some there, and one without experts gets some for layouts that deal them out, unless
-    `as_is`. Raises JobError with every problem of the layouts that were named.
+    A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. Unless `as_is`, a
+    model with fewer layers than stages gets more, and one without experts gets some for layouts with expert
+    parallelism. Raises JobError with every problem of the named layouts.
     """
     plan, problems = Selection(proof_of(job, as_is, max_ranks)), list[str]()
     for line in lines:
@@ -102,7 +102,7 @@ def make(
 
 
 def _rest(plan: Selection, job: Job, full: bool, schedules: bool, max_ranks: int, as_is: bool) -> None:
-    """The layouts that are compared besides the job's own, where nobody names any."""
+    """Adds the layouts that are compared by default besides the job's own."""
 
     def reasons(layout: Layout) -> list[str]:
         fit = job if as_is else deep_enough(with_experts(job, layout), layout)
@@ -124,7 +124,7 @@ def _rest(plan: Selection, job: Job, full: bool, schedules: bool, max_ranks: int
 
 
 def _notes(plan: Selection, job: Job) -> Iterator[str]:
-    """What some layouts are compared with, or in, that the job does not say."""
+    """Yields notes on changes of the job that some layouts require."""
     if any(map(plan.stale, plan.layouts)):
         yield (
             "pipelines without a flush are compared with one process whose gradients are one update late, as theirs are"
@@ -152,7 +152,7 @@ def _notes(plan: Selection, job: Job) -> Iterator[str]:
 
 
 def _own(plan: Selection, job: Job, max_ranks: int) -> None:
-    """The job's own layout comes first, on fewer ranks if need be."""
+    """Adds the job's own layout first, on fewer ranks if necessary."""
     own = job.layout
     if own.world == 1 and own == replace(Layout(), bucket_mb=own.bucket_mb):
         return
@@ -178,8 +178,8 @@ def _own(plan: Selection, job: Job, max_ranks: int) -> None:
 
 
 def _accumulation(layout: Layout, accumulation: int) -> int:
-    """As few micro-batches a step as show everything: 2, or 2 a rank that a pipeline has. Those of a file are its own;
-    0 stands for one."""
+    """Returns the smallest sufficient number of micro-batches per step: 2, or 2 per pipeline rank. A schedule file has
+    its own; 0 stands for one."""
     if layout.pp > 1 and is_file(layout.schedule):
         return accumulation
     fewer = min(accumulation, 2 * layout.pp)
@@ -187,7 +187,7 @@ def _accumulation(layout: Layout, accumulation: int) -> int:
 
 
 def _add(plan: Selection, layout: Layout) -> None:
-    """Take a layout in, once."""
+    """Adds a layout, once."""
     if layout.bucket_mb == Layout.bucket_mb:
         layout = replace(layout, bucket_mb=plan.proof.job.layout.bucket_mb)
     if layout not in plan.layouts:
@@ -195,10 +195,10 @@ def _add(plan: Selection, layout: Layout) -> None:
 
 
 def _reasons(job: Job, plan: Selection, layout: Layout, max_ranks: int) -> list[str]:
-    """Why a layout cannot be compared: it is illegal for the job's model, or too large."""
+    """Returns why a layout cannot be compared: it is illegal for the job's model, or too large."""
     checked = replace(job, cluster=replace(job.cluster, nodes=1, devices_per_node=0))
     problems = problems_of(_with(checked, layout))
-    if not problems:  # where the small model divides by less than the job's own
+    if not problems:  # the small model may have fewer divisors than the job's own
         problems = problems_of(plan.case(layout))
     reasons = [f"{path}: {message}" for path, message in problems]
     if not reasons and layout.processes > max_ranks:
@@ -211,7 +211,7 @@ def _reasons(job: Job, plan: Selection, layout: Layout, max_ranks: int) -> list[
 
 
 def _with(job: Job, layout: Layout) -> Job:
-    """The job with a layout and the smallest global batch that goes with it."""
+    """Returns the job with a layout and the smallest global batch that suits it."""
     known = max(1, layout.data_ranks * max(1, layout.micro_batch) * max(1, layout.accumulation))
     if layout.micro_batch and layout.accumulation:
         global_batch = known

@@ -1,4 +1,4 @@
-"""Compares layouts with one process, each on warm ranks of this machine: cases and the report on them."""
+"""Compares layouts with one process, each on warm ranks of this machine: cases and their report."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from phalanx.verify.stale import LEAST_STEPS
 
 PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "phalanx.verify.measure")
 START_S = 300.0
-"""Longest that processes may take to start."""
+"""Maximum seconds for processes to start."""
 
 
 @dataclass(frozen=True)
 class First:
-    """Where a layout first differs: the earliest step, the first parameter in the model's order."""
+    """The first difference of a layout: the earliest step, the first parameter in the model's order."""
 
     what: str
     """gradient, parameter or loss."""
     name: str | None
-    """Of the parameter; None for a loss."""
+    """The parameter's name; None for a loss."""
     step: int
-    """Counted from 1."""
+    """The step, counted from 1."""
     rel: float
-    """By how much."""
+    """The relative difference."""
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """One layout's comparison with one process. The differences are None where it could not be made."""
+    """One layout's comparison with one process. The differences are None if it failed to run."""
 
     layout: str
     world: int
@@ -63,7 +63,7 @@ class LayoutCase:
 
 @dataclass
 class VerifyReport:
-    """All cases, in their order."""
+    """All cases, in order."""
 
     plan: Selection
     steps: int
@@ -75,7 +75,7 @@ class VerifyReport:
         return all(case.ok for case in self.cases)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `phalanx verify --json` prints. A difference that is no number (NaN) is null."""
+        """Returns the document of `phalanx verify --json`. A difference that is not a number (NaN) is null."""
         proof = self.plan.proof
         return {
             "cases": [_finite(asdict(case)) for case in self.cases],
@@ -97,7 +97,7 @@ class VerifyReport:
 
 
 def refuse_missing_device(plan: Selection) -> None:
-    """Raises JobError where the job asks for GPUs and this machine has none."""
+    """Raises JobError if the job asks for GPUs and this machine has none."""
     if plan.proof.job.cluster.device == "cuda" and not torch.cuda.device_count():
         raise JobError("cluster.device is cuda, but this machine has 0 CUDA devices; cluster.device=cpu compares")
 
@@ -105,10 +105,10 @@ def refuse_missing_device(plan: Selection) -> None:
 def run(
     plan: Selection, steps: int, on_case: Callable[[LayoutCase], None], on_start: Callable[[Layout], None]
 ) -> VerifyReport:
-    """Compare every layout of the plan, over `steps` steps.
+    """Compares every layout of the plan, over `steps` steps.
 
-    Raises what the steps of one process raise (NotFiniteError for a job that diverges at once). What the ranks of a
-    layout raise makes its case fail with the message, and the others go on.
+    Raises the errors of the one-process run (NotFiniteError for a job that diverges at once). An error on a layout's
+    ranks makes its case fail with the message, and the others continue.
     """
     began = time.perf_counter()
     report = VerifyReport(plan, steps)
@@ -135,7 +135,7 @@ def run(
 
 
 def _start(pool: Pool, processes: int) -> None:
-    """Start the pool's processes, with Ctrl-C held back until they are there (seconds).
+    """Starts the pool's processes, with Ctrl-C held back until they are ready (seconds).
 
     It goes to every process of a terminal, and the fork server ignores it only once it has imported torch: before, it
     would leave tracebacks. A blocked signal stays blocked in a child."""
@@ -152,7 +152,7 @@ def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Layo
     found, error = None, None
     try:
         found = pool.run(compare, layout.processes, job, vocab_size, steps, path, timeout=job.run.timeout_s)[0]
-    except Exception as raised:  # whatever a rank may raise is this case's result, not the end of the others
+    except Exception as raised:  # an error on a rank is this case's result and does not end the others
         kind = "" if isinstance(raised, PhalanxError) else f"{type(raised).__name__}: "
         error = kind + (str(raised).strip().splitlines() or [""])[0]
     first = first_difference(found, TOLERANCE) if found else None
@@ -173,8 +173,8 @@ def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Layo
 
 
 def first_difference(found: Differences, tolerance: float) -> First | None:
-    """The first gradient that differs by more than `tolerance` (or by no number), else the first parameter, else the
-    first loss, else nothing."""
+    """Returns the first gradient that differs by more than `tolerance` (or by NaN), else the first parameter, else the
+    first loss, else None."""
     for step, gradients in enumerate(found.gradients):
         for name, rel in gradients.items():
             if not rel <= tolerance:
@@ -189,12 +189,12 @@ def first_difference(found: Differences, tolerance: float) -> First | None:
 
 
 def worst(differences: list[float]) -> float:
-    """The largest, where one that is no number is larger than any."""
+    """Returns the largest difference; NaN counts as larger than any."""
     return max((math.inf if math.isnan(rel) else rel for rel in differences), default=0.0)
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replaces NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

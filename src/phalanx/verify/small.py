@@ -1,4 +1,4 @@
-"""The job that is compared: the model as it is where that is cheap, else a small one of the same kind."""
+"""The job to compare: the model itself if that is cheap, else a small one of the same kind."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB = 2, 8, 256, 3
 """The vocabulary is a prime: no number of tensor ranks divides it, so that its padding is at work."""
 SMALL_EXPERTS = 8
 SMALL_Q_RANK, SMALL_KV_RANK, SMALL_PART = 16, 8, 4
-"""Latent attention: its ranks, and the size of each part of a head."""
+"""Latent attention: the ranks of its compressions, and the size of each part of a head."""
 BUCKETS = 4
-"""Gradient buckets of the model that is compared: a real one has many, and their order matters."""
+"""Gradient buckets of the compared model: a real one has many, and their order matters."""
 LEAST_EPS = 1e-8
-"""Adam divides by this where a gradient is zero but for rounding, which a smaller one makes visible."""
+"""Adam's eps at least: a smaller one would amplify the rounding of gradients that are zero."""
 
 Changes = dict[str, tuple[Any, Any]]
-"""By dotted path: what the job says, and what was compared."""
+"""The job's value and the compared value, by dotted path."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What is compared."""
+    """The job that is compared, and what it has in place of the original."""
 
     job: Job
-    """With a layout of one process; in float64."""
+    """The compared job, with a layout of one process; in float64."""
     vocab_size: int
     changes: Changes
-    """Empty where the job is compared as it is."""
+    """The differences between both jobs; empty if the job is compared as it is."""
 
 
 def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
-    """The job to compare in place of `job`, which differs in size where that takes too long, unless `as_is`.
+    """Returns the job to compare in place of `job`: smaller if the original takes too long, unless `as_is`.
 
-    A small model has the same parts, heads and key/value heads, and its widths and experts divide by the same numbers
-    of ranks up to `max_ranks`: the same layouts are legal for it. It runs on CPU processes unless the job asks for
-    `cluster.device=cuda`.
+    A small model has the same parts, heads and key/value heads, and its widths and experts are divisible by the same
+    numbers of ranks up to `max_ranks`: the same layouts are legal for it. It runs on CPU processes unless the job asks
+    for `cluster.device=cuda`.
     """
     vocab = job.model.vocab_size or SMALL_VOCAB
     small = job
@@ -94,8 +94,8 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
 
 
 def _small_experts(moe: MoE, n_layers: int, max_ranks: int) -> MoE:
-    """Fewer experts, in some layer at least. Of their groups as large a share is chosen from, and the groups hold more
-    experts than a token visits, so that there is something to choose."""
+    """Returns fewer experts, in at least one layer. The same fraction of their groups is chosen from, and the groups
+    hold more experts than a token visits, so that the choice is not trivial."""
     moe = replace(moe, n_dense_layers=min(moe.n_dense_layers, n_layers - 1))
     n = like(moe.n_experts, min(moe.n_experts, SMALL_EXPERTS), max_ranks)
     if n == moe.n_experts:
@@ -119,6 +119,6 @@ def _small_latent(mla: MLA) -> MLA:
 
 
 def like(number: int, at_least: int, max_ranks: int) -> int:
-    """The smallest number from `at_least` on that divides by just those of 2 to `max_ranks` by which `number` does."""
+    """Returns the smallest number from `at_least` on with the same divisors among 2 to `max_ranks` as `number`."""
     ranks = range(2, max_ranks + 1)
     return next(n for n in range(at_least, number + 1) if all((n % r == 0) == (number % r == 0) for r in ranks))

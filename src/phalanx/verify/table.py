@@ -1,4 +1,4 @@
-"""A report for a person: one line a layout, then what went wrong, what was left out, and the verdict."""
+"""The report as text: one line per layout, then failures, skipped layouts, and the verdict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.verify.run import First, LayoutCase, VerifyReport
 
 
 def table(report: VerifyReport) -> str:
-    """The report as plain text in columns."""
+    """Returns the report as plain text in columns."""
     head = ("layout", "ranks", "loss", "gradients", "parameters", "", "time")
     rows = [head, *(_row(case) for case in report.cases)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -27,7 +27,7 @@ def table(report: VerifyReport) -> str:
 
 
 def complaint(case: LayoutCase) -> str:
-    """What is wrong with a case that failed: the error, or the first difference."""
+    """Returns the cause of a failed case: the error, or the first difference."""
     if case.error is not None:
         return case.error
     first = case.first_difference
@@ -35,7 +35,7 @@ def complaint(case: LayoutCase) -> str:
 
 
 def introduction(plan: Selection, steps: int) -> list[str]:
-    """What is about to be compared, and how it differs from the job."""
+    """Returns lines about the layouts to compare and the changes of the job."""
     job = plan.proof.job
     what = f"{_number(len(plan.layouts), 'layout')} with one process"
     lines = [f"comparing {what}: {_number(steps, 'step')} in {job.train.precision}"]
@@ -46,7 +46,7 @@ def introduction(plan: Selection, steps: int) -> list[str]:
 
 
 def progress(case: LayoutCase) -> str:
-    """One line about a case that is done."""
+    """Returns one line about a finished case."""
     return f"{'ok  ' if case.ok else 'FAIL'}  {case.layout} ({seconds(case.seconds)})" + (
         "" if case.ok else f": {complaint(case)}"
     )
@@ -59,7 +59,7 @@ def _row(case: LayoutCase) -> tuple[str, ...]:
 
 
 def _skipped(plan: Selection) -> list[str]:
-    """The layouts that were left out, by reason; --json lists each."""
+    """Returns the skipped layouts, by reason; --json lists each."""
     by_reason: dict[str, list[str]] = {}
     for skipped in plan.skipped:
         by_reason.setdefault(skipped.reason, []).append(skipped.layout)
