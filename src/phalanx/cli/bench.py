@@ -1,4 +1,4 @@
-"""`phalanx bench compute | comm`: measure this machine, for `cluster=local`."""
+"""`phalanx bench compute | comm`: measures this machine, for `cluster=local`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SWITCHES = {
 }
 STOPPED = "before everything was measured; nothing was written."
 BUSY = 0.5
-"""Load average per core above which a warning says that other programs are running: one process per two cores."""
+"""Load average per core above which a warning reports other running programs: one process per two cores."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
     save = "no_save" not in switches
     _refuse_early(options, command, path if save else None)
     ranks = detect(os.environ)
-    # Here, because it imports torch, for which --help and mistakes need not wait.
+    # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.train.device import choose, threads_for
 
     _refuse_device(options["device"])
@@ -142,7 +142,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], set[str]]:
             meant = nearest(name, [*known, *SWITCHES])
             problems.append(f"unknown option {flag}" + (f"; did you mean {_flag(meant)}?" if meant else ""))
             if not equals and left and not left[0].startswith("-"):
-                left.pop(0)  # its value: one mistake is one message
+                left.pop(0)  # skip its value: one message per mistake
         else:
             if not equals and left and not left[0].startswith("--"):
                 value = left.pop(0)

@@ -1,4 +1,4 @@
-"""What a verb prints about the measurements that its predictions rest on, and when it refuses to predict."""
+"""Prints the quality of the measurements that predictions rest on, and refuses predictions from unreliable ones."""
 
 from __future__ import annotations
 

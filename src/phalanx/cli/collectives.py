@@ -89,7 +89,7 @@ def _show(words: CommandWords) -> None:
 
 
 def as_json(program: CollectiveProgram, element_bytes: int) -> dict[str, Any]:
-    """The document of `show --json` (docs/collectives.md)."""
+    """Returns the document of `show --json` (docs/collectives.md)."""
     return {
         "name": program.name,
         "ranks": program.ranks,

@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _write(loaded: LoadedRun, options: Generate, speaks: bool = True) -> None:
-    """Generate the text and print it; of several ranks one speaks."""
+    """Generates the text and prints it; of several ranks only one `speaks`."""
     live = speaks and sys.stdout.isatty() and not options.json
     if live:
         print(options.prompt, end="", flush=True)

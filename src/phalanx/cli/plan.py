@@ -1,4 +1,4 @@
-"""`phalanx plan JOB`: the fastest layout that fits, what else was weighed, and why it was chosen."""
+"""`phalanx plan JOB`: the fastest layout that fits, the alternatives, and the reasons for the choice."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from phalanx.plan.report import report
 from phalanx.plan.search.request import PlanRequest, plan_request
 
 POINTS = 300
-"""Layouts of the map of the space."""
+"""Number of layouts in the map of the space."""
 LEGIBLE = 120
-"""Passes of a rank that a picture of the step shows one by one."""
+"""Passes per rank up to which a picture shows the whole step."""
 
 VERB = JobVerb(
     "plan",
@@ -77,7 +77,7 @@ def _question(loaded: LoadedJob) -> PlanRequest:
 
 
 def _told(loaded: LoadedJob) -> str:
-    """What of the layout is kept, in words; nothing where all is open."""
+    """Returns a sentence about the fixed fields of the layout; nothing if all are open."""
     layout, kept = loaded.job.layout, fixed_of(loaded)
     if not kept:
         return ""
@@ -88,7 +88,7 @@ def _told(loaded: LoadedJob) -> str:
 
 
 def _map(plan: Plan) -> str:
-    # Here and below, because few ask for it.
+    # Imported here and below, because it is rarely asked for.
     from phalanx.pictures.space import space_picture
 
     return space_picture(plan)
@@ -101,7 +101,7 @@ def _page(plan: Plan) -> str:
 
 
 def _timeline(best: Candidate) -> str:
-    """The picture of the best layout's step; of a long one its beginning and its end."""
+    """Returns the picture of the best layout's step; of a long one its beginning and its end."""
     from phalanx.pictures import timeline as timeline_picture
     from phalanx.simulate.step import simulate
 

@@ -1,5 +1,5 @@
-"""`phalanx simulate JOB`: the events of one step on every pipeline rank, also with slow devices and links, and the time
-that a job loses to failures."""
+"""`phalanx simulate JOB`: the events of one step on every pipeline rank, with slow devices and links if asked, and the
+time that a job loses to failures."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from phalanx.simulate.step import Figures, figures, simulate
 from phalanx.simulate.timeline import Timeline
 
 LONG = 50_000
-"""Passes from which on the progress is told."""
+"""Number of passes from which on progress is shown."""
 CHECKPOINT_S, RESTART_S = 30.0, 600.0
-"""Where failures are asked about and these are not said."""
+"""Default seconds of a save and of a restart when failures are asked about."""
 ROWS = 16
-"""Pipeline ranks that the table shows at most."""
+"""Maximum number of pipeline ranks in the table."""
 
 VERB = JobVerb(
     "simulate",
@@ -108,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step, and what it is compared with."""
+    """A simulated step, and the steps it is compared with."""
 
     spec: StepSpec
     prediction: Prediction
@@ -116,7 +116,7 @@ class Simulated:
     timeline: Timeline
     figures: Figures
     undisturbed_s: float
-    """Of a step on a machine without what disturbs it."""
+    """Seconds of a step without disturbances."""
 
 
 @gc_paused()
@@ -136,12 +136,12 @@ def _simulated(spec: StepSpec, disturbance: Disturbance, progress: Progress) -> 
 
 
 def _passes(spec: StepSpec) -> int:
-    """Of all ranks, about."""
+    """Returns the approximate number of passes of all ranks."""
     return 2 * spec.batch.accumulation * spec.layout.pp * max(1, spec.layout.pp_chunks)
 
 
 def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance:
-    """What the options say is slow. Raises JobError with every word that is wrong."""
+    """Returns the slow devices and links of the options. Raises JobError with every word that is wrong."""
     slow, pairs, axes, problems = list[tuple[int, float]](), [], list[tuple[str, float]](), []
     for option, said in (*(("straggler", word) for word in stragglers), *(("slow-link", word) for word in links)):
         what, _, number = said.partition("=")
@@ -165,7 +165,7 @@ def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance
 
 
 def _failures(options: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """Returns failures per device and day, seconds of a save and seconds of a restart, where an option asks about
+    """Returns failures per device per day, seconds of a save and seconds of a restart, if an option asks about
     failures."""
     rate, save, restart = (options[name] for name in ("failures_per_device_day", "checkpoint_s", "restart_s"))
     if rate is None and save is None and restart is None and not options["failures_svg"]:
@@ -185,7 +185,7 @@ def _failures_picture(devices: int, failures_per_device_day: float, save_s: floa
 
 
 def _write(timeline: Timeline, svg: str, trace: str) -> None:
-    # Here, because few ask for them.
+    # Imported here, because they are rarely asked for.
     from phalanx.pictures import timeline as timeline_picture
     from phalanx.simulate import trace as events
 
@@ -196,7 +196,7 @@ def _write(timeline: Timeline, svg: str, trace: str) -> None:
 
 
 def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
-    """The document of `--json` (docs/simulate.md)."""
+    """Returns the document of `--json` (docs/simulate.md)."""
     found = result.figures
     document: dict[str, Any] = {
         "step_time_s": found.step_time_s,
@@ -208,14 +208,14 @@ def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
         "fits": result.prediction.fits,
     }
     if lost:
-        # Without failures there is nothing to wait for: JSON has no infinity.
+        # Without failures the interval is infinite, which JSON lacks.
         times = {name: value if isfinite(value) else None for name, value in vars(lost).items()}
         document["goodput"] = times
     return document
 
 
 def report(result: Simulated, lost: Goodput | None) -> str:
-    """The figures for a person."""
+    """Returns the figures as text."""
     spec, found = result.spec, result.figures
     predicted = result.prediction.step_time_s
     lines = [
@@ -238,7 +238,7 @@ def report(result: Simulated, lost: Goodput | None) -> str:
 
 
 def _said(disturbance: Disturbance) -> str:
-    """What is slow, in words."""
+    """Returns the slow devices and links as text."""
     words = [f"rank {rank} takes {factor:g} ×" for rank, factor in disturbance.slow]
     words += [f"messages {one}-{other} {factor:g} ×" for (one, other), factor in disturbance.links]
     words += [f"{axis} {factor:g} ×" for axis, factor in disturbance.axes]
@@ -246,7 +246,7 @@ def _said(disturbance: Disturbance) -> str:
 
 
 def _rank_lines(result: Simulated) -> Iterator[str]:
-    """A row a pipeline rank, or of some of them."""
+    """Yields a row per pipeline rank, or of some of them."""
     ranks = result.figures.ranks
     shown = _shown(result)
     steps = result.timeline.schedule.steps
@@ -264,7 +264,7 @@ def _rank_lines(result: Simulated) -> Iterator[str]:
 
 
 def _shown(result: Simulated) -> list[int]:
-    """The pipeline ranks of the table: all, or some evenly, the extremes, and those that are slow."""
+    """Returns the pipeline ranks of the table: all, or an even selection, the extremes, and the slow ones."""
     idle = [rank["idle_s"] for rank in result.figures.ranks]
     if len(idle) <= ROWS:
         return list(range(len(idle)))

@@ -1,4 +1,4 @@
-"""`phalanx verify JOB`: prove that a job's model computes the same under every layout as on one process."""
+"""`phalanx verify JOB`: proves that a job's model computes the same under every layout as on one process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
     plan = make(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
-    # Here, because it imports torch, for which --help and mistakes need not wait.
+    # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.verify import run as verify
     from phalanx.verify.table import introduction, table
 
@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[LayoutCase], None]]]:
-    """What is called before and after each case: a live bar on a terminal, plain lines elsewhere."""
+    """Provides the callbacks before and after each case: a live bar on a terminal, plain lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
