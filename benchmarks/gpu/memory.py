@@ -14,9 +14,9 @@ from benchmarks.gpu.shapes import Shape
 
 LIMIT_S = 300.0
 STEPS = 3
-"""The first step makes the optimizer's state, the second one has all there is."""
+"""Steps per case: the first creates the optimizer's state, the second has all tensors."""
 FULL = 0.92
-"""The share of a device's memory above which a case is skipped: torch's context and fragments take the rest."""
+"""Fraction of a device's memory above which a case is skipped: torch's context and fragmentation take the rest."""
 ALONE = {
     "nothing recomputed": ["layout.micro_batch=4"],
     "recompute=selective": ["layout.micro_batch=4", "layout.recompute=selective"],
@@ -28,7 +28,7 @@ ALONE = {
 
 
 def together(ranks: int) -> dict[str, list[str]]:
-    """Layouts of `ranks` devices."""
+    """Returns the layouts of `ranks` devices."""
     data = ["layout.micro_batch=2"]
     cut = {"DDP": [f"layout.dp_replicate={ranks}"], "TP, SP": [f"layout.tp={ranks}", "layout.sp=true"]}
     cut |= {f"ZeRO-{stage}": [f"layout.dp_shard={ranks}", f"layout.zero={stage}"] for stage in (1, 2, 3)}
@@ -52,7 +52,7 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def measure(setting: Setting, shape: Shape, layout: list[str], ranks: int) -> dict[str, Any]:
-    """Bytes on the first rank. Raises SkippedError where the device has too little memory, CaseError as training."""
+    """Returns bytes on the first rank. Raises SkippedError if the device has too little memory, or as training."""
     prediction = shapes.predict(setting, shape, *layout, ranks=ranks)
     tensors, peak = shapes.tensors(prediction), prediction["memory"]["peak"]
     if peak > FULL * setting.memory:
