@@ -23,7 +23,7 @@ VERBS = {
     "simulate": "a step as a timeline: every pass and message, slow devices, failures",
     "bench": "measure this machine, for predictions on cluster=local",
     "schedule": "pipeline schedules: list, draw, measure and check them",
-    "collectives": "algorithms of collectives: list and draw them, count their messages and bytes",
+    "collectives": "algorithms of collectives: list, draw, count and check them",
 }
 
 USAGE = """\
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
         meant = nearest(verb, VERBS)
         hint = f"did you mean `phalanx {meant}`?" if meant else f"the verbs are: {', '.join(VERBS)}"
         if verb.endswith((".yaml", ".yml")):
-            hint = f"the verb comes first: `phalanx train {verb}`"
+            hint = f"put the verb first: `phalanx train {verb}`"
         raise JobError(f"no verb {verb!r}; {hint}")
     return importlib.import_module(f"phalanx.cli.{verb}").run(rest)
 

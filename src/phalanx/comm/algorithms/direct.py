@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram, check_root, chunked, reversed_as_copies, step
+from phalanx.comm.algorithms.program import (
+    ChunkMessage,
+    CollectiveProgram,
+    check_root,
+    chunked,
+    reversed_as_copies,
+    step,
+)
 
 
 def naive_all_reduce(ranks: int, n: int) -> CollectiveProgram:

@@ -5,7 +5,7 @@ It sends as many bytes as the ring in a number of steps that grows with the loga
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.plan import (
+from phalanx.comm.algorithms.program import (
     ChunkMessage,
     CollectiveProgram,
     CollectiveStep,

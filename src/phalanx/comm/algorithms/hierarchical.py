@@ -6,7 +6,7 @@ HSDP and two-dimensional rings communicate this way (Mikami et al. 2018, "2D-Tor
 from __future__ import annotations
 
 from phalanx.comm.algorithms import ring
-from phalanx.comm.algorithms.plan import CollectiveProgram, CollectiveStep, chunked, joined, side_by_side
+from phalanx.comm.algorithms.program import CollectiveProgram, CollectiveStep, chunked, joined, side_by_side
 
 
 def all_reduce(ranks: int, n: int, group: int) -> CollectiveProgram:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram, CollectiveStep, chunked, step
+from phalanx.comm.algorithms.program import ChunkMessage, CollectiveProgram, CollectiveStep, chunked, step
 
 
 def all_reduce(ranks: int, n: int) -> CollectiveProgram:

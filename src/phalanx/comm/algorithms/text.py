@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram, CollectiveStep, chunks_of
+from phalanx.comm.algorithms.program import ChunkMessage, CollectiveProgram, CollectiveStep, chunks_of
 from phalanx.units import gib
 
 ROWS, COLUMNS = 32, 12

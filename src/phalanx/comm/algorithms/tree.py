@@ -5,7 +5,7 @@ They take the fewest steps possible, each with the whole tensor: good for short 
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.plan import (
+from phalanx.comm.algorithms.program import (
     ChunkMessage,
     CollectiveProgram,
     CollectiveStep,
@@ -19,12 +19,12 @@ from phalanx.comm.algorithms.plan import (
 def all_reduce(ranks: int, n: int) -> CollectiveProgram:
     """Builds a reduce to rank 0 and a broadcast: 2·ceil(log2 P) steps."""
     steps = _reduce_steps(ranks, n, root=0)
-    return _plan("tree all-reduce", ranks, n, steps + reversed_as_copies("broadcast", steps))
+    return _program("tree all-reduce", ranks, n, steps + reversed_as_copies("broadcast", steps))
 
 
 def reduce(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
     """Builds a reduce to `root`: ceil(log2 P) steps; every other rank sends D once and is left partially reduced."""
-    return _plan("tree reduce", ranks, n, _reduce_steps(ranks, n, root))
+    return _program("tree reduce", ranks, n, _reduce_steps(ranks, n, root))
 
 
 def broadcast(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
@@ -32,7 +32,7 @@ def broadcast(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
 
     In each step every rank that has the tensor sends all of it to one that does not.
     """
-    return _plan("tree broadcast", ranks, n, reversed_as_copies("broadcast", _reduce_steps(ranks, n, root)))
+    return _program("tree broadcast", ranks, n, reversed_as_copies("broadcast", _reduce_steps(ranks, n, root)))
 
 
 def _reduce_steps(ranks: int, n: int, root: int) -> list[CollectiveStep]:
@@ -51,5 +51,5 @@ def _reduce_steps(ranks: int, n: int, root: int) -> list[CollectiveStep]:
     ]
 
 
-def _plan(name: str, ranks: int, n: int, steps: list[CollectiveStep]) -> CollectiveProgram:
+def _program(name: str, ranks: int, n: int, steps: list[CollectiveStep]) -> CollectiveProgram:
     return CollectiveProgram(name, ranks, (n,) * ranks, chunked(n, 1), tuple(steps))

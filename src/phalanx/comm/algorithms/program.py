@@ -54,7 +54,7 @@ class CollectiveProgram:
 
     @property
     def messages(self) -> list[ChunkMessage]:
-        """Returns all messages, in the order of the steps."""
+        """All messages, in the order of the steps."""
         return list(chain.from_iterable(step.messages for step in self.steps))
 
     @property
@@ -113,11 +113,11 @@ def step(phase: str, messages: Iterable[ChunkMessage]) -> CollectiveStep:
     return CollectiveStep(phase, tuple(message for message in messages if message.span))
 
 
-def side_by_side(plans: Sequence[Sequence[CollectiveStep]]) -> list[CollectiveStep]:
+def side_by_side(step_lists: Sequence[Sequence[CollectiveStep]]) -> list[CollectiveStep]:
     """Merges step lists of equal length among disjoint ranks into one: first steps together, second steps, ..."""
     return [
         CollectiveStep(together[0].phase, tuple(chain.from_iterable(each.messages for each in together)))
-        for together in zip(*plans, strict=True)
+        for together in zip(*step_lists, strict=True)
     ]
 
 
