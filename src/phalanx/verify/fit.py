@@ -12,7 +12,7 @@ from phalanx.partition.pipeline import schedule_of
 from phalanx.partition.recompute import parse
 from phalanx.partition.stages import parse_cut
 from phalanx.schedule.schedule import Schedule
-from phalanx.verify.small import like
+from phalanx.verify.small import alike
 
 EXPERTS = MoE(n_experts=8, top_k=2, n_shared=1, aux_loss=0.01, z_loss=0.001, bias_balanced=True)
 """The experts added to a model without any: they exercise every part of a router."""
@@ -45,7 +45,7 @@ def with_experts(job: Job, layout: Layout) -> Job:
     model = job.model
     if layout.ep == 1 or model.moe.n_experts:
         return job
-    moe = replace(EXPERTS, d_ff=like(model.ff_size, min(model.ff_size, max(8, model.d_model // 2)), max(8, layout.tp)))
+    moe = replace(EXPERTS, d_ff=alike(model.ff_size, min(model.ff_size, max(8, model.d_model // 2)), max(8, layout.tp)))
     try:
         if layout.pp > 1 and _schedule(layout).slices > 1:
             moe = replace(moe, aux_loss=0.0)

@@ -42,7 +42,7 @@ rounding of float64: some gradients (of a key's bias) are zero except for roundi
 DOCUMENT_ENDS = 0.15
 """The fraction of tokens that are the last of their document."""
 
-See = Callable[[str, Tensor], None]
+Observe = Callable[[str, Tensor], None]
 """Called on rank 0 with a key (`gradient/STEP/NAME` or `parameter/NAME`) and a whole tensor."""
 
 
@@ -67,10 +67,10 @@ def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stal
     whose gradients are one update late."""
     tensors: dict[str, Tensor] = {}
 
-    def see(key: str, whole: Tensor) -> None:
+    def observe(key: str, whole: Tensor) -> None:
         tensors[key] = whole.clone()  # the optimizer clips the gradient and updates the parameter in place
 
-    losses = _run(ranks, job, vocab_size, steps, see, stale)
+    losses = _run(ranks, job, vocab_size, steps, observe, stale)
     largest = [
         max(float(tensor.abs().max()) for key, tensor in tensors.items() if _is_of_the_loss(key, step))
         for step in range(steps)
@@ -91,7 +91,7 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
         facts = expected.metadata()
         largest: list[float] = json.loads(facts["largest"])
 
-        def see(key: str, whole: Tensor) -> None:
+        def observe(key: str, whole: Tensor) -> None:
             kind, rest = key.split("/", 1)
             if kind == "parameter":
                 found.parameters[rest] = difference(whole, expected.get_tensor(key), job.optimizer.lr)
@@ -101,7 +101,7 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
                 whole, expected.get_tensor(key), ROUNDING * largest[int(step)]
             )
 
-        losses = _run(ranks, job, vocab_size, steps, see)
+        losses = _run(ranks, job, vocab_size, steps, observe)
         for loss, other in zip(losses, json.loads(facts["losses"]), strict=True):
             found.losses.append(abs(loss - other) / abs(other) if other else abs(loss))
     if ranks.rank:
@@ -158,12 +158,12 @@ def _in_order(found: dict[str, float], names: Iterable[str]) -> dict[str, float]
     return {name: found[name] for name in names}
 
 
-def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, see: See, stale: bool = False) -> list[float]:
+def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, stale: bool = False) -> list[float]:
     """Trains and returns every loss. `see` is called for every gradient of every step, then for every parameter.
     `stale`: on one process, gradients are one update late, as those of a pipeline without a flush."""
     device = device_of(ranks, job.cluster.device)
     mesh = meshes.build(job.layout, device.type)
-    stepper = _Watched(job, mesh, device, vocab_size, see, keep=ranks.rank == 0)
+    stepper = _ObservedStepper(job, mesh, device, vocab_size, observe, keep=ranks.rank == 0)
     read, lr, runner = partial(micro_batches, job, vocab_size, mesh), job.optimizer.lr, stepper.replica.runner
     if isinstance(runner, PipeDream):
         losses = streamed(stepper, runner, read, steps, lr)
@@ -174,24 +174,24 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, see: See, stale: b
         for step in range(steps):
             batches, valid = read(step)
             losses.append(stepper.step(batches, step, valid, lr).loss)
-    stepper.show("parameter", {f.name: f.value for f in stepper.replica.fragments})
+    stepper.show("parameter", {f.name: f.value for f in stepper.replica.shards})
     return losses
 
 
-class _Watched(Stepper):
+class _ObservedStepper(Stepper):
     """A Stepper that reports its gradients before the optimizer uses them."""
 
-    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, see: See, keep: bool):
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, observe: Observe, keep: bool):
         super().__init__(job, mesh, device, vocab_size)
-        self.see, self.keep, self.seen = see, keep, 0
+        self.observe, self.keep, self.seen = observe, keep, 0
 
     def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:
-        found = {f.name: f.gradient for f in self.optimizer.fragments if f.gradient is not None}
+        found = {f.name: f.gradient for f in self.optimizer.shards if f.gradient is not None}
         self.show(f"gradient/{self.seen}", found)
         self.seen += 1
         return super().status(loss, stop)
 
     def show(self, kind: str, tensors: dict[str, Tensor]) -> None:
         """Reassembles tensors of the shards' shapes from all ranks, and reports them."""
-        for name, whole in wholes(self.replica.fragments, tensors, self.mesh, self.keep):
-            self.see(f"{kind}/{name}", whole)
+        for name, whole in wholes(self.replica.shards, tensors, self.mesh, self.keep):
+            self.observe(f"{kind}/{name}", whole)

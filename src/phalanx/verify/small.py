@@ -21,7 +21,7 @@ SMALL_Q_RANK, SMALL_KV_RANK, SMALL_PART = 16, 8, 4
 """Latent attention: the ranks of its compressions, and the size of each part of a head."""
 BUCKETS = 4
 """Gradient buckets of the compared model: a real one has many, and their order matters."""
-LEAST_EPS = 1e-8
+MIN_EPS = 1e-8
 """Adam's eps at least: a smaller one would amplify the rounding of gradients that are zero."""
 
 Changes = dict[str, tuple[Any, Any]]
@@ -29,7 +29,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Proof:
+class ComparedJob:
     """The job that is compared, and what it has in place of the original."""
 
     job: Job
@@ -39,7 +39,7 @@ class Proof:
     """The differences between both jobs; empty if the job is compared as it is."""
 
 
-def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
+def compared_job(job: Job, as_is: bool, max_ranks: int) -> ComparedJob:
     """Returns the job to compare in place of `job`: smaller if the original takes too long, unless `as_is`.
 
     A small model has the same parts, heads and key/value heads, and its widths and experts are divisible by the same
@@ -52,7 +52,7 @@ def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
         model = _small_model(job.model, vocab, max_ranks)
         vocab = model.vocab_size or SMALL_VOCAB
         bucket_mb = min(job.layout.bucket_mb, float(f"{count(model, vocab) * 8 / BUCKETS / 2**20:.3g}"))
-        optimizer = replace(job.optimizer, eps=max(job.optimizer.eps, LEAST_EPS))
+        optimizer = replace(job.optimizer, eps=max(job.optimizer.eps, MIN_EPS))
         small = replace(job, model=model, optimizer=optimizer, layout=replace(job.layout, bucket_mb=bucket_mb))
     changes = {
         path: (fields.get(job, path), fields.get(small, path))
@@ -62,7 +62,7 @@ def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
     train = replace(small.train, precision="fp64", gradients="same", compile=False, cpu_linear="auto", global_batch=0)
     layout = Layout(bucket_mb=small.layout.bucket_mb)
     cluster = Cluster(device="cuda" if job.cluster.device == "cuda" else "cpu")
-    return Proof(replace(small, train=train, layout=layout, cluster=cluster), vocab, changes)
+    return ComparedJob(replace(small, train=train, layout=layout, cluster=cluster), vocab, changes)
 
 
 def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
@@ -80,13 +80,13 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     moe = model.moe
     if moe.n_experts:
         moe = _small_experts(moe, n_layers, max_ranks)
-        moe = replace(moe, d_ff=like(model.expert_ff_size, min(model.expert_ff_size, width // 4), max_ranks))
+        moe = replace(moe, d_ff=alike(model.expert_ff_size, min(model.expert_ff_size, width // 4), max_ranks))
     return replace(
         model,
         n_layers=n_layers,
         d_model=width,
         head_dim=head if not mla.kv_rank and (model.head_dim or width != model.n_heads * head) else model.head_dim,
-        d_ff=like(model.ff_size, min(model.ff_size, 2 * width), max_ranks),
+        d_ff=alike(model.ff_size, min(model.ff_size, 2 * width), max_ranks),
         vocab_size=min(vocab, SMALL_VOCAB) if model.vocab_size else 0,
         moe=moe,
         mla=mla,
@@ -97,7 +97,7 @@ def _small_experts(moe: MoE, n_layers: int, max_ranks: int) -> MoE:
     """Returns fewer experts, in at least one layer. The same fraction of their groups is chosen from, and the groups
     hold more experts than a token visits, so that the choice is not trivial."""
     moe = replace(moe, n_dense_layers=min(moe.n_dense_layers, n_layers - 1))
-    n = like(moe.n_experts, min(moe.n_experts, SMALL_EXPERTS), max_ranks)
+    n = alike(moe.n_experts, min(moe.n_experts, SMALL_EXPERTS), max_ranks)
     if n == moe.n_experts:
         return moe
     groups = next(groups for groups in range(min(moe.n_groups, n // 2), 0, -1) if n % groups == 0)
@@ -118,7 +118,7 @@ def _small_latent(mla: MLA) -> MLA:
     )
 
 
-def like(number: int, at_least: int, max_ranks: int) -> int:
+def alike(number: int, at_least: int, max_ranks: int) -> int:
     """Returns the smallest number from `at_least` on with the same divisors among 2 to `max_ranks` as `number`."""
     ranks = range(2, max_ranks + 1)
     return next(n for n in range(at_least, number + 1) if all((n % r == 0) == (number % r == 0) for r in ranks))

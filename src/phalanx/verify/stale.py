@@ -16,7 +16,7 @@ from phalanx.parallel.pipedream import PipeDream
 from phalanx.train.step import Stepper
 from phalanx.train.stream import UnflushedSteps
 
-LEAST_STEPS = 4
+MIN_STEPS = 4
 """The minimum number of steps: the first two use the same weights, the third one's are stale, the last one drains the
 pipeline."""
 
@@ -36,7 +36,7 @@ def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int, lr: 
 
 def delayed(stepper: Stepper, read: Read, steps: int, lr: float) -> list[float]:
     """Takes steps with equally stale gradients on one process. Returns the losses."""
-    weights = [fragment.value for fragment in stepper.replica.fragments]
+    weights = [shard.value for shard in stepper.replica.shards]
     older = newest = _copies(weights)
     losses = []
     for step in range(steps):
