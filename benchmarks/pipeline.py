@@ -49,7 +49,7 @@ MODEL = ("model.n_layers=8", "model.d_model=256", "model.n_heads=4", "model.tied
 """Four processes with two stages each need eight layers. Where the head is tied, torch leaves it to its user to add up
 the two gradients of the embedding."""
 QUICK = ("model.d_model=64", "model.seq_len=64")
-CLOSE = 1e-5
+TOLERANCE = 1e-5
 """Allowed relative difference of losses and gradient norms of the same step."""
 LARGE = {"ranks": 64, "micro_batches": 512, "chunks": 4}
 REPEATS = 5
@@ -99,7 +99,7 @@ def ours(job: Job) -> Contender:
         return stepper.gradients(micros, 0, total).item() / total
 
     def gradients() -> list[Tensor]:
-        return [f.gradient for f in stepper.replica.fragments if f.gradient is not None and not f.copy]
+        return [f.gradient for f in stepper.replica.shards if f.gradient is not None and not f.copy]
 
     return Contender(step, gradients)
 
@@ -136,7 +136,9 @@ def measure(
     expected = next(iter(found.values()))
     for name, values in found.items():
         for value, other in zip(values, expected, strict=True):
-            assert math.isclose(value, other, rel_tol=CLOSE), f"{name}: loss and gradient norm {values}, not {expected}"
+            assert math.isclose(value, other, rel_tol=TOLERANCE), (
+                f"{name}: loss and gradient norm {values}, not {expected}"
+            )
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     for number in range(WARM_UP + rounds):
         if ranks.rank == 0:

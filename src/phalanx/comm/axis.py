@@ -17,9 +17,9 @@ from torch import Tensor
 from phalanx.comm.ledger import Ledger
 from phalanx.cost.traffic.collectives import Collective
 
-SMALL = 64 * 1024
+LATENCY_BOUND_BYTES = 64 * 1024
 """Bytes up to which gloo's latency is all that counts: an all-reduce then gathers everything and adds locally."""
-MANY = 16
+DIRECT_RANKS = 16
 """Ranks from which on gloo's own all-gather beats one message a pair."""
 
 # torch 2.13 renamed these two.
@@ -80,7 +80,7 @@ class Axis:
         if self.size == 1:
             return _Then(())
         self.count("all_reduce", x)
-        if self.gloo and x.nbytes <= SMALL and self.size < MANY:
+        if self.gloo and x.nbytes <= LATENCY_BOUND_BYTES and self.size < DIRECT_RANKS:
             every = x.new_empty(self.size, x.numel())
             every[self.rank].copy_(x.flatten())
             work = self._exchange(every)
@@ -112,7 +112,7 @@ class Axis:
         if self.size == 1:
             return _Then(())
         self.count("all_gather", whole)
-        if not self.gloo or self.size >= MANY:
+        if not self.gloo or self.size >= DIRECT_RANKS:
             return _all_gather(whole, part, group=self.group, async_op=True)
         return self._exchange(whole.view(self.size, -1))
 

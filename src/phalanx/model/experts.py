@@ -95,11 +95,11 @@ class GroupedProduct:
             torch.mm(x[rows], weight[expert].t(), out=y[rows])
         return y
 
-    def of_input(self, gradient: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """Returns the gradient of the rows from the gradient of the output, (rows, outputs)."""
         return self(gradient, weight.transpose(1, 2))
 
-    def of_weight(self, gradient: Tensor, x: Tensor) -> Tensor:
+    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         """Returns the gradient of the weights: zeros for experts without rows."""
         if equal := self._equal():
             return torch.bmm(gradient.unflatten(0, (-1, equal)).transpose(1, 2), x.unflatten(0, (-1, equal)))
@@ -136,8 +136,8 @@ class _Product(torch.autograd.Function):
         need_x, need_weight, *_ = ctx.needs_input_grad
         if ctx.take is not None:
             ctx.take(product, gradient, x)
-        of_weight = product.of_weight(gradient, x) if need_weight else None
-        return product.of_input(gradient, weight) if need_x else None, of_weight, None, None
+        of_weight = product.weight_gradient(gradient, x) if need_weight else None
+        return product.input_gradient(gradient, weight) if need_x else None, of_weight, None, None
 
 
 _ALIGNMENT = 16

@@ -24,7 +24,7 @@ from phalanx.model.experts import Experts, Sizes
 from phalanx.model.layers import MLP, Linear
 
 _Key = TypeVar("_Key")
-_NOTING = threading.Lock()
+_STATISTICS_LOCK = threading.Lock()
 """Held while a backward pass records statistics: threads of one process may run several at once."""
 
 
@@ -76,12 +76,12 @@ class Routing:
 
     def clear(self) -> None:
         """Forgets the recorded statistics."""
-        with _NOTING:
+        with _STATISTICS_LOCK:
             self.loads, self.penalties = {}, {}
 
     def note(self, layer: int, load: Tensor, penalties: dict[str, Tensor]) -> None:
         """Adds the statistics of one layer's backward pass."""
-        with _NOTING:
+        with _STATISTICS_LOCK:
             _add(self.loads, layer, load)
             for name, penalty in penalties.items():
                 _add(self.penalties, name, penalty.double())
@@ -169,7 +169,7 @@ class MixtureOfExperts(nn.Module):
             gates = _normalised(gates)
         gates = gates * moe.route_scale
         if torch.is_grad_enabled():
-            gates = self._account(logits, scores, chosen, gates)
+            gates = self._record_loads(logits, scores, chosen, gates)
         return Routes(chosen, gates)
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class MixtureOfExperts(nn.Module):
             scores = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(moe.top_k, -1).indices
 
-    def _account(self, logits: Tensor, scores: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+    def _record_loads(self, logits: Tensor, scores: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """Returns the gates; their backward pass adds the penalties' gradients and records penalties and loads."""
         moe, counts = self.config.moe, _counts(chosen.flatten(1), self.config.moe.n_experts)
         penalties: dict[str, Tensor] = {}
@@ -197,8 +197,8 @@ class MixtureOfExperts(nn.Module):
             penalties["z_loss"] = moe.z_loss * logits.logsumexp(-1).square().sum()
         noted = {name: penalty.detach() for name, penalty in penalties.items()}
         penalty = sum(penalties.values(), start=gates.new_zeros(()))
-        note = _Note(self.routing, self.layer, counts.sum(0), noted)
-        return _Account.apply(gates, penalty, self.router.bias, note)
+        note = _LayerStatistics(self.routing, self.layer, counts.sum(0), noted)
+        return _RecordLoads.apply(gates, penalty, self.router.bias, note)
 
     def slots(self, chosen: Tensor) -> Slots:
         """Returns the rows of the choices (batch, seq, top_k): all of them, or those within the experts' capacity."""
@@ -225,7 +225,7 @@ class MixtureOfExperts(nn.Module):
         return Slots(choices[:-1], [batch * rows] * moe.n_experts)
 
 
-class _Note(NamedTuple):
+class _LayerStatistics(NamedTuple):
     """The statistics that a layer's backward pass records, with their destination."""
 
     routing: Routing
@@ -234,12 +234,12 @@ class _Note(NamedTuple):
     penalties: dict[str, Tensor]
 
 
-class _Account(torch.autograd.Function):
+class _RecordLoads(torch.autograd.Function):
     """Returns the gates unchanged. Its backward pass gives the penalty its gradient and the balancing bias the excess
     load of its expert, and records loads and penalties: not in the forward pass, which recomputation repeats."""
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, penalty: Tensor, bias: Tensor | None, note: _Note) -> Tensor:
+    def forward(ctx: Any, gates: Tensor, penalty: Tensor, bias: Tensor | None, note: _LayerStatistics) -> Tensor:
         ctx.note = note
         ctx.of_penalty, ctx.of_bias = penalty.dtype, None if bias is None else bias.dtype
         return gates.view_as(gates)

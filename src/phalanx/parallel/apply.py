@@ -125,8 +125,8 @@ def apply_tensor_parallel(parts: Construction) -> None:
     n_layers = parts.job.model.n_layers
     # A recomputed block gathers its inputs at that time.
     keeps = [layer for layer in model.blocks if recompute_of(layout, int(layer), n_layers) == "full"]
-    how = tensor.TensorParallel(tp, layout.sp, layout.sp_regather, parts.deferred)
-    parts.deferring |= tensor.connect(model, how, keeps)
+    parallel = tensor.TensorParallel(tp, layout.sp, layout.sp_regather, parts.deferred)
+    parts.deferring |= tensor.connect(model, parallel, keeps)
     line = [f"tensor parallel: {tp.size} ranks"]
     if padding := padded_vocabulary(parts.vocab, tp.size) - parts.vocab:
         line.append(f"vocabulary {parts.vocab} + {padding} padding")
@@ -279,10 +279,10 @@ def run_by_schedule(parts: Construction, replica: Replica) -> None:
 
 def initialise(parts: Construction, replica: Replica) -> None:
     """Draws one whole parameter after the other on every rank, which keeps its shard; other replicas copy the first."""
-    for name, fragments in by_whole(replica.fragments).items():
-        whole = initial_value(name, fragments[0].tensor_slice.whole, parts.job.model, parts.job.train.seed)
-        for fragment in fragments:
-            fragment.assign(whole)
-            if fragment.value.numel():
-                parts.mesh.axis("dp_replicate").broadcast(fragment.value.detach()).wait()
+    for name, shards in by_whole(replica.shards).items():
+        whole = initial_value(name, shards[0].tensor_slice.whole, parts.job.model, parts.job.train.seed)
+        for shard in shards:
+            shard.assign(whole)
+            if shard.value.numel():
+                parts.mesh.axis("dp_replicate").broadcast(shard.value.detach()).wait()
     replica.publish()

@@ -106,7 +106,7 @@ class Replica:
 
     def __init__(self, model: LocalModel):
         self.model, self.objective = model, model.objective
-        self.fragments = self._fragments()
+        self.shards = self._shards()
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
         """Computes `factor` × the gradient of the micro-batches' summed loss. Returns that loss, in fp64, detached.
@@ -147,8 +147,8 @@ class Replica:
 
     def collect(self) -> None:
         """Moves this rank's gradients, summed over the data ranks, to the parameter shards."""
-        for fragment in self.fragments:
-            fragment.gradient = fragment.value.grad
+        for shard in self.shards:
+            shard.gradient = shard.value.grad
 
     def loss(self, micro: MicroTensors) -> Tensor:
         """Returns the loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
@@ -161,16 +161,16 @@ class Replica:
 
     def clear(self) -> None:
         """Discards the gradients."""
-        for fragment in self.fragments:
-            fragment.gradient = None
+        for shard in self.shards:
+            shard.gradient = None
         self.objective.zero_grad(set_to_none=True)
 
-    def _fragments(self) -> list[ParameterShard]:
+    def _shards(self) -> list[ParameterShard]:
         return [self.model.shard(name, 0, parameter) for name, parameter in self._parameters()]
 
     def _sum_partials(self) -> None:
         for partial in self.model.partials:
-            gradients = [f.gradient for f in self.fragments if f.whole_name in partial.names and f.gradient is not None]
+            gradients = [f.gradient for f in self.shards if f.whole_name in partial.names and f.gradient is not None]
             if not gradients or not (flat := torch.cat([g.flatten() for g in gradients])).numel():
                 continue
             partial.axis.all_reduce(flat).wait()

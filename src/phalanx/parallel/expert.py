@@ -52,22 +52,22 @@ class ExpertExchange:
         """Applies the experts, wherever they are, to `rows` (rows, d_model), and the shared experts to `tokens`.
 
         `rows` are sorted by expert, `sizes` of them for each; a list of sizes is the same on all ranks."""
-        ep, table = self.ep, _sizes_of_all(self.ep, sizes)
+        ep, table = self.ep, _gather_sizes(self.ep, sizes)
         mine = experts_of(len(table[0]), ep.size, ep.rank)
         by_rank = [line[mine.start : mine.stop] for line in table]
         by_expert = [list(column) for column in zip(*by_rank, strict=True)]
-        given, taken = _parts(table[ep.rank], ep.size), [sum(line) for line in by_rank]
-        out, back = _ExchangeRows(ep, given, taken), _ExchangeRows(ep, taken, given)
+        sent_rows, received_rows = _parts(table[ep.rank], ep.size), [sum(line) for line in by_rank]
+        out, back = _ExchangeRows(ep, sent_rows, received_rows), _ExchangeRows(ep, received_rows, sent_rows)
 
         received = out.start(rows)
         shared = None if moe.shared is None else moe.shared(tokens)
         # Reusing the name frees the received rows before the experts run.
-        received = _turned(out.wait(received), by_rank)
+        received = _transpose_blocks(out.wait(received), by_rank)
         computed = moe.experts(received, [sum(line) for line in by_expert])
-        return back.wait(back.start(_turned(computed, by_expert))), shared
+        return back.wait(back.start(_transpose_blocks(computed, by_expert))), shared
 
 
-def _sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:
+def _gather_sizes(ep: Axis, sizes: Sizes) -> list[list[int]]:
     """Returns the number of rows that each rank has for each expert."""
     if not isinstance(sizes, Tensor):
         return [list(sizes)] * ep.size
@@ -81,7 +81,7 @@ def _parts(sizes: Sequence[int], ep: int) -> list[int]:
     return [sum(sizes[expert] for expert in experts_of(len(sizes), ep, rank)) for rank in range(ep)]
 
 
-def _turned(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
+def _transpose_blocks(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
     """Reorders rows, given as blocks of `blocks` rows each, from row-major to column-major order of the blocks.
 
     Splitting and concatenating save nothing for the backward pass; an index would save itself."""
@@ -100,11 +100,11 @@ class _ExchangeRows:
     between the wait and the start."""
 
     ep: Axis
-    given: list[int]
+    sent_rows: list[int]
     """Rows sent to each rank."""
-    taken: list[int]
+    received_rows: list[int]
     """Rows received from each rank."""
-    under_way: tuple[Tensor, Pending] | None = field(default=None, init=False)
+    in_flight: tuple[Tensor, Pending] | None = field(default=None, init=False)
     """The tensor that receives rows, or gradients of rows, and the collective to wait for."""
 
     def start(self, rows: Tensor) -> Tensor:
@@ -115,17 +115,17 @@ class _ExchangeRows:
         """Returns the received rows."""
         return _Wait.apply(arriving, self)  # pyright: ignore[reportReturnType]
 
-    def begin(self, rows: Tensor, given: list[int], taken: list[int]) -> Tensor:
+    def begin(self, rows: Tensor, sent_rows: list[int], received_rows: list[int]) -> Tensor:
         """Starts sending rows, and returns the tensor that receives the others'."""
-        arriving = rows.new_empty(sum(taken), *rows.shape[1:])
-        self.under_way = arriving, self.ep.all_to_all(arriving, rows.contiguous(), taken, given)
+        arriving = rows.new_empty(sum(received_rows), *rows.shape[1:])
+        self.in_flight = arriving, self.ep.all_to_all(arriving, rows.contiguous(), received_rows, sent_rows)
         return arriving
 
     def finish(self) -> Tensor:
         """Waits for the received rows and returns them."""
-        assert self.under_way is not None, "begun before"
-        arriving, pending = self.under_way
-        self.under_way = None
+        assert self.in_flight is not None, "begun before"
+        arriving, pending = self.in_flight
+        self.in_flight = None
         pending.wait()
         return arriving
 
@@ -136,7 +136,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _ExchangeRows) -> Tensor:
         ctx.exchange = exchange
-        return exchange.begin(rows, exchange.given, exchange.taken)
+        return exchange.begin(rows, exchange.sent_rows, exchange.received_rows)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
@@ -155,6 +155,6 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
         exchange: _ExchangeRows = ctx.exchange
-        exchange.begin(grad_outputs[0], exchange.taken, exchange.given)
+        exchange.begin(grad_outputs[0], exchange.received_rows, exchange.sent_rows)
         # Autograd expects gradients of the shape received here; those in flight wait for `_Start` in `exchange`.
         return grad_outputs[0], None

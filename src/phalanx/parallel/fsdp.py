@@ -32,7 +32,7 @@ from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.tiling import Tile
-from phalanx.parallel.zero import before
+from phalanx.parallel.zero import preceding
 
 
 class ShardedReplica(Replica):
@@ -104,10 +104,10 @@ class ShardedReplica(Replica):
             self._expect()
         for scatter in self.scatters:
             scatter.settle()
-        for fragment, (_, parameter) in zip(self.fragments, self._parameters(), strict=True):
+        for shard, (_, parameter) in zip(self.shards, self._parameters(), strict=True):
             gradient = parameter.grad
             assert isinstance(gradient, DTensor), "after the last backward pass every gradient is sharded"
-            fragment.gradient = gradient.to_local()
+            shard.gradient = gradient.to_local()
 
     def _expect(self) -> None:
         """Tells FSDP2 that no backward pass of a pipeline's step is its last: `collect` does the final work."""
@@ -121,7 +121,7 @@ class ShardedReplica(Replica):
         self.root.reshard()  # otherwise done in the backward pass, which is absent here
         return loss
 
-    def _fragments(self) -> list[ParameterShard]:
+    def _shards(self) -> list[ParameterShard]:
         shards = []
         for name, parameter in self._parameters():
             assert isinstance(parameter, DTensor), "fully_shard replaced every parameter"
@@ -131,7 +131,7 @@ class ShardedReplica(Replica):
             # Not parameter.device_mesh: torch may return an equal mesh whose process groups no longer exist.
             over = self.experts[1] if self.experts and is_expert(name) else self.shard
             above = -(-rows // over.size) * over.rank
-            start = min(above, rows) * (parameter.numel() // rows) + before(name, parameter.numel(), self.experts)
+            start = min(above, rows) * (parameter.numel() // rows) + preceding(name, parameter.numel(), self.experts)
             shards.append(self.model.shard(name, start, local.requires_grad_()))
         return shards
 
@@ -225,7 +225,7 @@ class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
 
     def __init__(self, shard: Axis, defers: bool):
         self.shard, self.defers = shard, defers
-        self.under_way: Pending | None = None
+        self.in_flight: Pending | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -233,12 +233,12 @@ class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
         work = self.shard.reduce_scatter(output_tensor, input_tensor)
         if self.defers:
             self.settle()  # one at a time, since each holds a group's whole gradient
-            self.under_way = work
+            self.in_flight = work
         else:
             work.wait()
 
     def settle(self) -> None:
         """Waits for the last one."""
-        if self.under_way is not None:
-            self.under_way.wait()
-            self.under_way = None
+        if self.in_flight is not None:
+            self.in_flight.wait()
+            self.in_flight = None

@@ -144,7 +144,7 @@ def gradient_of_weight(multiply: Multiply | GroupedProduct, gradient: Tensor, x:
     """Returns the gradient of a linear layer's weight (outputs, inputs) from that of its output, (..., outputs), and
     its input `x` (..., inputs); for experts (experts, outputs, inputs)."""
     if isinstance(multiply, GroupedProduct):
-        return multiply.of_weight(gradient, x)
+        return multiply.weight_gradient(gradient, x)
     return multiply(gradient.flatten(0, -2).t(), x.flatten(0, -2).t())
 
 

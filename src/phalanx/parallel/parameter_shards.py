@@ -83,7 +83,7 @@ def cut(whole: Tensor, tensor_slice: TensorSlice) -> Tensor:
 
 @torch.no_grad()
 def wholes(
-    fragments: Sequence[ParameterShard], tensors: Mapping[str, Tensor], mesh: Mesh, keep: bool
+    shards: Sequence[ParameterShard], tensors: Mapping[str, Tensor], mesh: Mesh, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every parameter-like tensor reassembled from the ranks' shards, by name in the plain model, on the CPU.
 
@@ -93,12 +93,12 @@ def wholes(
     """
     pp = mesh.axis("pp")
     line = pp.size > 1 and all(place == 0 for axis, place in mesh.coordinates.items() if axis != "pp")
-    own = _of_stages(fragments, tensors, mesh.axis("shard"), mesh.axis("tp"), keep or line)
+    own = _of_stages(shards, tensors, mesh.axis("shard"), mesh.axis("tp"), keep or line)
     if not line:
         yield from own
         return
     # Each rank of a pipeline has its own layers, and they send them to the first one in turn.
-    of = by_whole(fragments)
+    of = by_whole(shards)
     mine = [(name, f[0].tensor_slice.whole, tensors[f[0].name].dtype, f[0].copy) for name, f in of.items()]
     for rank, theirs in enumerate(pp.all_gather_object(mine)):
         for name, shape, dtype, copy in theirs:
@@ -106,9 +106,9 @@ def wholes(
             if rank == pp.rank:
                 _, whole = next(own)
                 if pp.rank and not copy:
-                    pp.send(whole.to(fragments[0].value.device), 0)
+                    pp.send(whole.to(shards[0].value.device), 0)
             elif pp.rank == 0 and not copy:
-                whole = torch.empty(shape, dtype=dtype, device=fragments[0].value.device)
+                whole = torch.empty(shape, dtype=dtype, device=shards[0].value.device)
                 pp.receive(whole, rank)
             if keep and whole is not None and not copy:
                 yield name, whole.cpu()
@@ -116,45 +116,45 @@ def wholes(
 
 
 def _of_stages(
-    fragments: Sequence[ParameterShard], tensors: Mapping[str, Tensor], shard: Axis, tp: Axis, keep: bool
+    shards: Sequence[ParameterShard], tensors: Mapping[str, Tensor], axis: Axis, tp: Axis, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the whole tensors of the layers that this rank holds a part of."""
-    device = fragments[0].value.device
-    every = torch.empty(shard.size, len(fragments), 2, dtype=torch.int64, device=device)
-    mine = torch.tensor([(f.start, f.start + f.value.numel()) for f in fragments], device=device)
-    shard.all_gather(every.view(-1), mine.view(-1)).wait()
-    runs = dict(zip([f.name for f in fragments], every.transpose(0, 1).tolist(), strict=True))
-    for name, parts in by_whole(fragments).items():
+    device = shards[0].value.device
+    every = torch.empty(axis.size, len(shards), 2, dtype=torch.int64, device=device)
+    mine = torch.tensor([(f.start, f.start + f.value.numel()) for f in shards], device=device)
+    axis.all_gather(every.view(-1), mine.view(-1)).wait()
+    runs = dict(zip([f.name for f in shards], every.transpose(0, 1).tolist(), strict=True))
+    for name, parts in by_whole(shards).items():
         whole = None
-        for fragment in parts:
-            part = _join(tensors[fragment.name].detach().reshape(-1), runs[fragment.name], shard)
+        for shard in parts:
+            part = _join(tensors[shard.name].detach().reshape(-1), runs[shard.name], axis)
             every = part.view(1, -1)
-            if fragment.tensor_slice.dim is not None and tp.size > 1:
+            if shard.tensor_slice.dim is not None and tp.size > 1:
                 every = part.new_empty(tp.size, part.numel())
                 tp.all_gather(every.view(-1), part).wait()
             if keep:
-                whole = _place(every, fragment.tensor_slices, whole)
+                whole = _place(every, shard.tensor_slices, whole)
         if whole is not None:
             yield name, whole.cpu()
 
 
-def by_whole(fragments: Iterable[ParameterShard]) -> dict[str, list[ParameterShard]]:
+def by_whole(shards: Iterable[ParameterShard]) -> dict[str, list[ParameterShard]]:
     """Returns the shards of each parameter of the plain model, by its name: one, or its tiles."""
     of_whole: dict[str, list[ParameterShard]] = {}
-    for fragment in fragments:
-        of_whole.setdefault(fragment.whole_name, []).append(fragment)
+    for shard in shards:
+        of_whole.setdefault(shard.whole_name, []).append(shard)
     return of_whole
 
 
-def _join(mine: Tensor, runs: Sequence[tuple[int, int]], shard: Axis) -> Tensor:
+def _join(mine: Tensor, runs: Sequence[tuple[int, int]], axis: Axis) -> Tensor:
     """Returns the flattened slice from the element ranges, (first, end) each, that the shard axis's ranks hold."""
-    if shard.size == 1:
+    if axis.size == 1:
         return mine
     longest = max(end - first for first, end in runs)
     padded = mine.new_zeros(longest)
     padded[: mine.numel()] = mine
-    every = mine.new_empty(shard.size, longest)
-    shard.all_gather(every.view(-1), padded).wait()
+    every = mine.new_empty(axis.size, longest)
+    axis.all_gather(every.view(-1), padded).wait()
     return torch.cat([row[: end - first] for (first, end), row in sorted(zip(runs, every, strict=True), key=_first)])
 
 
@@ -175,7 +175,7 @@ def _place(parts: Tensor, tensor_slices: Sequence[TensorSlice], whole: Tensor | 
     return whole
 
 
-def counted(fragments: Iterable[ParameterShard]) -> Iterator[ParameterShard]:
+def counted(shards: Iterable[ParameterShard]) -> Iterator[ParameterShard]:
     """Yields the shards that this rank counts in norms of the whole model: copies on other ranks are skipped, and
     balancing biases, which have no gradient of the loss."""
-    return (f for f in fragments if f.tensor_slice.first and not f.copy and not f.balances and f.value.numel())
+    return (f for f in shards if f.tensor_slice.first and not f.copy and not f.balances and f.value.numel())

@@ -23,7 +23,7 @@ from phalanx.parallel.linear import DeferredWeightGrads
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipeline import Execution, Pipeline
 from phalanx.parallel.stages import Stages
-from phalanx.parallel.transfers import AHEAD
+from phalanx.parallel.transfers import RECEIVE_AHEAD
 from phalanx.schedule.pipedream import pipedream
 from phalanx.schedule.schedule import Action, Schedule
 
@@ -45,15 +45,15 @@ class PipeDream(Pipeline):
         token_parts: int,
     ):
         super().__init__(replica, stages, p2p_groups, deferred, token_parts)
-        ranks, each = self.schedule.ranks, self.schedule.micro_batches // self.schedule.steps
-        self.each = each
+        ranks, micro_batches = self.schedule.ranks, self.schedule.micro_batches // self.schedule.steps
+        self.micro_batches = micro_batches
         """Micro-batches per batch."""
-        fill, steady, drain = _legs(pipedream(ranks, each, 3), stages.rank)
-        (alone,) = _legs(pipedream(ranks, each, 1), stages.rank)
-        self.legs = {(True, True): fill, (False, True): steady, (False, False): drain, (True, False): alone}
+        fill, steady, drain = _split_by_batch(pipedream(ranks, micro_batches, 3), stages.rank)
+        (alone,) = _split_by_batch(pipedream(ranks, micro_batches, 1), stages.rank)
+        self.batch_actions = {(True, True): fill, (False, True): steady, (False, False): drain, (True, False): alone}
         """The actions up to the current batch's last micro-batch, by whether the batch is the first of its run, and
         whether another one follows."""
-        self.weights = [fragment.value for fragment in replica.fragments]
+        self.weights = [shard.value for shard in replica.shards]
         self.versions = [[w.data for w in self.weights], [w.data.clone() for w in self.weights]]
         self.execution: Execution | None = None
         """The execution of the current run; None between runs."""
@@ -65,26 +65,26 @@ class PipeDream(Pipeline):
         """True if micro-batches of another batch are in flight."""
         return self.batch > 0
 
-    def leg(self, micros: Sequence[MicroTensors], factor: float, more: More | None, due: Due) -> Tensor:
+    def run_batch(self, micros: Sequence[MicroTensors], factor: float, more: More | None, due: Due) -> Tensor:
         """Runs until the current batch has finished its backward passes, and with `more` starts the next one. Returns
         the batch's loss where the last stage is here. Afterwards the parameter shards have its gradients."""
         if self.execution is None:
             self.mailbox = StreamMailbox(self, micros[0])
             self.execution = Execution(self, self.mailbox, {}, micros[0].tokens.device, factor)
-        execution, mailbox, first = self.execution, self.mailbox, self.batch * self.each
+        execution, mailbox, first = self.execution, self.mailbox, self.batch * self.micro_batches
         # The rank with the last stage, whose losses these are, never runs ahead of its batch.
         execution.loss, execution.factor = torch.zeros_like(execution.loss), factor
         execution.micros = dict(enumerate(micros, first))
-        program = self.legs[self.batch == 0, more is not None]
+        program = self.batch_actions[self.batch == 0, more is not None]
         actions = [a._replace(micro=a.micro + first) for a in program]
         for place, action in enumerate(actions):
-            if action.kind == "F" and action.micro % self.each == 0:
+            if action.kind == "F" and action.micro % self.micro_batches == 0:
                 if action.micro > first and more is not None:
                     execution.micros |= dict(enumerate(more(), action.micro))
-                due(action.micro // self.each)
-            for coming in actions[place : place + 1 + AHEAD]:
+                due(action.micro // self.micro_batches)
+            for coming in actions[place : place + 1 + RECEIVE_AHEAD]:
                 mailbox.expect(coming)
-            self._use(action.micro // self.each)
+            self._use(action.micro // self.micro_batches)
             execution.act(action, last=place == len(actions) - 1)
         self.replica.finish()
         self.batch += 1
@@ -163,13 +163,13 @@ class StreamMailbox:
         self.leaving.clear()
 
 
-def _legs(schedule: Schedule, rank: int) -> list[list[Action]]:
+def _split_by_batch(schedule: Schedule, rank: int) -> list[list[Action]]:
     """Returns a rank's program, cut after the last backward pass of each step; micro-batches are numbered from the
     step's first."""
-    each = schedule.micro_batches // schedule.steps
+    micro_batches = schedule.micro_batches // schedule.steps
     program = schedule.programs[rank]
-    ends = [n + 1 for n, action in enumerate(program) if action.kind == "B" and (action.micro + 1) % each == 0]
+    ends = [n + 1 for n, action in enumerate(program) if action.kind == "B" and (action.micro + 1) % micro_batches == 0]
     return [
-        [action._replace(micro=action.micro - leg * each) for action in program[start:end]]
-        for leg, (start, end) in enumerate(pairwise([0, *ends]))
+        [action._replace(micro=action.micro - run_batch * micro_batches) for action in program[start:end]]
+        for run_batch, (start, end) in enumerate(pairwise([0, *ends]))
     ]

@@ -20,7 +20,7 @@ from phalanx.parallel.linear import DeferredWeightGrads, Product
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage, Stages
-from phalanx.parallel.transfers import AHEAD, P2PMailbox, Transfers
+from phalanx.parallel.transfers import RECEIVE_AHEAD, P2PMailbox, Transfers
 from phalanx.schedule.schedule import Action
 
 
@@ -55,7 +55,7 @@ class Pipeline:
         mailbox = self.transfers.begin(self.like, self.shape(micros[0], self.schedule.slices))
         execution = Execution(self, mailbox, dict(enumerate(micros)), micros[0].tokens.device, factor)
         for place, action in enumerate(self.program):
-            for coming in self.program[place : place + 1 + AHEAD]:
+            for coming in self.program[place : place + 1 + RECEIVE_AHEAD]:
                 mailbox.expect(coming)
             execution.act(action, last=place in self.last_backward)
         self.replica.finish()
@@ -92,7 +92,7 @@ class Pipeline:
     @property
     def like(self) -> Tensor:
         """Returns a tensor with the type and device of messages."""
-        return self.replica.fragments[0].value
+        return self.replica.shards[0].value
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Execution:
         self.replica, self.deferred, self.slices = pipeline.replica, pipeline.deferred, pipeline.schedule.slices
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.saved: dict[Action, SavedForward] = {}
-        self.handed: dict[Action, Tensor] = {}
+        self.local_results: dict[Action, Tensor] = {}
         """Results passed from one local stage to the next, by the action that reads them (B stands for I, too)."""
         self.earlier: dict[tuple[int, int], Earlier] = {}
         self.deferred_weight_grads: dict[Action, list[Product]] = {}
@@ -179,11 +179,11 @@ class Execution:
 
     def _read(self, action: Action) -> Tensor:
         """Returns an action's input: the previous stage's output, or in the backward pass the next stage's gradient."""
-        handed = self.handed.pop(action._replace(kind="B") if action.kind == "I" else action, None)
-        result = self.mailbox.receive(action) if handed is None else handed
+        local_results = self.local_results.pop(action._replace(kind="B") if action.kind == "I" else action, None)
+        result = self.mailbox.receive(action) if local_results is None else local_results
         assert result is not None, "the validator has found every result that is read"
         return result
 
     def _pass_on(self, action: Action, reader: Action, result: Tensor) -> None:
         if not self.mailbox.send(action, result):
-            self.handed[reader] = result
+            self.local_results[reader] = result

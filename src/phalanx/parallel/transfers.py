@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.comm.axis import Axis, Pending
 from phalanx.schedule.schedule import Action, Schedule
 
-AHEAD = 2
+RECEIVE_AHEAD = 2
 """Number of actions by which a receive is posted before its use."""
 
 

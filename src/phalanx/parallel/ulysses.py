@@ -31,12 +31,12 @@ class _ExchangeHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ulysses: Axis, slices: int, heads: bool) -> Tensor:
-        ctx.how = ulysses, slices, heads
+        ctx.exchange = ulysses, slices, heads
         return (_gather_tokens if heads else _gather_heads)(x, ulysses, slices)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
-        ulysses, slices, heads = ctx.how
+        ulysses, slices, heads = ctx.exchange
         return (_gather_heads if heads else _gather_tokens)(grad_outputs[0], ulysses, slices), None, None, None
 
 

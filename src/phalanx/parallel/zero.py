@@ -93,8 +93,8 @@ class BucketReplica(Replica):
                 bucket.gather()
 
     def clear(self) -> None:
-        for fragment in self.fragments:
-            fragment.gradient = None
+        for shard in self.shards:
+            shard.gradient = None
         for bucket in self.buckets:
             bucket.clear()
 
@@ -122,12 +122,12 @@ class BucketReplica(Replica):
         shares = [(b.replicate, b.reduced) for b in self.buckets if b.shard.size > 1 and b.reduced is not None]
         for work in [replicate.all_reduce(share) for replicate, share in shares if replicate.size > 1]:
             work.wait()
-        for fragment, (bucket, start, stop) in zip(self.fragments, self.places, strict=True):
+        for shard, (bucket, start, stop) in zip(self.shards, self.places, strict=True):
             assert bucket.reduced is not None, "settled above"
             begin = bucket.share.start if bucket.shard.size > 1 else 0
-            fragment.gradient = bucket.reduced[start - begin : stop - begin].view(fragment.value.shape)
+            shard.gradient = bucket.reduced[start - begin : stop - begin].view(shard.value.shape)
 
-    def _fragments(self) -> list[ParameterShard]:
+    def _shards(self) -> list[ParameterShard]:
         shards: dict[str, ParameterShard] = {}
         places: dict[str, tuple[Bucket, int, int]] = {}
         for bucket in self.buckets:
@@ -135,7 +135,7 @@ class BucketReplica(Replica):
                 value: Tensor = slot.parameter
                 if bucket.shard.size > 1:
                     value = bucket.parameters[start:stop].detach().requires_grad_()
-                first = start - slot.start + before(slot.name, slot.parameter.numel(), self.experts)
+                first = start - slot.start + preceding(slot.name, slot.parameter.numel(), self.experts)
                 shards[slot.name] = self.model.shard(slot.name, first, value)
                 places[slot.name] = bucket, start, stop
         names = [name for name, _ in self._parameters()]
@@ -143,7 +143,7 @@ class BucketReplica(Replica):
         return [shards[name] for name in names]
 
 
-def before(name: str, elements: int, experts: tuple[Axis, Axis] | None) -> int:
+def preceding(name: str, elements: int, experts: tuple[Axis, Axis] | None) -> int:
     """Returns the elements of a parameter that earlier ep ranks hold, where this one holds `elements`: those of their
     experts."""
     return experts[0].rank * elements if experts and is_expert(name) else 0

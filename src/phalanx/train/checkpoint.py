@@ -138,7 +138,7 @@ def check(path: Path, verify: bool = True) -> Manifest:
         raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"checkpoint {path} has no {MANIFEST}: it is not a checkpoint, or not a whole one"
+            f"checkpoint {path} has no {MANIFEST}: it is not a checkpoint, or an incomplete one"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged: {error}") from None

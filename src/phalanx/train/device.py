@@ -23,9 +23,7 @@ def choose(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count:
-        raise RunError(
-            f"cluster.device is {wanted}, but this machine has {count} CUDA devices; cluster.device=cpu runs"
-        )
+        raise RunError(f"cluster.device is {wanted}, but this machine has {count} CUDA devices; use cluster.device=cpu")
     if local_rank >= count:
         raise RunError(f"rank {local_rank} of this node has no device: the node has {count}, one process each")
     torch.cuda.set_device(local_rank)

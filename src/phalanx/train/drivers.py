@@ -83,7 +83,7 @@ class StreamDriver(StepDriver):
         unflushed, newest = UnflushedSteps(self.stepper, runner), UNKNOWN
         for done in range(self.first, self.milestones.last):
             micro_batches, lr, stop = self.feed.take(), self.lr(done), self.stop.requested
-            more = None if self.milestones.needs_weights(done + 1) else self.feed.ahead
+            more = None if self.milestones.needs_weights(done + 1) else self.feed.peek
             for number, newest in unflushed.step(micro_batches, done, self.tokens, lr, stop, more):
                 self.record_step(number, newest)
             yield done + 1, newest

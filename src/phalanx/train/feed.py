@@ -34,11 +34,11 @@ class Feed:
 
     def take(self) -> list[MicroBatch]:
         """Reads this rank's micro-batches of the next step."""
-        micro_batches = self.ahead()
+        micro_batches = self.peek()
         self.next = None
         return micro_batches
 
-    def ahead(self) -> list[MicroBatch]:
+    def peek(self) -> list[MicroBatch]:
         """Reads the same as `take`, which then returns these micro-batches once more."""
         if self.next is None:
             began = time.perf_counter()

@@ -82,8 +82,8 @@ class Trainer:
 
         self.train_data = data("train")
         self.val_data = data("val") if job.train.eval_samples else None
-        on_rank_zero(self._keep_tokenizer)
-        self._introduce(index.vocab_size)
+        on_rank_zero(self._copy_tokenizer)
+        self._log_start(index.vocab_size)
         self.stepper = Stepper(job, self.mesh, device, index.vocab_size)
         self.state = TrainState(self.stepper, index.fingerprint, index.vocab_size)
         self.milestones = Milestones.of(job)
@@ -114,7 +114,7 @@ class Trainer:
                 record=recorder.step,
                 first=state.step,
             )
-            for number, step in self._explaining(driver.steps()):
+            for number, step in self._with_advice(driver.steps()):
                 state.advance(number, self.batch.global_batch)
                 ends = step.stop or number == milestones.last
                 experts.after(number, recorder.rows, shown=milestones.shows(number), ends=ends)
@@ -150,7 +150,7 @@ class Trainer:
             self.job, self.train_data, self.batch, self.mesh, meter, first_step=first_step, first_sample=first_sample
         )
 
-    def _explaining(self, steps: Iterator[tuple[int, Step]]) -> Iterator[tuple[int, Step]]:
+    def _with_advice(self, steps: Iterator[tuple[int, Step]]) -> Iterator[tuple[int, Step]]:
         """Yields the same steps. Adds advice to an error about a loss or gradient that is not finite."""
         try:
             yield from steps
@@ -178,7 +178,7 @@ class Trainer:
         open_shards(shards, verify=size <= VERIFIED_BYTES)
         return str(shards)
 
-    def _keep_tokenizer(self) -> None:
+    def _copy_tokenizer(self) -> None:
         """Copies the tokenizer, so that text can be generated without the training data."""
         self.directory.path.mkdir(parents=True, exist_ok=True)
         self.train_data.tokenizer.save(self.directory.path)
@@ -195,7 +195,7 @@ class Trainer:
             self.state.load(Path(path))
             log.info("resumed at step %d from %s", self.state.step, path)
 
-    def _introduce(self, vocab: int) -> None:
+    def _log_start(self, vocab: int) -> None:
         job, model = self.job, self.job.model
         log.info("run: %s  layout: %s  precision: %s", self.directory.path, job.layout.line(), job.train.precision)
         log.info("model: %s parameters, %d layers, vocabulary %d", f"{count(model, vocab):,}", model.n_layers, vocab)

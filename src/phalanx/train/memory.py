@@ -63,12 +63,12 @@ class Memory:
         table = self.table()
         largest = max(parts, key=table.__getitem__)
         shown = ", ".join(f"{part} {gib(size)}" for part, size in table.items())
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        message = str(error).strip().splitlines() or [type(error).__name__]
         named = " or ".join(sorted(parts, key=table.__getitem__, reverse=True))
         return (
-            f"no memory for this rank's {named}: by the formulas it needs {shown}, together "
+            f"no memory for this rank's {named}: it is predicted to need {shown}, together "
             f"{gib(sum(table.values()))}; {gib(_free(self.device))} are free; nearest remedy for its {largest}: "
-            f"{self._remedy(largest)} ({said[0]})"
+            f"{self._remedy(largest)} ({message[0]})"
         )
 
     def _remedy(self, part: str) -> str:

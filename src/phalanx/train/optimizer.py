@@ -18,18 +18,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamW:
     """torch's fused AdamW (Loshchilov & Hutter 2019) on the parameter shards or on fp32 copies of them."""
 
-    def __init__(self, fragments: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0):
+    def __init__(self, shards: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0):
         """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step."""
-        self.fragments = fragments
+        self.shards = shards
         self.config, self.bias_rate = config, bias_rate
         self.masters = {
             f.name: f.value.detach().float().requires_grad_() if needs_master_weights(f.value.dtype) else f.value
-            for f in fragments
+            for f in shards
         }
         self.updates = 0
-        # A fragment may be empty: another rank of dp_shard then updates all of that parameter.
-        adams = [f for f in fragments if f.value.numel() and not f.balances]
-        self.biases = [self.masters[f.name] for f in fragments if f.value.numel() and f.balances]
+        # A shard may be empty: another rank of dp_shard then updates all of that parameter.
+        adams = [f for f in shards if f.value.numel() and not f.balances]
+        self.biases = [self.masters[f.name] for f in shards if f.value.numel() and f.balances]
         matrices = [self.masters[f.name] for f in adams if f.decays]
         vectors = [self.masters[f.name] for f in adams if not f.decays]
         groups = [
@@ -52,17 +52,17 @@ class AdamW:
         if loss_scale != 1:
             for gradient in self._gradients():
                 gradient.mul_(1 / loss_scale)
-        masters = (self.masters[f.name].grad for f in counted(self.fragments))
+        masters = (self.masters[f.name].grad for f in counted(self.shards))
         return get_total_norm([gradient for gradient in masters if gradient is not None]).double() ** 2
 
     def take(self) -> None:
         """Takes the shards' gradients, in the optimizer's precision."""
-        for fragment in self.fragments:
-            master = self.masters[fragment.name]
-            gradient = fragment.gradient
+        for shard in self.shards:
+            master = self.masters[shard.name]
+            gradient = shard.gradient
             master.grad = None if gradient is None else gradient.to(master.dtype)
-            if master is not fragment.value:
-                fragment.gradient = None  # its half-precision memory is no longer needed
+            if master is not shard.value:
+                shard.gradient = None  # its half-precision memory is no longer needed
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor) -> None:
@@ -85,9 +85,9 @@ class AdamW:
     @torch.no_grad()
     def write(self) -> None:
         """Copies the master weights to the shards, where they are copies."""
-        for fragment in self.fragments:
-            if self.masters[fragment.name] is not fragment.value:
-                fragment.value.copy_(self.masters[fragment.name])
+        for shard in self.shards:
+            if self.masters[shard.name] is not shard.value:
+                shard.value.copy_(self.masters[shard.name])
 
     def clear(self) -> None:
         """Discards the gradients."""
@@ -96,8 +96,8 @@ class AdamW:
 
     def first_bad_gradient(self) -> int | None:
         """Returns the index of the first shard whose gradient contains a NaN or an infinity."""
-        for number, fragment in enumerate(self.fragments):
-            gradient = self.masters[fragment.name].grad
+        for number, shard in enumerate(self.shards):
+            gradient = self.masters[shard.name].grad
             if gradient is not None and not torch.isfinite(gradient).all():
                 return number
         return None
@@ -108,12 +108,12 @@ class AdamW:
         tensors: dict[str, dict[str, Tensor]] = {}
         if self.updates:
             tensors |= {kind: {} for kind in MOMENTS}
-            for fragment in self.fragments:
-                state = self.adam.state[self.masters[fragment.name]]
+            for shard in self.shards:
+                state = self.adam.state[self.masters[shard.name]]
                 for kind in MOMENTS:
                     # An empty shard, or one without moments, gets moments of its own shape.
-                    tensors[kind][fragment.name] = state.get(kind, torch.zeros_like(self.masters[fragment.name]))
-        if any(self.masters[f.name] is not f.value for f in self.fragments):
+                    tensors[kind][shard.name] = state.get(kind, torch.zeros_like(self.masters[shard.name]))
+        if any(self.masters[f.name] is not f.value for f in self.shards):
             tensors["master"] = {name: master.detach() for name, master in self.masters.items()}
         return tensors
 

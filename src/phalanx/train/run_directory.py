@@ -175,7 +175,7 @@ def _git_commit() -> str | None:
     """Returns the commit of the source tree this program runs from, with "+" if files were changed."""
     here = Path(__file__).parent
     try:
-        said = subprocess.run(
+        commit = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
             cwd=here,
             capture_output=True,
@@ -185,4 +185,4 @@ def _git_commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return said.stdout.strip() or None
+    return commit.stdout.strip() or None

@@ -42,7 +42,7 @@ class TrainState:
     def save(self, root: Path) -> Path:
         """Writes a checkpoint, together with all other ranks. Raises RunError."""
         stepper = self.stepper
-        groups = {"model": self._whole("", {f.name: f.value for f in stepper.replica.fragments}), "optimizer": {}}
+        groups = {"model": self._whole("", {f.name: f.value for f in stepper.replica.shards}), "optimizer": {}}
         for kind, tensors in stepper.optimizer.state_tensors().items():
             if not tensors:
                 continue  # sync=asp: only the first replica, which serves, has an optimizer
@@ -75,18 +75,18 @@ class TrainState:
                 f"checkpoint {path} was trained on other data (shards {meta['data'][:12]}…, now "
                 f"{self.data_fingerprint[:12]}…); restore the corpus, or start over with --fresh"
             )
-        parameters = by_whole(self.stepper.replica.fragments)
+        parameters = by_whole(self.stepper.replica.shards)
         with checkpoint.Reader(manifest, "model") as tensors:
             tensors.require(parameter_shapes(self.stepper.job.model, self.vocab_size))
-            for name, fragments in parameters.items():
+            for name, shards in parameters.items():
                 whole = tensors[name]
-                for fragment in fragments:
-                    fragment.assign(whole)
+                for shard in shards:
+                    shard.assign(whole)
         optimizer, sync = self.stepper.optimizer, self.stepper.sync
         # With another number of replicas, each takes the moments of one in turn.
         replica = self.stepper.mesh.coordinates["dp_replicate"] % meta.get("replicas", 1) if sync else 0
         own = f"replica{replica}/" if replica else ""
-        updated = by_whole(optimizer.fragments)
+        updated = by_whole(optimizer.shards)
         with checkpoint.Reader(manifest, "optimizer") as tensors:
             saved = set(tensors.names())
             groups = {
@@ -99,10 +99,10 @@ class TrainState:
                 kind: tensors_of_kind for kind, tensors_of_kind in outer.items() if _all_there(kind, updated, saved)
             }
             for kind, tensors_of_kind in groups.items():
-                for name, fragments in updated.items():
+                for name, shards in updated.items():
                     whole = tensors[f"{kind}/{name}"]
-                    for fragment in fragments:
-                        fragment.assign(whole, into=tensors_of_kind[fragment.name])
+                    for shard in shards:
+                        shard.assign(whole, into=tensors_of_kind[shard.name])
         self.stepper.reload()
         self.stepper.loss_scale.load_state(meta["loss_scale"])
         self.step, self.samples, self.val_loss = manifest.step, meta["samples"], meta["val_loss"]
@@ -124,7 +124,7 @@ class TrainState:
         """Reassembles the tensors of all ranks' shards: on rank 0, nothing elsewhere."""
         replica, mesh = self.stepper.replica, self.stepper.mesh
         keep = mesh.axis("world").rank == 0
-        return {prefix + name: tensor for name, tensor in wholes(replica.fragments, tensors, mesh, keep)}
+        return {prefix + name: tensor for name, tensor in wholes(replica.shards, tensors, mesh, keep)}
 
 
 def _all_there(kind: str, names: Iterable[str], saved: set[str]) -> bool:

@@ -53,15 +53,15 @@ class Stepper:
         self.memory = Memory(job, device, vocab_size, mesh.coordinates["pp"])
         with self.memory.allocating("parameters"):
             self.replica = apply(model, job, mesh, device)
-        fragments = self.replica.fragments
+        shards = self.replica.shards
         if job.layout.sync == "asp":
             # The first replica's ranks hold the server's parameters beside those they compute with.
             serves = mesh.coordinates["dp_replicate"] == 0
-            fragments = [_copy(fragment) for fragment in fragments] if serves else []
+            shards = [_copy(shard) for shard in shards] if serves else []
         if isinstance(self.replica.runner, PipeDream):
-            fragments = [_copy(fragment) for fragment in fragments]  # it computes with older versions
+            shards = [_copy(shard) for shard in shards]  # it computes with older versions
         with self.memory.allocating("optimizer"):
-            self.optimizer = AdamW(fragments, job.optimizer, job.model.moe.bias_rate)
+            self.optimizer = AdamW(shards, job.optimizer, job.model.moe.bias_rate)
         self.loss_scale = LossScale(dtype)
         runner = self.replica.runner
         self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)
@@ -143,11 +143,11 @@ class Stepper:
         self.replica.publish()
         if self.sync:
             self.sync.reload()
-        for own, fragment in zip(self.optimizer.fragments, self.replica.fragments, strict=False):
-            if own is not fragment:
-                own.value.copy_(fragment.value)
+        for own, shard in zip(self.optimizer.shards, self.replica.shards, strict=False):
+            if own is not shard:
+                own.value.copy_(shard.value)
         if isinstance(self.replica.runner, PipeDream):
-            self.replica.runner.restart([f.value for f in self.replica.fragments])
+            self.replica.runner.restart([f.value for f in self.replica.shards])
 
     def tensors(self, micro: MicroBatch, step: int, validates: bool = False) -> MicroTensors:
         """Moves this rank's part of a micro-batch to the device, with the inputs of its dropout masks in optimizer step
@@ -182,7 +182,7 @@ class Stepper:
     def name_first(self, bad: int | None) -> str:
         """Returns ", first in NAME" for the first shard that any rank calls `bad`, if there is one. A collective."""
         names = list(parameter_shapes(self.job.model, self.vocab_size))
-        place = 0 if bad is None else len(names) - names.index(self.replica.fragments[bad].whole_name)
+        place = 0 if bad is None else len(names) - names.index(self.replica.shards[bad].whole_name)
         first = torch.tensor([place], device=self.device)
         self._reduce(first, torch.distributed.ReduceOp.MAX).wait()
         return f", first in {names[len(names) - int(first.item())]}" if first.item() else ""
@@ -196,5 +196,5 @@ class Stepper:
         )
 
 
-def _copy(fragment: ParameterShard) -> ParameterShard:
-    return replace(fragment, value=fragment.value.detach().clone().requires_grad_(), gradient=None)
+def _copy(shard: ParameterShard) -> ParameterShard:
+    return replace(shard, value=shard.value.detach().clone().requires_grad_(), gradient=None)

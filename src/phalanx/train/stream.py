@@ -67,7 +67,7 @@ class UnflushedSteps:
         def tensors(micros: Sequence[MicroBatch], number: int) -> list[MicroTensors]:
             return [stepper.tensors(micro, number) for micro in micros]
 
-        loss = self.pipeline.leg(
+        loss = self.pipeline.run_batch(
             tensors(micro_batches, step),
             stepper.factor(global_tokens),
             (lambda: tensors(more(), step + 1)) if more else None,
@@ -75,15 +75,15 @@ class UnflushedSteps:
         )
         self._settle()
         self._raise()
-        for own, fragment in zip(stepper.optimizer.fragments, stepper.replica.fragments, strict=True):
-            own.gradient = None if fragment.gradient is None else fragment.gradient.clone()
+        for own, shard in zip(stepper.optimizer.shards, stepper.replica.shards, strict=True):
+            own.gradient = None if shard.gradient is None else shard.gradient.clone()
         stepper.replica.clear()
         _, status, everywhere = stepper.status(loss, stop)
         self.unknown = _UnknownStep(step, batch, status, everywhere, global_tokens, lr)
         if more is None:
             self._settle()
             self._raise()
-            self.pipeline.restart([f.value for f in stepper.optimizer.fragments])
+            self.pipeline.restart([f.value for f in stepper.optimizer.shards])
         steps, self.known = self.known, []
         if more is None and steps:
             number, final = steps[-1]
@@ -106,7 +106,7 @@ class UnflushedSteps:
         loss, norm = total / unknown.tokens, math.sqrt(square) if square >= 0 else math.nan
         if math.isfinite(norm) and math.isfinite(loss):
             stepper.optimizer.step(unknown.lr, unknown.status[1].sqrt())
-            self.pipeline.write(unknown.batch + 2, [f.value for f in stepper.optimizer.fragments])
+            self.pipeline.write(unknown.batch + 2, [f.value for f in stepper.optimizer.shards])
         else:
             # Not raised here: some ranks are still computing results that others wait for.
             self.problem = f"step {unknown.step + 1}: loss {loss:g}, gradient norm {norm:g}"

@@ -30,8 +30,8 @@ class Asynchronous:
     def __init__(self, stepper: Stepper):
         job, mesh = stepper.job, stepper.mesh
         self.stepper, self.mesh = stepper, mesh
-        self.fragments: Sequence[ParameterShard] = stepper.replica.fragments
-        self.values = [fragment.value for fragment in self.fragments]
+        self.shards: Sequence[ParameterShard] = stepper.replica.shards
+        self.values = [shard.value for shard in self.shards]
         self.size = sum(value.numel() for value in self.values)
         self.gradient_dtype = torch.float32 if job.train.gradients == "fp32" else self.values[0].dtype
         self.messages = mesh.messages("dp_replicate", job.run.timeout_s)
@@ -84,11 +84,11 @@ class Asynchronous:
         """Computes a part of a batch. Returns the push, the flat gradient (n,), and a problem if there is one."""
         stepper, step = self.stepper, reply.chunk // self.replicas
         loss = stepper.gradients(micro_batches, step, tokens)
-        gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.fragments]
-        of = {fragment.name: gradient for fragment, gradient in zip(self.fragments, gradients, strict=True)}
+        gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.shards]
+        of = {shard.name: gradient for shard, gradient in zip(self.shards, gradients, strict=True)}
         # A norm rounded to bf16 would be wrong in the third digit.
         kind = torch.promote_types(self.values[0].dtype, torch.float32)
-        square = get_total_norm([of[f.name].to(kind) for f in counted(self.fragments)]).double() ** 2
+        square = get_total_norm([of[f.name].to(kind) for f in counted(self.shards)]).double() ** 2
         status = torch.stack((loss * self.mesh.owns_loss, square.to(loss.device), loss.new_tensor(stop)))
         self.mesh.reduce_replica(status).wait()
         total, square_norm, stops = status.tolist()

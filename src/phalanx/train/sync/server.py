@@ -91,7 +91,7 @@ class Server:
 
     def __init__(self, optimizer: AdamW, messages: Axis, gradient_dtype: torch.dtype, timeout_s: float):
         self.optimizer, self.messages, self.replicas = optimizer, messages, messages.size
-        self.values = [fragment.value for fragment in optimizer.fragments]
+        self.values = [shard.value for shard in optimizer.shards]
         self.gradient_dtype, self.timeout_s = gradient_dtype, timeout_s
         self.arrival = threading.Condition()
         self.threads: list[threading.Thread] = []
@@ -100,7 +100,7 @@ class Server:
     def open(self, version: int, limit: int, lr: Callable[[int], float], note: Callable[[Update], None] | None) -> None:
         """Serves until chunk `limit`, from chunk `version` on; replica r has begun with the r-th. `lr` is the rate of a
         step. `note` receives every update, in order, in some thread."""
-        self.version, self.handed, self.limit = version, version + self.replicas, limit
+        self.version, self.assigned, self.limit = version, version + self.replicas, limit
         self.lr, self.note = lr, note
         arguments = [(replica, torch.get_num_threads()) for replica in range(1, self.replicas)]
         # Daemons: a failing rank ends at once, even if a thread still waits for its replica.
@@ -115,7 +115,7 @@ class Server:
             if push.ticket >= 0:
                 self.arrival.wait_for(lambda: self.failure or self.version == push.ticket, self.timeout_s)
                 if not self.failure and self.version != push.ticket:
-                    raise RunError(f"gradient {self.version} did not come within {self.timeout_s:g} s")
+                    raise RunError(f"gradient {self.version} did not arrive within {self.timeout_s:g} s")
             if self.failure:
                 raise self.failure
             lr = self.lr(push.chunk // self.replicas)
@@ -157,25 +157,25 @@ class Server:
                 self.arrival.notify_all()
 
     def _apply(self, gradient: Tensor, norm: float, lr: float) -> None:
-        fragments = self.optimizer.fragments
-        for fragment, part in zip(fragments, parts(gradient, self.values), strict=True):
-            fragment.gradient = part.to(fragment.value.device)
+        shards = self.optimizer.shards
+        for shard, part in zip(shards, parts(gradient, self.values), strict=True):
+            shard.gradient = part.to(shard.value.device)
         self.optimizer.take()
-        device = fragments[0].value.device
+        device = shards[0].value.device
         self.optimizer.step(lr, torch.tensor(norm, dtype=torch.float64, device=device))
-        for fragment in fragments:
-            fragment.gradient = None
+        for shard in shards:
+            shard.gradient = None
 
     def _next_chunk(self, push: Push) -> int:
         """Assigns the next chunk to the replica that asks: a slow one computes fewer. The same at every position."""
         if push.broken:
-            self.limit = self.handed
+            self.limit = self.assigned
         elif push.stop:  # the step that has begun is finished
-            self.limit = min(self.limit, -(-self.handed // self.replicas) * self.replicas)
-        if self.handed >= self.limit:
+            self.limit = min(self.limit, -(-self.assigned // self.replicas) * self.replicas)
+        if self.assigned >= self.limit:
             return -1
-        self.handed += 1
-        return self.handed - 1
+        self.assigned += 1
+        return self.assigned - 1
 
 
 def _lost(replica: int, error: Exception) -> RunError:
