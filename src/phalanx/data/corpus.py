@@ -156,7 +156,7 @@ def _text_files(path: Path) -> list[Path]:
     files = [file for file in found if file.suffix.lower() in TEXT_SUFFIXES | JSONL_SUFFIXES]
     if not files:
         known = " ".join(sorted(TEXT_SUFFIXES | JSONL_SUFFIXES))
-        raise DataError(f"data.path={path}: of {len(found)} files none is text; a folder's files are chosen by {known}")
+        raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}")
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 
 

@@ -65,7 +65,7 @@ class TokenData:
         self.document_mask = document_mask
         if document_mask and not self.tokenizer.separator:
             raise DataError(
-                f"data.document_mask: the tokenizer in {folder} puts nothing between two documents; nearest legal: "
+                f"data.document_mask: the tokenizer in {folder} puts no separator between documents; nearest legal: "
                 "data.document_mask=false, or a tokenizer with an end-of-text token, such as data.tokenizer=bpe"
             )
 

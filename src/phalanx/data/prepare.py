@@ -49,7 +49,7 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
         return folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / ".lock", lambda pid: show(f"waiting for process {pid}, which makes {folder}", 0, 0)):
+        with locked(folder / ".lock", lambda pid: show(f"waiting for process {pid}, which prepares {folder}", 0, 0)):
             if force:
                 (folder / INDEX).unlink(missing_ok=True)
             if not _is_ready(folder, data):
@@ -57,7 +57,7 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
     except OSError as error:
         raise DataError(
             f"preparing {folder} stopped: {error.filename or 'writing'}: {error.strerror}. Finished shards are kept; "
-            "when the cause is gone, run the same command again"
+            "fix the cause, then run the same command again"
         ) from error
     return folder
 
@@ -83,7 +83,7 @@ def _is_ready(folder: Path, data: Data) -> bool:
         raise DataError(
             f"{folder}: the corpus ({index.corpus.description}) changed since these shards were made: expected "
             f"{index.corpus.characters:,} characters with sha256 {index.corpus.sha256}, found {found.characters:,} "
-            f"with {found.sha256}. Bring the old corpus back, or make new shards with: {repair_command(folder, index)}"
+            f"with {found.sha256}. Restore the old corpus, or make new shards with: {repair_command(folder, index)}"
         )
     return True
 

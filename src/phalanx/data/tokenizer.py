@@ -236,4 +236,4 @@ def _encoded(text: str, encoding: str) -> bytes:
     try:
         return text.encode(encoding)
     except UnicodeEncodeError as error:
-        raise DataError(f"the text holds half a surrogate pair at {error.start}: it is not valid Unicode") from error
+        raise DataError(f"the text contains half a surrogate pair at {error.start}: it is not valid Unicode") from error

@@ -113,7 +113,7 @@ def _check(prompt: Tensor, vocab: int, options: Sampling) -> None:
         problems.append(f"the prompt has shape {tuple(prompt.shape)}: it needs (batch, tokens) with at least one token")
     elif prompt.min() < 0 or prompt.max() >= vocab:
         problems.append(
-            f"the prompt holds tokens {int(prompt.min())} to {int(prompt.max())}, but the model's are 0 to "
+            f"the prompt contains tokens {int(prompt.min())} to {int(prompt.max())}, but the model's are 0 to "
             f"{vocab - 1}: encode it with the tokenizer that the model was trained with"
         )
     if options.max_new_tokens < 0:

@@ -17,7 +17,7 @@ from phalanx.launch.environment import LAUNCHER_PID, LOOPBACK, thread_environmen
 from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.supervisor import Exit, Supervisor
-from phalanx.launch.verdict import SAVES, End, verdict
+from phalanx.launch.verdict import BEFORE_CHECKPOINT, End, verdict
 
 _LAST_LINES = 10
 
@@ -31,7 +31,7 @@ def launch_local(
     all_ranks: bool,
     grace_s: float = 30.0,
     module: str = "phalanx.cli.rank",
-    stopped: str = SAVES,
+    stopped: str = BEFORE_CHECKPOINT,
 ) -> int:
     """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
 
@@ -77,9 +77,7 @@ def launch_local(
 def _say_whose_threads(threads: int) -> None:
     theirs = os.environ.get("OMP_NUM_THREADS")
     if theirs not in (None, str(threads)):
-        print(
-            f"phalanx: OMP_NUM_THREADS={theirs} is set and kept, instead of {threads} threads per rank", file=sys.stderr
-        )
+        print(f"phalanx: OMP_NUM_THREADS={theirs} is set and overrides {threads} threads per rank", file=sys.stderr)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from phalanx.launch.ranks import Ranks
 _STACKS_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 0.5
 _PEER_GRACE_S = 0.5  # after one rank's error: if all ranks raise it, all errors are collected and none is killed
-_LONGER_S = 60.0  # a group's own timeout comes after the pool's, which shows where every rank stands
+_TIMEOUT_MARGIN_S = 60.0  # a group's own timeout comes after the pool's, which shows where every rank stands
 
 
 class Pool:
@@ -90,7 +90,7 @@ class Pool:
             for rank, process in enumerate(processes):
                 ranks = Ranks(rank, world, rank, world, 0, "pool")
                 where = sys.path, str(Path.cwd())
-                process.connection.send((*where, ranks, self.device_type, store, timeout + _LONGER_S, call))
+                process.connection.send((*where, ranks, self.device_type, store, timeout + _TIMEOUT_MARGIN_S, call))
             answers = _collect(processes, deadline)
             results = {rank: answer.value for rank, answer in answers.items() if isinstance(answer, _Result)}
             if len(results) < world:
@@ -205,7 +205,7 @@ def _error(
     for process in processes:
         process.ask_for_stacks()
     time.sleep(_STACKS_WAIT_S)
-    lines = [f"{fn.__qualname__} on {world} ranks took longer than {timeout:g} s. Where the ranks stand:"]
+    lines = [f"{fn.__qualname__} on {world} ranks took longer than {timeout:g} s. Stacks of the ranks:"]
     for rank, process in enumerate(processes):
         stacks = "finished" if rank in answers else process.stacks.read_text(errors="replace").rstrip()
         lines.append(f"rank {rank}: {stacks}")

@@ -59,7 +59,7 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
     store = _local_store(ranks)
     if store is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise RunError(
-            f"{ranks.source} started {ranks.world} ranks, but did not say where they meet: set MASTER_ADDR to a "
+            f"{ranks.source} started {ranks.world} ranks, but gave no rendezvous address: set MASTER_ADDR to a "
             "host name of rank 0's node and MASTER_PORT to a free port, the same for every rank."
         )
     try:
@@ -119,8 +119,8 @@ def _joined(rank: int) -> str:
 
 
 def _no_group(ranks: Ranks, store: Store | None, timeout_s: float, error: RuntimeError) -> str:
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    failed = f"Rank {ranks.rank} of {ranks.world} could not join the others (waited at most {timeout_s:g} s): {said}"
+    message = str(error).splitlines()[0] if str(error) else type(error).__name__
+    failed = f"Rank {ranks.rank} of {ranks.world} could not join the others (waited at most {timeout_s:g} s): {message}"
     if store is None:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         return (

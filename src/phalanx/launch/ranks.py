@@ -119,7 +119,7 @@ def detect(env: Mapping[str, str]) -> Ranks | None:
             raise JobError(_conflict(found[0], other, env))
     if found:
         return found[0]
-    _refuse_half_a_row(env)
+    _refuse_incomplete_variables(env)
     _refuse_batch_shell(env)
     return None
 
@@ -190,7 +190,7 @@ def _conflict(one: Ranks, other: Ranks, env: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _refuse_half_a_row(env: Mapping[str, str]) -> None:
+def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
     """Raises JobError for one of N processes without a known rank: each would train alone into one directory."""
     for row in (_TORCHRUN, *_SCHEDULERS):
         rank, world = _first_set(env, row.rank), _first_set(env, row.world)
@@ -201,7 +201,7 @@ def _refuse_half_a_row(env: Mapping[str, str]) -> None:
         missing = [name for name in row.needs if name not in env]
         if _first_set(env, row.local_rank) is None:
             missing.append(" or ".join(row.local_rank))
-        reason = f"{', '.join(missing)} not set" if missing else "the numbers make no sense together"
+        reason = f"{', '.join(missing)} not set" if missing else "the numbers are inconsistent"
         hint = (
             "Start it with torchrun (in Kubernetes: one torchrun in each pod), or unset RANK and WORLD_SIZE."
             if row is _TORCHRUN

@@ -30,7 +30,7 @@ class End:
     """The end of its standard error, if that went to a file."""
 
     @property
-    def said(self) -> Outcome | None:
+    def report(self) -> Outcome | None:
         """The rank's report of this end; None also if it died of something else while exiting."""
         return self.outcome if self.outcome and self.outcome.code == self.code else None
 
@@ -46,11 +46,15 @@ class End:
         return self.lost_peer, self.outcome.time if self.outcome else self.time
 
 
-SAVES = "before {} of {} ranks could write a checkpoint; the same command resumes from the last complete one."
+BEFORE_CHECKPOINT = (
+    "before {} of {} ranks could write a checkpoint; the same command resumes from the last complete one."
+)
 """Message about stopped ranks: how many of how many did not finish."""
 
 
-def verdict(ends: Sequence[End], stop_signal: signal.Signals | None, stopped: str = SAVES) -> tuple[int, str]:
+def verdict(
+    ends: Sequence[End], stop_signal: signal.Signals | None, stopped: str = BEFORE_CHECKPOINT
+) -> tuple[int, str]:
     """Returns the exit code of the launch and the message for the user (empty on success). `stopped` ends the sentence
     "Stopped by SIGNAL ..." if ranks did not finish."""
     by_signal = 128 + stop_signal if stop_signal else None
@@ -69,10 +73,10 @@ def verdict(ends: Sequence[End], stop_signal: signal.Signals | None, stopped: st
 
 
 def _failure(first: End, failures: Sequence[End], ends: Sequence[End]) -> str:
-    said = first.said
-    same = [end for end in failures if said and end.said and end.said.message == said.message]
-    if said and said.traceback is None and len(same) == len(ends):
-        return said.message  # every rank found the user's mistake: no rank needs to be named
+    report = first.report
+    same = [end for end in failures if report and end.report and end.report.message == report.message]
+    if report and report.traceback is None and len(same) == len(ends):
+        return report.message  # every rank found the user's mistake: no rank needs to be named
     lines = [_reason(first, len(ends))]
     if len(same) > 1:
         lines.append(f"{_others(len(same) - 1)} stopped by the same error.")
@@ -83,8 +87,8 @@ def _failure(first: End, failures: Sequence[End], ends: Sequence[End]) -> str:
 
 def _reason(end: End, world: int) -> str:
     who = f"Rank {end.rank} of {world}"
-    if end.said:
-        return f"{who} failed: {end.said.traceback or end.said.message}"
+    if end.report:
+        return f"{who} failed: {end.report.traceback or end.report.message}"
     number = end.code - 128
     if number not in set(signal.Signals):
         return f"{who} ended with exit code {end.code} and no message.{_tail(end)}"
@@ -93,7 +97,7 @@ def _reason(end: End, world: int) -> str:
 
 
 def _tail(end: End) -> str:
-    return f" Its last words:\n{end.last_words}" if end.last_words else ""
+    return f" Its standard error ends:\n{end.last_words}" if end.last_words else ""
 
 
 def _others(count: int) -> str:
