@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.contenders import JOB, ROOT
 from benchmarks.peers import torch_context
 from benchmarks.report import machine, save
-from benchmarks.turns import FEWEST, Turns, agree, alone, lasted, prepare, ratio, take_turns
+from benchmarks.turns import MIN_ROUNDS, Turns, agree, alone, lasted, prepare, ratio, take_turns
 from phalanx.check.load import load_file
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -64,7 +64,7 @@ LENGTHS = (1024, 2048, 4096, 8192)
 QUICK_LENGTHS = (128, 256)
 MEMORY_RANKS = (2, 4)
 PRELOAD = ("benchmarks.peers.torch_context",)
-CLOSE = 1e-4
+TOLERANCE = 1e-4
 """Allowed difference of outputs and gradients, relative to their largest value, and of losses and norms."""
 PUBLIC_API_S = 60.0
 """Seconds for which torch's public function is tried; the tried computation takes milliseconds."""
@@ -126,7 +126,7 @@ def attention(ranks: Ranks, length: int, rounds: int, seconds: float) -> Turns:
         steps[way] = run
         for value, other in zip(run(), expected, strict=True):
             error = (value - other[:, :, places]).abs().max() / other.abs().max()
-            assert error < CLOSE, f"{way}, {length} tokens: output or gradients differ by {error:.1e}"
+            assert error < TOLERANCE, f"{way}, {length} tokens: output or gradients differ by {error:.1e}"
     return take_turns(steps, rounds, seconds)
 
 
@@ -147,7 +147,7 @@ def training(ranks: Ranks, length: int, rounds: int, seconds: float) -> Turns:
         else:
             mesh = meshes.build(layout, "cpu")
             steps[way] = partial(_step, Stepper(job, mesh, torch.device("cpu"), job.model.vocab_size), micro)
-    agree({way: step() for way, step in steps.items()}, CLOSE)
+    agree({way: step() for way, step in steps.items()}, TOLERANCE)
     return take_turns(steps, rounds, seconds)
 
 
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of processes")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=9, help="at most, for each length")
-    parser.add_argument("--seconds", type=float, default=15, help=f"of a length, after {FEWEST} rounds")
+    parser.add_argument("--seconds", type=float, default=15, help=f"of a length, after {MIN_ROUNDS} rounds")
     parser.add_argument("--quick", action="store_true", help="2 rounds of short sequences; prints JSON, writes nothing")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)

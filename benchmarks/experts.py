@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.contenders import JOB, ROOT
 from benchmarks.report import machine, save
-from benchmarks.turns import FEWEST, Turns, agree, alone, lasted, prepare, ratio, take_turns
+from benchmarks.turns import MIN_ROUNDS, Turns, agree, alone, lasted, prepare, ratio, take_turns
 from phalanx.blocks.flops import train_flops_per_token
 from phalanx.check.load import load_file
 from phalanx.config.job import Job
@@ -62,7 +62,7 @@ LAYOUTS = {
 }
 BATCHES = 2
 """Micro-batches per step, over all ranks."""
-CLOSE = 1e-4
+TOLERANCE = 1e-4
 """Allowed relative difference of losses and gradient norms of the same step."""
 
 
@@ -100,7 +100,7 @@ def measure(ranks: Ranks, rounds: int, seconds: float, words: Sequence[str]) -> 
             loads = torch.stack(list(stepper.routing.loads.values())).double()
             fullest[model] = (loads.amax(1) / loads.mean(1)).max().item()
     for shown in found.values():
-        agree(shown, CLOSE)
+        agree(shown, TOLERANCE)
     return take_turns(steps, rounds, seconds), fullest
 
 
@@ -165,7 +165,7 @@ def seen(result: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25, help="at most")
-    parser.add_argument("--seconds", type=float, default=240, help=f"in which rounds begin, after {FEWEST}")
+    parser.add_argument("--seconds", type=float, default=240, help=f"in which rounds begin, after {MIN_ROUNDS}")
     parser.add_argument("--quick", action="store_true", help="2 rounds of a tiny model; prints JSON, writes nothing")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)

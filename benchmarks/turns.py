@@ -17,7 +17,7 @@ from phalanx.parallel import mesh as meshes
 from phalanx.train.device import keep_freed_memory
 from phalanx.train.step import Stepper
 
-FEWEST = 3
+MIN_ROUNDS = 3
 """Minimum number of measured rounds, however long they take."""
 Steps = Mapping[str, Callable[[], Any]]
 Turns = dict[str, list[tuple[float, float]]]
@@ -53,7 +53,7 @@ def take_turns(steps: Steps, rounds: int, seconds: float) -> Turns:
     for number in range(rounds):
         late = torch.tensor([time.perf_counter() - start > seconds])
         dist.broadcast(late, 0)
-        if late and number >= FEWEST:
+        if late and number >= MIN_ROUNDS:
             break
         for name in list(steps) if number % 2 else list(steps)[::-1]:
             dist.barrier()

@@ -15,9 +15,9 @@ from benchmarks.gpu.shapes import Shape
 LIMIT_S = 300.0
 STEPS = 3
 """Steps per case: the first creates the optimizer's state, the second has all tensors."""
-FULL = 0.92
+MAX_MEMORY_FRACTION = 0.92
 """Fraction of a device's memory above which a case is skipped: torch's context and fragmentation take the rest."""
-ALONE = {
+SINGLE_DEVICE = {
     "nothing recomputed": ["layout.micro_batch=4"],
     "recompute=selective": ["layout.micro_batch=4", "layout.recompute=selective"],
     "recompute=full": ["layout.micro_batch=4", "layout.recompute=full"],
@@ -38,7 +38,7 @@ def together(ranks: int) -> dict[str, list[str]]:
 
 def cases(setting: Setting) -> list[Case]:
     chosen = [shapes.TINY] if setting.quick else [s for s in shapes.GPT if s.name in ("125M", "350M", "1.3B")]
-    layouts = {name: (words, 1) for name, words in ALONE.items()}
+    layouts = {name: (words, 1) for name, words in SINGLE_DEVICE.items()}
     if setting.quick:
         layouts = {"recompute=full": layouts["recompute=full"]}
     elif setting.gpus > 1:
@@ -55,7 +55,7 @@ def measure(setting: Setting, shape: Shape, layout: list[str], ranks: int) -> di
     """Returns bytes on the first rank. Raises SkippedError if the device has too little memory, or as training."""
     prediction = shapes.predict(setting, shape, *layout, ranks=ranks)
     tensors, peak = shapes.tensors(prediction), prediction["memory"]["peak"]
-    if peak > FULL * setting.memory:
+    if peak > MAX_MEMORY_FRACTION * setting.memory:
         raise SkippedError(f"{peak / 2**30:.1f} GiB predicted, the device has {setting.memory / 2**30:.1f} GiB")
     words = shapes.training(setting, shape, *layout)
     rows = commands.train(words, steps=STEPS, limit_s=LIMIT_S)

@@ -9,7 +9,7 @@ from benchmarks.gpu import commands
 from benchmarks.gpu.setting import Setting
 
 PREDICT_S = 120.0
-ROOM = 0.6
+MEMORY_FRACTION = 0.6
 """Fraction of a device's memory that a prediction may take: a plain loop has no chunked or sharded state."""
 
 
@@ -112,9 +112,9 @@ def fitting(setting: Setting, shape: Shape) -> tuple[list[str], dict[str, Any]] 
             layout = [f"layout.micro_batch={size}", f"train.global_batch={size}", f"layout.recompute={recompute}"]
             prediction = predict(setting, shape, *layout)
             least = tensors(prediction)
-            if least <= ROOM * setting.memory:
+            if least <= MEMORY_FRACTION * setting.memory:
                 return layout, prediction
     return (
-        f"{least / 2**30:.1f} GiB of tensors predicted for one sequence with recompute=full, more than {ROOM:.0%} of "
-        f"the device's {setting.memory / 2**30:.1f} GiB"
+        f"{least / 2**30:.1f} GiB of tensors predicted for one sequence with recompute=full, more than "
+        f"{MEMORY_FRACTION:.0%} of the device's {setting.memory / 2**30:.1f} GiB"
     )

@@ -23,7 +23,7 @@ WARM_UP = 8
 """Excluded steps: compilation, the allocator's first blocks, rising clocks."""
 STEPS = 20
 """Steps measured after them."""
-REHEARSED = {"TORCHDYNAMO_DISABLE": "1"}
+CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """Environment on a CPU, without compilation, which would take a minute per model."""
 
 
@@ -98,7 +98,7 @@ def _steps(setting: Setting) -> int:
 
 
 def _environment(setting: Setting) -> dict[str, str]:
-    return {} if setting.device == "cuda" else REHEARSED
+    return {} if setting.device == "cuda" else CPU_ENVIRONMENT
 
 
 def _figures(

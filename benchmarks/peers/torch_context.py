@@ -96,12 +96,12 @@ class _Ring(torch.autograd.Function):
         _choose(rotation)
         o, lse = templates._templated_ring_attention(group, _TOKENS, _forward, q, k, v, True)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.how = group, rotation
+        ctx.exchange = group, rotation
         return o
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        group, rotation = ctx.how
+        group, rotation = ctx.exchange
         _choose(rotation)
         q, k, v, o, lse = ctx.saved_tensors
         gradients = templates._templated_ring_attention_backward(

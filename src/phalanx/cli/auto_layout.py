@@ -52,15 +52,15 @@ def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
     worlds = worlds_of(loaded.job)
     if ranks is not None:
         loaded, worlds = _on_ranks(loaded, ranks), (ranks.world,)
-    speaks = ranks is None or ranks.rank == 0
+    prints = ranks is None or ranks.rank == 0
     if not fresh and (kept := _of_checkpoint(loaded, worlds)):
         layout, step = kept
         where = f"the checkpoint of {RunDirectory.of(loaded.job).path} at step {step}"
-        if speaks:
+        if prints:
             print(f"layout: {layout.line()}  (from {where}; layout=LINE resumes in another)", file=sys.stderr)
         return _with_layout(loaded, layout, worlds, where)
-    check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=speaks)
-    return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), speaks)
+    check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=prints)
+    return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), prints)
 
 
 def worlds_of(job: Job) -> tuple[int, ...]:
@@ -71,15 +71,15 @@ def worlds_of(job: Job) -> tuple[int, ...]:
     return tuple(range(least, cluster.devices + 1))
 
 
-def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, speaks: bool = True) -> LoadedJob:
+def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool = True) -> LoadedJob:
     # Here, because numpy is a third of the time that --help takes.
     from phalanx.plan.auto import choose
     from phalanx.plan.report.notes import NO_HEADROOM
 
     with stderr_progress() as progress:
-        plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if speaks else None)
+        plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if prints else None)
     best = plan.best[0]
-    if speaks:
+    if prints:
         print(
             f"layout: {best.layout.line()}  (planned: {plan.searched:,} layouts searched in {seconds(plan.seconds)}; "
             f"predicted {_step(best.seconds)} per step)",

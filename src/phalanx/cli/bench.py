@@ -73,7 +73,7 @@ SWITCHES = {
     "no_save": "do not write the cluster file",
 }
 STOPPED = "before everything was measured; nothing was written."
-BUSY = 0.5
+BUSY_LOAD = 0.5
 """Load average per core above which a warning reports other running programs: one process per two cores."""
 
 
@@ -230,7 +230,7 @@ def _measure(
 def _say_how_busy() -> None:
     """Warns on standard error where other programs keep the machine busy; rank 0 does so before it measures."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > BUSY * cores:
+    if load > BUSY_LOAD * cores:
         print(
             f"phalanx: this machine is busy (load {load:.1f} on {cores} cores); measurements will be noisy",
             file=sys.stderr,

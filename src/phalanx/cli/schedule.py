@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     first = argv[0]
     a_subject = catalogue.likely(first) or first.endswith(".csv")
-    hint = f"a command comes first: `phalanx schedule show {first}`" if a_subject else ""
+    hint = f"put the command first: `phalanx schedule show {first}`" if a_subject else ""
     words = parse("schedule", COMMANDS, argv, hint)
     if words.command == "list":
         _list(words.as_json)

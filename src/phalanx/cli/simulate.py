@@ -31,11 +31,11 @@ from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
 from phalanx.simulate.step import Figures, figures, simulate
 from phalanx.simulate.timeline import Timeline
 
-LONG = 50_000
+PROGRESS_PASSES = 50_000
 """Number of passes from which on progress is shown."""
 CHECKPOINT_S, RESTART_S = 30.0, 600.0
 """Default seconds of a save and of a restart when failures are asked about."""
-ROWS = 16
+MAX_ROWS = 16
 """Maximum number of pipeline ranks in the table."""
 
 VERB = JobVerb(
@@ -64,8 +64,8 @@ VERB = JobVerb(
             f"report the time lost to failures at this rate (default with one of the next two: {LLAMA_3_RATE:.3g}, "
             "Llama 3's)",
         ),
-        "checkpoint_s": Option(float, None, f"seconds for which a save holds training up; {CHECKPOINT_S:g}"),
-        "restart_s": Option(float, None, f"seconds from a failure to the next step; {RESTART_S:g}"),
+        "checkpoint_s": Option(float, None, f"seconds that a save pauses training; default {CHECKPOINT_S:g}"),
+        "restart_s": Option(float, None, f"seconds from a failure to the next step; default {RESTART_S:g}"),
         "failures_svg": Option(
             str,
             "",
@@ -88,7 +88,7 @@ def run(argv: Sequence[str]) -> int:
     disturbance = _disturbance(options["straggler"], options["slow_link"])
     check(disturbance, spec)
     with stderr_progress() as progress:
-        result = _simulated(spec, disturbance, progress if _passes(spec) > LONG else silent)
+        result = _simulated(spec, disturbance, progress if _passes(spec) > PROGRESS_PASSES else silent)
     failures = _failures(options)
     lost = best(spec.layout.world, *failures, result.figures.step_time_s) if failures else None
     _write(result.timeline, options["svg"], options["trace"])
@@ -228,7 +228,7 @@ def report(result: Simulated, lost: Goodput | None) -> str:
     if result.disturbance != Disturbance():
         more = found.step_time_s / result.undisturbed_s - 1
         compared = f"{abs(more):.1%} {'faster' if more < 0 else 'slower'} than undisturbed"
-        lines.append(f"{_said(result.disturbance)}: {compared} ({duration(result.undisturbed_s)})")
+        lines.append(f"{_disturbance_text(result.disturbance)}: {compared} ({duration(result.undisturbed_s)})")
     lines += ["", *_rank_lines(result)]
     if lost:
         lines += ["", goodput.text(lost)]
@@ -237,7 +237,7 @@ def report(result: Simulated, lost: Goodput | None) -> str:
     return "\n".join(lines)
 
 
-def _said(disturbance: Disturbance) -> str:
+def _disturbance_text(disturbance: Disturbance) -> str:
     """Returns the slow devices and links as text."""
     words = [f"rank {rank} takes {factor:g} ×" for rank, factor in disturbance.slow]
     words += [f"messages {one}-{other} {factor:g} ×" for (one, other), factor in disturbance.links]
@@ -266,9 +266,9 @@ def _rank_lines(result: Simulated) -> Iterator[str]:
 def _shown(result: Simulated) -> list[int]:
     """Returns the pipeline ranks of the table: all, or an even selection, the extremes, and the slow ones."""
     idle = [rank["idle_s"] for rank in result.figures.ranks]
-    if len(idle) <= ROWS:
+    if len(idle) <= MAX_ROWS:
         return list(range(len(idle)))
-    every = -(-len(idle) // (ROWS - 4))
+    every = -(-len(idle) // (MAX_ROWS - 4))
     slow = (rank for rank, _ in result.disturbance.slow)
     extremes = (idle.index(max(idle)), idle.index(min(idle)), len(idle) - 1)
     return sorted({*range(0, len(idle), every), *extremes, *slow})

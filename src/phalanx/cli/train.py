@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     if ranks is not None:
         return _be_a_foreign_rank(loaded, ranks, "fresh" in words.switches, as_json)
     if "fresh" in words.switches and (kept := directory.move_aside()):
-        print(f"{directory.path} is kept as {kept}", file=sys.stderr)
+        print(f"{directory.path} was renamed to {kept}", file=sys.stderr)
     with directory.lock():
         if _is_finished(directory, job, as_json):
             return 0
