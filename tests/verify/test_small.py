@@ -49,13 +49,13 @@ def test_what_was_changed_is_told():
 
 def test_windows_shrink_with_sequences():
     model = replace(PRESETS["llama3-8b"], window=4096)
-    small = proof_of(Job(model=model), False, 8).job.model
+    small = compared_job(Job(model=model), False, 8).job.model
     assert (small.seq_len, small.window) == (32, 16)
-    assert proof_of(Job(model=replace(model, window=1)), False, 8).job.model.window == 1
-    assert proof_of(Job(model=replace(model, window=9000)), False, 8).job.model.window >= 32
-    assert proof_of(Job(model=replace(PRESETS["baby"], seq_len=256, window=100)), False, 8).changes["model.window"]
+    assert compared_job(Job(model=replace(model, window=1)), False, 8).job.model.window == 1
+    assert compared_job(Job(model=replace(model, window=9000)), False, 8).job.model.window >= 32
+    assert compared_job(Job(model=replace(PRESETS["baby"], seq_len=256, window=100)), False, 8).changes["model.window"]
     cheap = replace(PRESETS["tiny"], vocab_size=50, window=9)
-    assert proof_of(Job(model=cheap), False, 8).job.model == cheap
+    assert compared_job(Job(model=cheap), False, 8).job.model == cheap
 
 
 def legal(job: Job, layout: Layout) -> bool:

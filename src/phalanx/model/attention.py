@@ -87,8 +87,8 @@ class CoreAttention(nn.Module):
         """Maps `q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` in the same form to
         (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys.
 
-        A query sees the last `window` keys up to its own (0: all), with `documents` (batch, at least keys), the number
-        of each token's document, those of its own document alone."""
+        A query sees the last `window` keys up to its own (0: all), and with `documents` (batch, at least keys), the
+        document number of each token, only those of its own document."""
         seq, keys = q.shape[2], k.shape[2]
         grouped = q.shape[1] != k.shape[1]
         if noise is not None and self.dropout > 0:
@@ -113,6 +113,6 @@ class CoreAttention(nn.Module):
         return noise.dropout_heads(scores.softmax(dim=-1), self.dropout, self.site, self.n_heads) @ v
 
     def _visible(self, q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor:
-        """Which keys the queries see, (seq, keys), or with documents (batch, 1, seq, keys)."""
+        """Returns which keys the queries see, (seq, keys), or with documents (batch, 1, seq, keys)."""
         places = torch.arange(k.shape[2], device=q.device)
         return visible(places[-q.shape[2] :], places, self.window, documents)

@@ -66,9 +66,9 @@ def ring_attention(
     """Computes causal attention of this rank's queries `q` (batch, heads, tokens, head_size) over all ranks' `k`
     (batch, kv_heads, keys, head_size) and `v`: (batch, heads, tokens, size of v's heads).
 
-    Where sequences travel a pipeline in slices, the keys are those of all slices so far, one after the other, and the
-    queries those of the last. Queries see the last `window` keys up to their own (0: all). `documents` (batch, at least
-    all ranks' keys) are by position."""
+    If sequences pass a pipeline in slices, the keys are those of all slices so far, in order, and the queries those of
+    the last. Queries see the last `window` keys up to their own (0: all). `documents` (batch, at least all ranks' keys)
+    are by position."""
     sight = _Sight(ring, layout, q.shape[2], k.shape[2] // q.shape[2], window, documents, dropping)
     return _Ring.apply(q, k, v, sight)  # pyright: ignore[reportReturnType]
 
@@ -135,7 +135,7 @@ class _Sight:
         return Seen(causal, mask, keep, scale(self.dropping.p))
 
     def _within_window(self, source: int, blocks: list[RingBlock]) -> list[RingBlock]:
-        """The parts of blocks, each of one chunk of queries and one of keys, that the window leaves."""
+        """Returns the parts of blocks inside the window, each of one chunk of queries and one of keys."""
         half, queries, keys = self.tokens // 2, self._chunks(self.ring.rank)[-2:], self._chunks(source)
         left = []
         for block in blocks:
@@ -148,7 +148,7 @@ class _Sight:
         return left
 
     def _within_documents(self) -> list[list[RingBlock]]:
-        """The blocks in which queries and keys share documents, marked where those are not the same for all."""
+        """Returns the blocks in which queries and keys share documents, marked where these differ within a block."""
         masks = (self._same(source, block) for source, blocks in enumerate(self.blocks) for block in blocks)
         # One wait for the device, not one a block.
         verdicts = iter(torch.stack([torch.stack([same.any(), same.all()]) for same in masks]).tolist())
@@ -159,22 +159,22 @@ class _Sight:
         ]
 
     def _same(self, source: int, block: RingBlock) -> Tensor:
-        """Return where queries and keys of a block are of one document, (batch, queries, keys)."""
+        """Returns where queries and keys of a block are of one document, (batch, queries, keys)."""
         assert self.documents is not None
         queries, keys = self._positions(source, block, self.documents.device)
         return self.documents[:, queries, None] == self.documents[:, None, keys]
 
     def _positions(self, source: int, block: RingBlock, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions of a block's queries and of its keys."""
+        """Returns the positions of a block's queries and of its keys."""
         queries = self._places(self.ring.rank, device)[-self.tokens :][block.queries]
         return queries, self._places(source, device)[block.keys]
 
     def _places(self, place: int, device: torch.device) -> Tensor:
-        """Positions of the keys of a place of the ring; its queries are the last `tokens` of them."""
+        """Returns positions of the keys of a place of the ring; its queries are the last `tokens` of them."""
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._chunks(place)])
 
     def _chunks(self, place: int) -> list[range]:
-        """The same as runs: two per slice of the sequences."""
+        """Returns the same positions as runs: two per slice of the sequences."""
         whole = self.tokens * self.ring.size
         runs = ring_positions(self.layout, whole, place)
         return [
@@ -183,7 +183,7 @@ class _Sight:
 
 
 def _part(block: slice, positions: range, run: range) -> slice:
-    """Where a run of the positions of a block is, counted as the block is."""
+    """Returns the indices within a block of a run of its positions."""
     return slice(block.start + run.start - positions.start, block.start + run.stop - positions.start)
 
 

@@ -68,7 +68,7 @@ def compared_job(job: Job, as_is: bool, max_ranks: int) -> ComparedJob:
 def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     seq_len = model.seq_len
     if seq_len > CHEAP_SEQ_LEN:
-        seq_len = like(seq_len, SMALL_SEQ_LEN, max_ranks)
+        seq_len = alike(seq_len, SMALL_SEQ_LEN, max_ranks)
     # As large a part of the sequence; rounded up, so that a window never becomes 0, which is none.
     window = -(-model.window * seq_len // model.seq_len)
     model = replace(model, seq_len=seq_len, window=window)
