@@ -104,7 +104,6 @@ class Clock:
     def _round(
         self, calls: Sequence[Callable[[], Any]], counts: Sequence[int], tick: Callable[[], None]
     ) -> list[list[float]]:
-        """Returns for each call the median over the repeats, by rank."""
         repeated: list[list[float]] = [[] for _ in calls]
         for _ in range(self.repeats):
             for times, call, count in zip(repeated, calls, counts, strict=True):
@@ -137,7 +136,6 @@ def _kept(rounds: Sequence[list[list[float]]]) -> Timings:
 
 
 def _all_ranks(value: float) -> list[float]:
-    """Gathers every rank's value, by rank."""
     if not dist.is_initialized():
         return [value]
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64)

@@ -171,7 +171,6 @@ def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> N
 
 
 def _collectives(text: str) -> Sequence[Any]:
-    """Returns the collectives to measure. Raises JobError for an unknown one."""
     from phalanx.cost.fit import COLLECTIVES
 
     chosen = [name.strip().replace("-", "_") for name in text.split(",")] if text else COLLECTIVES
@@ -191,7 +190,6 @@ def _refuse_device(wanted: str) -> None:
 
 
 def _processes(command: str, device: torch.device) -> int:
-    """Returns the processes to start by default."""
     import torch
 
     if device.type == "cuda":
@@ -215,7 +213,6 @@ def _launch(argv: list[str], processes: int, threads: int) -> int:
 def _measure(
     command: str, ranks: Ranks, device: torch.device, options: dict[str, Any], switches: set[str], path: Path | None
 ) -> CalibrationReport:
-    """Measures on every rank; all get the same report."""
     from phalanx.calibrate import cluster_file, run
     from phalanx.train.device import threads_for
 

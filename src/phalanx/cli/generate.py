@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _write(loaded: LoadedRun, options: Generate, prints: bool = True) -> None:
-    """Generates the text and prints it; of several ranks only one `speaks`."""
+    """Generates the text and prints it; of several ranks only the one that `prints`."""
     live = prints and sys.stdout.isatty() and not options.json
     if live:
         print(options.prompt, end="", flush=True)

@@ -109,7 +109,6 @@ class JobVerb:
         return JobWords(loaded, frozenset(words.switches), options)
 
     def _planned(self, loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
-        """Returns the job with the planner's layout, if the job leaves it open."""
         if not loaded.job.layout.auto or self.auto in ("open", "always"):
             return loaded
         from phalanx.cli import auto_layout

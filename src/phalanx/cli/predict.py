@@ -83,7 +83,6 @@ def _check_picture(options: Mapping[str, Any]) -> None:
 
 
 def _picture(name: str, job: Job, spec: StepSpec, prediction: Prediction) -> str:
-    """Returns the SVG document that --picture names."""
     if name == "layout":
         return layout_picture.svg(job, spec.model.vocab_size)
     if name == "context":

@@ -126,7 +126,6 @@ def _show(words: CommandWords) -> None:
 
 
 def _schedule(subject: str, sizes: dict[str, int]) -> Schedule:
-    """Returns the schedule of that name or in that file."""
     if not is_file(subject):
         chosen: dict[str, Any] = {"stages": SIZES["stages"].default, "microbatches": SIZES["microbatches"].default}
         chosen.update(sizes)
@@ -157,7 +156,6 @@ def _figures(timed: timing.Timing) -> dict[str, object]:
 
 
 def _report(timed: timing.Timing) -> str:
-    """Returns the figures as text."""
     schedule = timed.schedule
     waits = blocked(schedule)
     return "\n".join(

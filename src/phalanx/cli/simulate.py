@@ -238,7 +238,6 @@ def report(result: Simulated, lost: Goodput | None) -> str:
 
 
 def _disturbance_text(disturbance: Disturbance) -> str:
-    """Returns the slow devices and links as text."""
     words = [f"rank {rank} takes {factor:g} ×" for rank, factor in disturbance.slow]
     words += [f"messages {one}-{other} {factor:g} ×" for (one, other), factor in disturbance.links]
     words += [f"{axis} {factor:g} ×" for axis, factor in disturbance.axes]
@@ -246,7 +245,6 @@ def _disturbance_text(disturbance: Disturbance) -> str:
 
 
 def _rank_lines(result: Simulated) -> Iterator[str]:
-    """Yields a row per pipeline rank, or of some of them."""
     ranks = result.figures.ranks
     shown = _shown(result)
     steps = result.timeline.schedule.steps

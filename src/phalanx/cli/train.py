@@ -114,7 +114,6 @@ def _be_a_foreign_rank(loaded: LoadedJob, ranks: Ranks, fresh: bool, as_json: bo
 
 
 def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
-    """Returns whether the run has already done all its steps, and then prints that."""
     manifest = directory.resume_from(job)
     if manifest is None or manifest.step < job.train.steps:
         return False

@@ -167,7 +167,6 @@ def _make_tokenizer(
 
 
 def _begin(folder: Path, data: Data, record: CorpusRecord, tokenizer: Tokenizer) -> Index:
-    """Stores the tokenizer and returns an index without shards."""
     tokenizer.save(folder)
     return Index(
         settings=tuple(overrides(data)),

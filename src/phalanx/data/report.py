@@ -74,7 +74,6 @@ def _print(folder: Path, index: Index, *, verified: bool, seconds: float) -> Non
 
 
 def _beginning(folder: Path, index: Index) -> str:
-    """Returns the first characters, decoded from the tokens."""
     shards = (shard for split in SPLITS for shard in index.splits[split] if shard.tokens)
     tokens = map_shard(folder, index, next(shards))[:SAMPLE_CHARACTERS]
     return Tokenizer.load(folder).decode(tokens)[:SAMPLE_CHARACTERS]

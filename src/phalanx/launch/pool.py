@@ -146,8 +146,6 @@ _Answer = _Result | _Raised | _Died
 
 
 class _PoolProcess:
-    """A rank process as the caller sees it."""
-
     def __init__(self, context: ForkServerContext, directory: Path):
         file, name = tempfile.mkstemp(prefix="stacks_", dir=directory)
         os.close(file)
@@ -171,7 +169,6 @@ class _PoolProcess:
 
 
 def _collect(processes: Sequence[_PoolProcess], deadline: float) -> dict[int, _Answer]:
-    """Returns the ranks' answers before the deadline, in order of arrival."""
     answers: dict[int, _Answer] = {}
     pending = dict(enumerate(processes))
     while pending and (ready := wait([p.connection for p in pending.values()], deadline - time.monotonic())):
@@ -190,7 +187,6 @@ def _collect(processes: Sequence[_PoolProcess], deadline: float) -> dict[int, _A
 def _error(
     fn: Callable[..., Any], processes: Sequence[_PoolProcess], answers: dict[int, _Answer], timeout: float
 ) -> BaseException:
-    """Returns the exception to raise for a call that failed."""
     world = len(processes)
     died = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Died)}
     for rank, answer in died.items():  # before the errors of its peers, which only lost the connection

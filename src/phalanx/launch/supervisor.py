@@ -112,7 +112,6 @@ class Supervisor:
             self._allow(0)
 
     def _allow(self, seconds: float) -> None:
-        """Gives the running ranks at most `seconds` from now."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _kill(self, running: Mapping[int, int], pids: Mapping[int, int]) -> None:

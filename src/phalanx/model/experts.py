@@ -160,7 +160,6 @@ def _ends(sizes: Sizes, device: torch.device) -> Tensor:
 
 
 def _rows(sizes: Sizes) -> list[tuple[int, slice]]:
-    """Returns the experts that have rows, with their slices."""
     found, start = [], 0
     for expert, size in enumerate(sizes.tolist() if isinstance(sizes, Tensor) else sizes):
         if size:

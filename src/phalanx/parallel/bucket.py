@@ -90,7 +90,6 @@ class Bucket:
         self.waiting -= 1
 
     def _buffer(self) -> Tensor:
-        """Returns the buffer of all gradients."""
         if self.gradients is None:
             self.gradients = self.slots[0].parameter.new_empty(self.length, dtype=self.dtype)
         return self.gradients

@@ -136,7 +136,6 @@ class Mesh:
         return Axis(name, axis.size, axis.rank, group, self.ledger)
 
     def _ranks(self, name: str, places: Sequence[int]) -> list[int]:
-        """Returns the ranks at some places of this rank's line along an axis."""
         line, rank = self.lines[name], dist.get_rank()
         return [rank + (place - line.place(rank)) * line.stride for place in places]
 

@@ -336,7 +336,6 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def _all_tokens(parallel: TensorParallel, x: Tensor) -> Tensor:
-    """Returns all tokens of the residual stream."""
     if not parallel.sequence:
         return x.view_as(x)
     whole, work = parallel.gather(x)

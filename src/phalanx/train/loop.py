@@ -144,7 +144,6 @@ class Trainer:
         return Recorder(path, meter, self.milestones, self.terminal, self.device)
 
     def _feed(self, meter: metrics.Meter) -> Feed:
-        """Returns the training samples from the current position on."""
         first_step, first_sample = self.state.step, self.state.samples
         return Feed(
             self.job, self.train_data, self.batch, self.mesh, meter, first_step=first_step, first_sample=first_sample
@@ -158,7 +157,6 @@ class Trainer:
             raise self._not_finite(error) from None
 
     def _not_finite(self, error: NotFiniteError) -> NotFiniteError:
-        """Returns the error with advice."""
         first = self.state.samples
         samples = (
             f" (samples {first} to {first + self.batch.global_batch - 1})" if self.job.layout.sync == "bsp" else ""
@@ -184,7 +182,6 @@ class Trainer:
         self.train_data.tokenizer.save(self.directory.path)
 
     def _resume(self) -> None:
-        """Resumes from the newest whole checkpoint, the same on every rank."""
 
         def choose() -> str | None:
             manifest = self.directory.resume_from(self.job)

@@ -46,8 +46,6 @@ class Terminal:
 
 
 class _AboveTheBar(logging.Handler):
-    """A log handler that prints above the bar."""
-
     def __init__(self, terminal: Terminal):
         super().__init__()
         self.terminal = terminal

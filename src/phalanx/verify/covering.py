@@ -69,7 +69,6 @@ def _combinations(max_ranks: int) -> list[_Combination]:
 
 @cache
 def _settings(entry: str) -> dict[str, Any]:
-    """Returns an entry's changes of the default."""
     changed = asdict(layout_line.parse(entry))
     return {name: value for name, value in changed.items() if value != getattr(Layout(), name)}
 

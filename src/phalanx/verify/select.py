@@ -124,7 +124,6 @@ def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks
 
 
 def _notes(selection: Selection, job: Job) -> Iterator[str]:
-    """Yields notes on changes of the job that some layouts require."""
     if any(map(selection.stale, selection.layouts)):
         yield (
             "pipelines without a flush are compared with one process whose gradients are one update late, as theirs are"
@@ -189,7 +188,6 @@ def _accumulation(layout: Layout, accumulation: int) -> int:
 
 
 def _add(selection: Selection, layout: Layout) -> None:
-    """Adds a layout, once."""
     if layout.bucket_mb == Layout.bucket_mb:
         layout = replace(layout, bucket_mb=selection.compared.job.layout.bucket_mb)
     if layout not in selection.layouts:

@@ -61,7 +61,6 @@ def _row(case: LayoutCase) -> tuple[str, ...]:
 
 
 def _skipped(selection: Selection) -> list[str]:
-    """Returns the skipped layouts, by reason; --json lists each."""
     by_reason: dict[str, list[str]] = {}
     for skipped in selection.skipped:
         by_reason.setdefault(skipped.reason, []).append(skipped.layout)
