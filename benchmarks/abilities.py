@@ -1,7 +1,7 @@
-"""What the programs of published results could do: the layouts among which a planner may choose for them.
+"""The layouts that each framework of a published result supports, among which a planner may choose.
 
-A choice that a program could not have run says nothing about the people who used it. Each set below fixes fields of
-the layout; a program has all layouts of all its sets. Sequence parallelism and selective recomputation came with
+A choice that a framework could not have run says nothing about its users' choice. Each set below fixes fields of the
+layout; a framework supports all layouts of all its sets. Sequence parallelism and selective recomputation came with
 Korthikanti et al. 2022, ZeRO's first stage to Megatron with its distributed optimizer, the third with Megatron-FSDP.
 """
 
@@ -15,7 +15,7 @@ Fixed = Mapping[str, Any]
 
 
 def _sets(*always: Fixed, **choices: tuple[object, ...]) -> tuple[Fixed, ...]:
-    """Every combination of `choices`, with each of what is `always` fixed."""
+    """Returns every combination of `choices`, together with the `always` fixed fields."""
     return tuple(
         {**one, **dict(zip(choices, values, strict=True))} for one in always for values in product(*choices.values())
     )
@@ -33,8 +33,8 @@ LLAMA3 = _sets(
     {"cp_ulysses": 1, "dp_replicate": 1, "zero": 3, "accumulate": "local"},
     schedule=_PIPELINES,
 )
-"""Llama Team 2024, section 3.3.2: tp, pp with chunks, cp by gathering keys, FSDP over all data ranks; recomputation as
-one likes."""
+"""Llama Team 2024, section 3.3.2: tp, pp with chunks, cp by gathering keys, FSDP over all data ranks; any
+recomputation."""
 
 MEGATRON_CORE = (
     *_sets({"dp_replicate": 1, "zero": 1, "cp_ulysses": 1, "accumulate": "local"}, schedule=_PIPELINES),
@@ -57,16 +57,16 @@ ABILITIES: dict[str, tuple[Fixed, ...]] = {
     "nemo": MEGATRON_CORE,
     "mlperf": MEGATRON_CORE,
 }
-"""By program, or by what its name begins with."""
+"""The sets by framework, or by a prefix of its name."""
 
 
 def abilities(program: str) -> tuple[Fixed, ...]:
-    """The sets of a program; empty where nothing is known of it."""
+    """Returns the sets of a framework; empty if it is not known."""
     return ABILITIES.get(program) or next(
         (sets for name, sets in ABILITIES.items() if program.startswith(f"{name}-")), ()
     )
 
 
 def regathers(program: str) -> bool:
-    """Whether its sequence parallelism gathers inputs again in the backward pass, whatever one says (Megatron)."""
+    """Returns whether its sequence parallelism always gathers inputs again in the backward pass (Megatron)."""
     return abilities(program) in (MEGATRON_CORE, LLAMA3)

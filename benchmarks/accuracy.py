@@ -1,11 +1,11 @@
-"""How true `phalanx predict` is, on published measurements.
+"""The accuracy of `phalanx predict` on published measurements.
 
     python -m benchmarks.accuracy [TRUTH] [--json]
 
-TRUTH is a folder of CSV files, or one file, of the columns that `phalanx predict --table` reads; by default the
-environment variable PHALANX_TRUTH says where. Figures and pictures go to benchmarks/results, the rows stay where they
-are. Rows of the calibration (docs/accuracy.md) do not count in any error. `constant` is what one constant efficiency
-for each source and device would give, fitted in hindsight to the rows it is judged on.
+TRUTH is a folder of CSV files, or one file, with the columns that `phalanx predict --table` reads; by default the
+environment variable PHALANX_TRUTH names it. Figures and pictures go to benchmarks/results, the rows stay where they
+are. Rows of the calibration (docs/accuracy.md) do not count in any error. `constant` is the result of one constant
+efficiency for each source and device, fitted in hindsight to the rows it is judged on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ about 5 % where the operators were measured on the same machine. Floor: repeated
 
 
 def rows_of(truth: Path) -> Iterator[dict[str, str]]:
-    """The rows of all tables: files with none of the columns that say what was measured are none."""
+    """Yields the rows of all tables; files without any column of measurements are skipped."""
     for path in sorted(truth.glob("*.csv")) if truth.is_dir() else [truth]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
@@ -47,7 +47,7 @@ def rows_of(truth: Path) -> Iterator[dict[str, str]]:
 
 
 def from_data_sheets(spec: StepSpec) -> Prediction:
-    """The prediction without the factors of phalanx.cost.calibration."""
+    """Returns the prediction without the factors of phalanx.cost.calibration."""
     return predict(replace(spec, framework=FRAMEWORKS[spec.framework.name]))
 
 

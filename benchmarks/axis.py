@@ -1,4 +1,4 @@
-"""Gloo's own collectives against the ways that phalanx.comm.axis takes to the same result, interleaved.
+"""Gloo's own collectives against those of phalanx.comm.axis with the same result, interleaved.
 
     python -m benchmarks.axis [--ranks 2] [--rounds 15]
 
@@ -28,10 +28,10 @@ SIZES = {"43 MiB": 43 * 2**20, "1.5 MiB": 3 * 2**19, "4 KiB": 4096}
 
 
 def measure(ranks: Ranks, rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds by size and way, on one rank of the default group."""
+    """Returns median seconds by size and implementation, on one rank of the default group."""
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup), "the pool has made the group"
-    keep_freed_memory()  # as training does: a buffer is then not faulted in again for every call
+    keep_freed_memory()  # as in training: buffers are not faulted in again for every call
     axis = Axis("all", ranks.world, ranks.rank, group)
     return {name: _one_size(axis, size, rounds) for name, size in SIZES.items()}
 

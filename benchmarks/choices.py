@@ -1,12 +1,12 @@
-"""The planner against people: on published layouts, on awkward fabrics, and where a layout is known to have mattered.
+"""The planner against human experts: on published layouts, on awkward fabrics, and on layouts known to have mattered.
 
     python -m benchmarks.choices [--quick]
 
-Experts' rows: Megatron-LM's ten and Llama 3's three (benchmarks/published.py), and, where the environment variable
+Experts' rows: Megatron-LM's ten and Llama 3's three (benchmarks/published.py), and, if the environment variable
 PHALANX_TRUTH names a folder of published measurements, torchtitan's and NVIDIA's. The planner chooses under the same
-model, machine, global batch, number format and program, among what that program could do (benchmarks/abilities.py);
-both layouts are timed by the same simulation. --quick takes Megatron's and Llama 3's alone. No run of this machine but
-for the seconds that a search takes.
+model, machine, global batch, number format and framework, among the layouts that the framework supports
+(benchmarks/abilities.py); both layouts are timed by the same simulation. --quick uses only Megatron's and Llama 3's.
+Nothing runs on this machine; only the search is timed.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from phalanx.validation.shapes import key_of, remark
 from phalanx.validation.table import step_seconds as share_of
 
 SOURCES = ("torchtitan", "nemo_megatron_bridge", "nvidia_dgxc_benchmarking", "mlperf_training_llm")
-"""Files of the truth whose rows somebody tuned, each with its layout."""
+"""Files of the truth whose rows are tuned results, each with its layout."""
 
 
 @dataclass(frozen=True)
 class Expert:
-    """Somebody's layout."""
+    """A published layout."""
 
     name: str
     source: str
@@ -54,18 +54,18 @@ class Expert:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the planner takes instead."""
+    """The planner's layout for the same case."""
 
     expert: Expert
     best: Candidate
     expert_seconds: float
     searched: int
     seconds: float
-    """That the searches took."""
+    """Seconds of the searches."""
 
     @property
     def factor(self) -> float:
-        """Times as fast as the expert's."""
+        """The speed relative to the expert's layout."""
         return self.expert_seconds / self.best.seconds
 
     @property
@@ -74,7 +74,7 @@ class Choice:
 
 
 def printed() -> Iterator[Expert]:
-    """Megatron-LM's and Llama 3's."""
+    """Yields Megatron-LM's and Llama 3's layouts."""
     for row in (*MEGATRON, *LLAMA3):
         yield Expert(row.name, _paper(row), published_case(row), predicted(row) / row.tflops - 1)
 
@@ -84,8 +84,8 @@ def _paper(row: Published) -> str:
 
 
 def tuned(truth: Path) -> Iterator[Expert]:
-    """Rows of the truth that say their layout, one for each model and device: the one with the most tokens a second,
-    which is what somebody arrived at."""
+    """Yields the rows of the truth that state their layout, one per model and device: the one with the most tokens per
+    second, as the result of someone's tuning."""
     best: dict[object, tuple[float, Expert]] = {}
     for source in SOURCES:
         path = truth / f"{source}.csv"
@@ -106,7 +106,7 @@ def tuned(truth: Path) -> Iterator[Expert]:
 
 
 def _ours(row: dict[str, str], reading: Reading) -> bool:
-    """It says its layout, it is a whole training step of the model that it names, and its program is known."""
+    """Returns whether a row states its layout, is a whole training step of the named model, of a known framework."""
     name = key_of(row["model_name"])
     return bool(
         row["tp"] and reading.share == 1 and name and not remark(name) and reading.measured_s
@@ -120,7 +120,7 @@ def _error(reading: Reading) -> float | None:
 
 
 def choose(expert: Expert) -> Choice | None:
-    """The fastest of all sets of the program; None where nothing fits."""
+    """Returns the fastest layout of all sets of the framework; None if nothing fits."""
     spec = expert.spec
     began = time.monotonic()
     found, searched = list[Candidate](), 0
@@ -149,7 +149,7 @@ def choose(expert: Expert) -> Choice | None:
 
 
 def _as_run(one: Candidate) -> Candidate:
-    """With what the program does whatever one says."""
+    """Returns the layout with the framework's fixed behaviour."""
     if not one.layout.sp or not regathers(one.spec.framework.name):
         return one
     spec = replace(one.spec, layout=replace(one.layout, sp_regather=True))
@@ -157,7 +157,7 @@ def _as_run(one: Candidate) -> Candidate:
 
 
 def _line(spec: StepSpec) -> str:
-    """The layout without what a cut of even stages says."""
+    """Returns the layout without the settings that equal the default for even stages."""
     return replace(spec.layout, pp_cut="", accumulation=0, sp_regather=False).line().replace(",", " ")
 
 

@@ -1,10 +1,10 @@
-"""What benchmarks/sharding.py compares, and how one contender is run once.
+"""The contenders of benchmarks/sharding.py, and how one of them is run once.
 
-Every contender is a command. What it costs is taken in the same way of all of them, by the process that waits for it:
+Every contender is a command. Its cost is measured in the same way for all of them, by the process that waits for it:
 - step times and the end of the first step from the contender's own clock: metrics.jsonl, or the JSON a peer prints;
 - start-up from the launch to the end of the first step: interpreter, imports, process group, model, and that step;
 - processor time (user + system) of the whole tree of processes, from wait4. A run of `WARM_UP` steps is subtracted
-  from a longer one, so that what remains is steps alone;
+  from a longer one, which leaves steps only;
 - peak memory (resident set) of the largest process of the tree, from wait4: that is a rank, launchers are smaller.
 """
 
@@ -32,12 +32,12 @@ from phalanx.parallel.linear import onednn_is_faster
 ROOT = Path(__file__).parents[1]
 JOB = Path("benchmarks") / "sharding.yaml"
 PEERS_PYTHON = ROOT / ".bench-venv" / "bin" / "python"
-"""The environment of the peers that do not come with torch: `make bench-peers`."""
+"""The environment of peers that are not part of torch: `make bench-peers`."""
 
 WARM_UP = 4
-"""Steps left out at the start of every run."""
+"""Steps excluded at the start of every run."""
 LIMIT_S = 300.0
-"""A contender that takes longer than this is stopped and counts as not run."""
+"""Seconds after which a contender is stopped and counts as not run."""
 
 Kind = Literal["ours", "loop", "peer"]
 
@@ -78,7 +78,7 @@ MKL = {
     c.name: ours(f"{c.name.removeprefix('phalanx, ')}, MKL", *c.words, "train.cpu_linear=mkl", batches=c.batches)
     for c in (DDP, ZERO[3], TP)
 }
-"""Ours with the matrix library that the peers use: what is left is the system."""
+"""Ours with the peers' matrix library: what remains is the framework."""
 
 TORCH_DDP = peer("torch DDP", "torch_ddp")
 TORCH_FSDP2 = peer("torch FSDP2", "torch_fsdp2")
@@ -94,24 +94,24 @@ DEEPSPEED = [
 DATA_PARALLEL_PEERS = [TORCH_DDP, TORCH_FSDP2, *ACCELERATE, *DEEPSPEED]
 ALL = [LOOP, ONE, DDP, *ZERO.values(), *DATA_PARALLEL_PEERS, TP, TP_SP, TORCH_TP, TORCH_TP_SP]
 if onednn_is_faster(torch.device("cpu"), torch.float32):
-    ALL += MKL.values()  # elsewhere ours computes on MKL anyway
+    ALL += MKL.values()  # otherwise ours computes on MKL anyway
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of one contender showed."""
+    """The measurements of one run of one contender."""
 
     step_s: float
-    """Median after the warm-up; of a run no longer than that, of all steps."""
+    """Median after the warm-up; over all steps if the run is no longer than that."""
     startup_s: float | None
-    """None where the contender does not say when its first step ended."""
+    """Seconds of the start-up; None if the contender does not report the end of its first step."""
     cpu_s: float
     peak_bytes: int
     steps: int
 
 
 def run(contender: Contender, steps: int) -> Run:
-    """Run `contender` once, in fresh processes. Raises NotRunError."""
+    """Runs `contender` once, in fresh processes. Raises NotRunError."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         finished = launch(command(contender, steps, Path(folder)), Path(folder))
@@ -134,7 +134,7 @@ def run(contender: Contender, steps: int) -> Run:
 
 
 def command(contender: Contender, steps: int, runs: Path) -> list[str]:
-    """The command line of `contender`; ours writes its run directory under `runs`."""
+    """Returns the command line of `contender`; ours writes its run directory under `runs`."""
     python = str(contender.python)
     if contender.kind == "ours":
         return [python, "-m", "phalanx", "train", str(JOB), f"train.steps={steps}", f"run.dir={runs}", *contender.words]
@@ -152,20 +152,20 @@ def torchrun(module: str, *words: str, ranks: int = 2, python: str = sys.executa
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command that succeeded printed and used."""
+    """The output and resource usage of a command that succeeded."""
 
     stdout: str
     cpu_s: float
-    """User and system, of all its processes."""
+    """User and system seconds of all its processes."""
     peak_bytes: int
     """Resident set of the largest of its processes."""
 
 
 def launch(argv: Sequence[str], folder: Path) -> Finished:
-    """Run a command to its end, with one thread a process. Raises NotRunError with what it said where it fails."""
+    """Runs a command to its end, with one thread per process. Raises NotRunError with its error message if it fails."""
     if not Path(argv[0]).exists():
         raise NotRunError("its environment is not there: make bench-peers")
-    # An environment's programs (ninja, for DeepSpeed's extension) lie beside its interpreter.
+    # An environment's programs (ninja, for DeepSpeed's extension) are beside its interpreter.
     path = f"{Path(argv[0]).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
     with (folder / "stdout").open("w+") as out, (folder / "stderr").open("w+") as err:
@@ -186,7 +186,7 @@ def launch(argv: Sequence[str], folder: Path) -> Finished:
 
 
 def reason(stderr: str, code: int) -> str:
-    """The line of `stderr` that names the error: a rank's exception comes before torchrun's own."""
+    """Returns the line of `stderr` that names the error: a rank's exception comes before torchrun's own."""
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in stderr.splitlines()]
     lines = [line for line in lines if line] or ["it said nothing"]
     error = next((line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])

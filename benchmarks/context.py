@@ -4,19 +4,19 @@
                                  [--quick] [--json]
 
 As in benchmarks/pipeline.py every contender takes its turn in every round, ratios are taken round by round, and their
-medians are what counts. fp32, 1 thread a process, the same kernels of attention and of products. All have to agree with
-one process before anything is measured: attention on outputs and gradients, steps on loss and gradient norm. A turn
-takes from the first process's beginning to the last one's end. What is timed:
+medians count. fp32, 1 thread per process, the same kernels of attention and of products. All must agree with one
+process before anything is measured: attention on outputs and gradients, steps on loss and gradient norm. A turn lasts
+from the first process's beginning to the last one's end. Timed are:
 - attention: forward and backward of one layer's attention, from queries, keys and values to their gradients;
 - step: an optimizer step of a small Llama on one sequence, its state sharded over the cp ranks, by FSDP2 on both sides.
 
-torch's public `context_parallel()` does not run on a CPU, so that benchmarks/peers/torch_context.py calls the templates
-under it, with torch's load balancing. Every run tries it again, for a minute at most, and says what came of it.
+torch's public `context_parallel()` does not run on a CPU, so benchmarks/peers/torch_context.py calls the templates
+under it, with torch's load balancing. Every run tries it again, for a minute at most, and reports the outcome.
 
-Memory is exact and not of the process: bytes of all tensors' storages that are alive during forward and backward of one
-block of the model, counted at every operation, on the rank with the most. Parameters and what they need are not
-counted, nor is what kernels allocate within themselves. `kept` is what is alive between forward and backward, input and
-output included; `peak` is the most at any time. Besides: how evenly the causal mask's work is spread over ranks.
+Memory is exact and not that of the process: bytes of all tensors' storages that are alive during forward and backward
+of one block of the model, counted at every operation, on the rank with the most. Parameters and their state are not
+counted, nor are allocations inside kernels. `kept` is alive between forward and backward, including input and output;
+`peak` is the most at any time. Besides: how evenly the causal mask's work is spread over ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.contenders import JOB, ROOT
 from benchmarks.peers import torch_context
 from benchmarks.report import machine, save
-from benchmarks.turns import FEWEST, Turns, agree, alone, lasted, prepare, ratio, take_turns
+from benchmarks.turns import MIN_ROUNDS, Turns, agree, alone, lasted, prepare, ratio, take_turns
 from phalanx.check.load import load_file
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -64,17 +64,17 @@ LENGTHS = (1024, 2048, 4096, 8192)
 QUICK_LENGTHS = (128, 256)
 MEMORY_RANKS = (2, 4)
 PRELOAD = ("benchmarks.peers.torch_context",)
-CLOSE = 1e-4
-"""Difference that outputs and gradients may have, relative to their largest value, and losses and norms to theirs."""
+TOLERANCE = 1e-4
+"""Allowed difference of outputs and gradients, relative to their largest value, and of losses and norms."""
 PUBLIC_API_S = 60.0
-"""For which torch's public function is tried; what it is tried on takes milliseconds."""
+"""Seconds for which torch's public function is tried; the tried computation takes milliseconds."""
 ONE, RING, ULYSSES, USP = "one process", "ring", "Ulysses", "USP"
 ROTATIONS = {"torch, all-gather": "allgather", "torch, all-to-all": "alltoall"}
 WAYS = (ONE, RING, ULYSSES, USP, *ROTATIONS)
 
 
 def layouts(ranks: int) -> dict[str, Layout]:
-    """What is compared on so many processes, one of them alone for the first. torch deals tokens out as our ring."""
+    """Returns the layouts to compare on `ranks` processes, the first of them one process. torch orders tokens alike."""
     found = {ONE: Layout(), RING: Layout(cp=ranks), ULYSSES: Layout(cp=ranks, cp_ulysses=ranks)}
     if ranks > 2:
         found[USP] = Layout(cp=ranks, cp_ulysses=2)
@@ -92,7 +92,7 @@ def held(layout: Layout, length: int, rank: int) -> Tensor:
 
 
 def one_layer(way: str, job: Job, layout: Layout) -> Transformer:
-    """The model with one layer, whose attention meets other ranks' in one of the ways. Weights get no gradients."""
+    """Returns the model with one layer, whose attention communicates in one of the ways. Weights get no gradients."""
     model = Transformer(replace(job.model, n_layers=1)).requires_grad_(False)
     if way in ROTATIONS:
         torch_context.connect(model, ROTATIONS[way])
@@ -102,7 +102,7 @@ def one_layer(way: str, job: Job, layout: Layout) -> Transformer:
 
 
 def attention(ranks: Ranks, length: int, rounds: int, seconds: float) -> Turns:
-    """One rank's turns at attention forward and backward. Raises AssertionError where results differ."""
+    """Takes one rank's turns at attention forward and backward. Raises AssertionError if results differ."""
     prepare()
     steps: dict[str, Callable[[], Any]] = {}
     expected: list[Tensor] = []
@@ -126,12 +126,12 @@ def attention(ranks: Ranks, length: int, rounds: int, seconds: float) -> Turns:
         steps[way] = run
         for value, other in zip(run(), expected, strict=True):
             error = (value - other[:, :, places]).abs().max() / other.abs().max()
-            assert error < CLOSE, f"{way}, {length} tokens: output or gradients differ by {error:.1e}"
+            assert error < TOLERANCE, f"{way}, {length} tokens: output or gradients differ by {error:.1e}"
     return take_turns(steps, rounds, seconds)
 
 
 def training(ranks: Ranks, length: int, rounds: int, seconds: float) -> Turns:
-    """One rank's turns at optimizer steps. Raises AssertionError where losses or gradient norms differ."""
+    """Takes one rank's turns at optimizer steps. Raises AssertionError if losses or gradient norms differ."""
     prepare()
     drawn = np.random.default_rng(0).integers(load(length, Layout()).model.vocab_size, size=(1, length + 1))
     micro = MicroBatch(drawn[:, :-1].copy(), drawn[:, 1:].copy(), np.arange(1))
@@ -147,12 +147,12 @@ def training(ranks: Ranks, length: int, rounds: int, seconds: float) -> Turns:
         else:
             mesh = meshes.build(layout, "cpu")
             steps[way] = partial(_step, Stepper(job, mesh, torch.device("cpu"), job.model.vocab_size), micro)
-    agree({way: step() for way, step in steps.items()}, CLOSE)
+    agree({way: step() for way, step in steps.items()}, TOLERANCE)
     return take_turns(steps, rounds, seconds)
 
 
 def memory(ranks: Ranks, length: int) -> dict[str, tuple[int, int]]:
-    """Bytes that a block keeps on this rank, and its peak, by way."""
+    """Returns the bytes that a block saves on this rank, and its peak, by way."""
     prepare()
     found: dict[str, tuple[int, int]] = {}
     for way, layout in layouts(ranks.world).items():
@@ -174,7 +174,7 @@ def memory(ranks: Ranks, length: int) -> dict[str, tuple[int, int]]:
 
 
 class Alive(TorchDispatchMode):
-    """Counts the storages that operations make, as long as they are alive; not those that operations meet."""
+    """Counts the storages that operations create, while they are alive; not those that existed before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Alive(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def now(self) -> int:
-        """Bytes alive."""
+        """Returns the bytes alive."""
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         return sum(size for _, size in self._made.values())
 
@@ -201,8 +201,8 @@ class Alive(TorchDispatchMode):
 
 
 def balance(ranks: int, length: int) -> dict[str, float]:
-    """Pairs of a query and a key that it sees on the rank with the most, as a multiple of the mean: with a ring's
-    shares, and with a run of tokens for each rank."""
+    """Returns the query-key pairs of the fullest rank as a multiple of the mean: with a ring's zig-zag parts, and with
+    contiguous parts."""
     zigzag = [
         sum(place + 1 for run in sequence.rank_positions(Layout(cp=ranks), length, rank) for place in run)
         for rank in range(ranks)
@@ -213,19 +213,19 @@ def balance(ranks: int, length: int) -> dict[str, float]:
 
 
 def public_api(seconds: float) -> str:
-    """What comes of torch's own function on two processes."""
+    """Returns the outcome of torch's own function on two processes."""
     with Pool(2, PRELOAD) as pool:
         try:
             pool.run(torch_context.public_api, 2, timeout=seconds)
         except TimeoutError:
             return f"is not done with a few tokens after {seconds:.0f} s"
-        except Exception as error:  # whatever torch raises is the result
+        except Exception as error:  # torch's error is the result
             return f"raises {type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}"
     return "works"
 
 
 def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Times and bytes, a length a row, with what they are multiples of."""
+    """Returns times and bytes, a row per length, with their ratios."""
     rows: list[tuple[str, ...]] = [
         ("", *WAYS, *(f"{ONE} / {way}" for way in (RING, ULYSSES, USP)), f"torch's better / {RING}")
     ]
@@ -244,7 +244,7 @@ def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def seen(result: dict[str, Any]) -> str:
-    """What the figures say, in words."""
+    """Returns a summary of the figures in words."""
     said = []
     for ranks, found in result["worlds"].items():
         over = f", on {result['machine']['cores']} cores" if ranks > result["machine"]["cores"] else ""
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of processes")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=9, help="at most, for each length")
-    parser.add_argument("--seconds", type=float, default=15, help=f"of a length, after {FEWEST} rounds")
+    parser.add_argument("--seconds", type=float, default=15, help=f"of a length, after {MIN_ROUNDS} rounds")
     parser.add_argument("--quick", action="store_true", help="2 rounds of short sequences; prints JSON, writes nothing")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _cell(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Of one length: medians, and how many times as long as another a contender takes."""
+    """Returns medians of one length, and the contenders' time ratios."""
     medians = {way: statistics.median(values) for way, values in seconds.items()}
     ratios = {way: ratio(seconds, ONE, way) for way in (RING, ULYSSES, USP) if way in seconds}
     ratios["torch"] = ratio(seconds, min(ROTATIONS, key=medians.__getitem__), RING)
@@ -318,13 +318,13 @@ def _cell(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def _compared(size: Mapping[str, int]) -> dict[str, float]:
-    """The same ratios, of bytes."""
+    """Returns the same ratios, of bytes."""
     ratios = {way: size[ONE] / size[way] for way in (RING, ULYSSES, USP) if way in size}
     return ratios | {"torch": min(size[way] for way in ROTATIONS) / size[RING]}
 
 
 def _fullest(answers: Sequence[dict[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
-    """Bytes kept, and the peak, on the rank that has the most."""
+    """Returns saved bytes and peak on the rank with the most."""
     return {way: (max(a[way][0] for a in answers), max(a[way][1] for a in answers)) for way in answers[0]}
 
 
@@ -333,7 +333,7 @@ def _ratios(found: Mapping[str, float]) -> list[str]:
 
 
 def _ranges(found: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Of each ratio the least and the greatest, or both in one."""
+    """Returns the smallest and the largest value of each ratio, or one value if they are equal."""
     ranges = {}
     for way in found[0]:
         least, greatest = (f"{pick(ratios[way] for ratios in found):.2f}" for pick in (min, max))
@@ -350,7 +350,7 @@ def _core(model: Transformer) -> CoreAttention:
 
 
 def _through(core: CoreAttention, inputs: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
-    """Output, and gradients of the inputs."""
+    """Returns the output, and the gradients of the inputs."""
     o = core(*inputs, None)
     return [o, *torch.autograd.grad(o, inputs, gradient)]
 

@@ -1,4 +1,4 @@
-"""Uneven stages: what cutting a model by seconds and memory gains over equal numbers of layers.
+"""Uneven stages: the gain of cutting a model by seconds and memory over equal numbers of layers.
 
     python -m benchmarks.cutting
 
@@ -85,13 +85,13 @@ class Cuts:
     name: str
     layout: str
     even: float
-    """Equal numbers of layers."""
+    """Seconds with equal numbers of layers."""
     flops: float
-    """By FLOPs: what `phalanx train` does by itself."""
+    """Seconds when cut by FLOPs, the default of `phalanx train`."""
     seconds: float
-    """By seconds and memory, all layers recomputing the same."""
+    """Seconds when cut by seconds and memory, with the same recomputation in all layers."""
     mixed: float
-    """The same, with each layer recomputing what its rank has to."""
+    """Seconds with the same cut, and recomputation per layer as its rank requires."""
     pp_cut: str
     mixed_cut: str
     recompute_cut: str
@@ -99,7 +99,7 @@ class Cuts:
 
 
 def compared(spec: Awkward) -> Cuts:
-    """One model's cuts."""
+    """Returns one model's cuts."""
     request, layout = spec.request, spec.layout
     stages = catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks)
     equal = "+".join(str(len(stage)) for stage in even(request.model.n_layers, stages))

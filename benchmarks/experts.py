@@ -2,15 +2,15 @@
 
     python -m benchmarks.experts [--rounds 25] [--seconds 240] [--quick] [--json]
 
-A small Llama, with 8 routed experts of which a token visits 2, and a shared one, or with an MLP as wide as what a token
-visits: blocks/flops.py says how close the two are (the router is what differs). Forward and backward of one global
-batch, without the optimizer, fp32, 1 thread a process; as in benchmarks/pipeline.py every contender takes its turn in
-every round, ratios are taken round by round, and their medians are what counts. In two processes the state is sharded
-by FSDP2 on both; with ep the experts are dealt out, and their rows travel. Routers are as initialised. Every model's
-layouts have to agree on loss and gradient norm before anything is measured.
+A small Llama, with 8 routed experts of which a token visits 2, and a shared one, or with an MLP as wide as the experts
+of a token together: blocks/flops.py says how close the two are (the router is the difference). Forward and backward of
+one global batch, without the optimizer, fp32, 1 thread per process; as in benchmarks/pipeline.py every contender takes
+its turn in every round, ratios are taken round by round, and their medians count. In two processes the state is sharded
+by FSDP2 on both; with ep the experts are cut over the ranks, and rows are exchanged. Routers are as initialised. Every
+model's layouts must agree on loss and gradient norm before anything is measured.
 
-Dropless experts compute the rows that were sent to them; with a capacity each computes as many, whether filled or not,
-so that more than 1.0 computes more than the model's FLOPs, and tokens beyond it go without.
+Dropless experts compute the rows that were routed to them; with a capacity each computes equally many, filled or not,
+so more than 1.0 computes more than the model's FLOPs, and surplus tokens are dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.contenders import JOB, ROOT
 from benchmarks.report import machine, save
-from benchmarks.turns import FEWEST, Turns, agree, alone, lasted, prepare, ratio, take_turns
+from benchmarks.turns import MIN_ROUNDS, Turns, agree, alone, lasted, prepare, ratio, take_turns
 from phalanx.blocks.flops import train_flops_per_token
 from phalanx.check.load import load_file
 from phalanx.config.job import Job
@@ -61,9 +61,9 @@ LAYOUTS = {
     DEALT: ("layout.dp_shard=2", "layout.ep=2"),
 }
 BATCHES = 2
-"""Micro-batches of a step, whoever computes them."""
-CLOSE = 1e-4
-"""Relative difference that losses and gradient norms of the same step may have."""
+"""Micro-batches per step, over all ranks."""
+TOLERANCE = 1e-4
+"""Allowed relative difference of losses and gradient norms of the same step."""
 
 
 def load(model: str, layout: str, words: Sequence[str]) -> Job:
@@ -71,13 +71,13 @@ def load(model: str, layout: str, words: Sequence[str]) -> Job:
 
 
 def contenders() -> list[tuple[str, str]]:
-    """Every model with every layout that it can have."""
+    """Returns every model with every layout that it supports."""
     return [(model, layout) for model in MODELS for layout in LAYOUTS if model != DENSE or layout != DEALT]
 
 
 def measure(ranks: Ranks, rounds: int, seconds: float, words: Sequence[str]) -> tuple[Turns, dict[str, float]]:
-    """This rank's turns, and how many times as many tokens as the mean the fullest expert of any layer has, by model.
-    Raises AssertionError where layouts differ."""
+    """Returns this rank's turns, and the load of the fullest expert of any layer relative to the mean, by model. Raises
+    AssertionError if layouts differ."""
     prepare()
     steps: dict[str, Callable[[], Any]] = {}
     found: dict[str, dict[str, tuple[float, float]]] = {model: {} for model in MODELS}
@@ -100,26 +100,26 @@ def measure(ranks: Ranks, rounds: int, seconds: float, words: Sequence[str]) -> 
             loads = torch.stack(list(stepper.routing.loads.values())).double()
             fullest[model] = (loads.amax(1) / loads.mean(1)).max().item()
     for shown in found.values():
-        agree(shown, CLOSE)
+        agree(shown, TOLERANCE)
     return take_turns(steps, rounds, seconds), fullest
 
 
 def batches(job: Job) -> list[MicroBatch]:
-    """A step's micro-batches of random tokens, the same for everyone."""
+    """Returns a step's micro-batches of random tokens, the same for all contenders."""
     size, length = job.layout.micro_batch, job.model.seq_len
     drawn = np.random.default_rng(0).integers(job.model.vocab_size, size=(BATCHES, size, length + 1))
     return [MicroBatch(t[:, :-1].copy(), t[:, 1:].copy(), np.arange(size) + size * i) for i, t in enumerate(drawn)]
 
 
 def gradients(stepper: Stepper, micros: Sequence[MicroBatch], total: int) -> None:
-    """A step of the training loop's, without the optimizer."""
+    """Computes the gradients of a training step, without the optimizer."""
     stepper.replica.clear()
     stepper.routing.clear()
     stepper.gradients(micros, 0, total)
 
 
 def flops(job: Job) -> dict[str, float]:
-    """FLOPs of a step: of the model, and those computed with the rows that a capacity sets."""
+    """Returns the FLOPs of a step: of the model, and those computed with the rows that a capacity sets."""
     model, moe = job.model, job.model.moe
     active = train_flops_per_token(model)
     more = 0.0
@@ -143,7 +143,7 @@ def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def seen(result: dict[str, Any]) -> str:
-    """What the figures say, in words."""
+    """Returns a summary of the figures in words."""
     counted, ratios = result["flops"], result["ratios"]
     dense = counted[DENSE]["model"]
     names = {model: model.removeprefix("experts, ") for model in MODELS if model != DENSE}
@@ -165,7 +165,7 @@ def seen(result: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25, help="at most")
-    parser.add_argument("--seconds", type=float, default=240, help=f"in which rounds begin, after {FEWEST}")
+    parser.add_argument("--seconds", type=float, default=240, help=f"in which rounds begin, after {MIN_ROUNDS}")
     parser.add_argument("--quick", action="store_true", help="2 rounds of a tiny model; prints JSON, writes nothing")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
@@ -198,12 +198,12 @@ def _spread(job: Job) -> Stepper:
 
 
 def _visiting(model: ModelConfig, experts: int) -> ModelConfig:
-    """The same with another number of routed experts a token."""
+    """Returns the model with another number of routed experts per token."""
     return replace(model, moe=replace(model.moe, top_k=experts))
 
 
 def _ratios(seconds: Mapping[str, Sequence[float]], model: str, layout: str) -> dict[str, float]:
-    """Of one contender's time to others'."""
+    """Returns the ratios of one contender's time to others'."""
     if model == DENSE:
         return {}
     dense = f"{DENSE}, {ONE if layout == ONE else SHARDED}"

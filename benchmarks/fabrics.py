@@ -1,9 +1,9 @@
-"""The planner on machines with awkward links: what it takes instead of what an H100 machine gets, and why.
+"""The planner on machines with awkward links: its choice compared with that for an H100 machine, and why.
 
     python -m benchmarks.fabrics
 
-192 devices each. `kept` is the layout chosen on the DGX H100, timed on the other machine, and `factor` how much faster
-that machine's own choice is. Models and global batch are the same everywhere, the program is this one, the pipeline's
+192 devices each. `kept` is the layout chosen on the DGX H100, timed on the other machine, and `factor` the speed-up of
+that machine's own choice. Models and global batch are the same everywhere, the framework is this one, the pipeline's
 schedule 1F1B.
 """
 
@@ -30,19 +30,19 @@ from phalanx.units import gib
 from phalanx.validation.accuracy_report import markdown
 
 MODELS = (("llama3-8b", 192), ("llama3-70b", 384), ("solar-open-100b", 1536), ("deepseek-v3", 1536))
-"""Names and sequences of a step."""
+"""Names and sequences per step."""
 HOME = "DGX H100"
 
 
 @cache
 def machines() -> dict[str, Cluster]:
-    """192 devices of each kind."""
+    """Returns clusters of 192 devices of each kind."""
     h100 = cluster_of("dgx-h100:24")
     ethernet = Link(100 / 8 / 8, 30, 0.8)
     return {
         HOME: h100,
         "H100, 100 Gb/s Ethernet a node": replace(h100, preset="", inter=ethernet),
-        # Of the 72 devices of a rack jobs take 64 (NVIDIA's own recipes).
+        # Jobs use 64 of the 72 devices of a rack (NVIDIA's own recipes).
         "GB200 NVL72, 64 of a rack": replace(cluster_of("gb200-nvl72:48"), domain=64),
         "Polaris": cluster_of("polaris:48"),
         "Aurora": cluster_of("aurora:16"),
@@ -50,12 +50,12 @@ def machines() -> dict[str, Cluster]:
 
 
 def request(model: str, sequences: int, cluster: Cluster) -> PlanRequest:
-    """What the planner is asked. One schedule, so that links decide and not bubbles."""
+    """Returns the planner's request. It has one schedule, so that links decide and not bubbles."""
     return PlanRequest(PRESETS[model], cluster, sequences, framework=PHALANX, fixed={"schedule": "1f1b"})
 
 
 def fabrics() -> tuple[list[dict[str, Any]], str]:
-    """Figures, and tables with what the planner says of each choice."""
+    """Returns figures, and tables with the planner's reasons for each choice."""
     rows, text = list[dict[str, Any]](), list[str]()
     for model, sequences in MODELS:
         table = [("machine", "choice", "tokens/s a device", "MFU", "factor", "beside the choice for H100")]
@@ -83,7 +83,7 @@ def fabrics() -> tuple[list[dict[str, Any]], str]:
 
 
 def _kept(asked: PlanRequest, home: Layout, plan: Plan) -> tuple[float | None, str]:
-    """How much faster the machine's own choice is than the H100's, and why."""
+    """Returns the speed-up of the machine's own choice over the H100's, and why."""
     best = plan.best[0]
     if replace(best.layout, pp_cut="") == replace(home, pp_cut=""):
         return 1.0, "the same"

@@ -1,9 +1,9 @@
-"""What one thread can do at most on this machine: FLOP/s of an fp32 matrix product, on all ranks at once.
+"""The peak of one thread on this machine: FLOP/s of an fp32 matrix product, on all ranks at once.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.gemm_peak
 
-Ranks of one machine share its memory and, it may be, its cores, so each is slower than one alone. Uses the faster of
-torch's matrix libraries, whatever the contender that is compared with it uses. Prints the mean over the ranks.
+Ranks of one machine share its memory and possibly its cores, so each is slower than one alone. Uses the faster of
+torch's matrix libraries, whichever the compared contender uses. Prints the mean over the ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from phalanx.train.peak import measured_peak
 
 REPEATS = 2
-"""Measurements of half a second; the best counts, since other programs on the machine only ever take away."""
+"""Measurements of half a second; the best counts, since other programs can only slow it down."""
 
 
 def main() -> None:

@@ -2,14 +2,14 @@
 
     python -m benchmarks.pipeline [--rounds 15] [--ranks 2 4] [--quick] [--json] [key=value ...]
 
-As in benchmarks/sharding_steps.py every contender makes one step a round, ratios are taken round by round, and their
-medians are what counts. Both sides compute the gradients of a step, forward and backward, without an optimizer: the
-same layers, cut and placed alike, the same micro-batches, fp32, 1 thread a process, the same library for products. They
-have to agree on loss and gradient norm before anything is measured. A step takes from the first process's beginning to
-the last one's end. Where processes are more than cores, whoever waits leaves its core to another: what a schedule's
-bubble costs does not show then, but what the system costs does.
+As in benchmarks/sharding_steps.py every contender makes one step per round, ratios are taken round by round, and their
+medians count. Both sides compute the gradients of a step, forward and backward, without an optimizer: the same layers
+with the same cut and placement, the same micro-batches, fp32, 1 thread per process, the same library for products. They
+must agree on loss and gradient norm before anything is measured. A step lasts from the first process's beginning to the
+last one's end. With more processes than cores, a waiting process leaves its core to another: the cost of a schedule's
+bubble is then hidden, the framework's is not.
 
-Besides: how long it takes to generate and to validate a large schedule.
+Also measured: generating and validating a large schedule.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ MODEL = ("model.n_layers=8", "model.d_model=256", "model.n_heads=4", "model.tied
 """Four processes with two stages each need eight layers. Where the head is tied, torch leaves it to its user to add up
 the two gradients of the embedding."""
 QUICK = ("model.d_model=64", "model.seq_len=64")
-CLOSE = 1e-5
-"""Relative difference that losses and gradient norms of the same step may have."""
+TOLERANCE = 1e-5
+"""Allowed relative difference of losses and gradient norms of the same step."""
 LARGE = {"ranks": 64, "micro_batches": 512, "chunks": 4}
 REPEATS = 5
 
@@ -60,9 +60,9 @@ class Contender:
     """One system with one schedule, on one rank."""
 
     step: Callable[[], float]
-    """The gradients of a step; returns the mean loss, or zero where another rank has it."""
+    """Computes the gradients of a step; returns the mean loss, or zero if another rank has it."""
     gradients: Callable[[], list[Tensor]]
-    """What it left on this rank."""
+    """Returns the gradients left on this rank."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Turn:
 
     began: float
     ended: float
-    """On the clock that all processes of a machine share."""
+    """The end on the clock that all processes of a machine share."""
     cpu_s: float
 
 
@@ -81,7 +81,7 @@ def load(schedule: str, ranks: int, words: Sequence[str]) -> Job:
 
 
 def batches(job: Job) -> list[MicroBatch]:
-    """A step's micro-batches of random tokens, the same for everyone."""
+    """Returns a step's micro-batches of random tokens, the same for all contenders."""
     size = job.layout.micro_batch
     shape = (job.layout.accumulation, size, job.model.seq_len + 1)
     tokens = np.random.default_rng(0).integers(job.model.vocab_size, size=shape)
@@ -89,7 +89,7 @@ def batches(job: Job) -> list[MicroBatch]:
 
 
 def ours(job: Job) -> Contender:
-    """The gradients of a step as the training loop takes them."""
+    """Returns the gradients of a step as the training loop computes them."""
     stepper = Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), job.model.vocab_size)
     micros = batches(job)
     total = sum(micro.targets.size for micro in micros)
@@ -99,7 +99,7 @@ def ours(job: Job) -> Contender:
         return stepper.gradients(micros, 0, total).item() / total
 
     def gradients() -> list[Tensor]:
-        return [f.gradient for f in stepper.replica.fragments if f.gradient is not None and not f.copy]
+        return [f.gradient for f in stepper.replica.shards if f.gradient is not None and not f.copy]
 
     return Contender(step, gradients)
 
@@ -113,7 +113,7 @@ def theirs(job: Job) -> Contender:
 
 
 def shown(contender: Contender) -> tuple[float, float]:
-    """A step's loss and gradient norm over all ranks."""
+    """Returns a step's loss and gradient norm over all ranks."""
     loss = contender.step()
     square = sum(gradient.double().square().sum().item() for gradient in contender.gradients())
     both = torch.tensor([loss, square], dtype=torch.float64)
@@ -124,7 +124,7 @@ def shown(contender: Contender) -> tuple[float, float]:
 def measure(
     ranks: Ranks, rounds: int, words: Sequence[str]
 ) -> tuple[dict[str, tuple[float, float]], dict[str, list[Turn]]]:
-    """Loss and gradient norm of each contender, and its turns on this rank. Raises AssertionError where they differ."""
+    """Returns loss and gradient norm of each contender, and its turns on this rank; AssertionError if they differ."""
     keep_freed_memory()
     torch.set_num_threads(1)
     contenders: dict[str, Contender] = {}
@@ -136,7 +136,9 @@ def measure(
     expected = next(iter(found.values()))
     for name, values in found.items():
         for value, other in zip(values, expected, strict=True):
-            assert math.isclose(value, other, rel_tol=CLOSE), f"{name}: loss and gradient norm {values}, not {expected}"
+            assert math.isclose(value, other, rel_tol=TOLERANCE), (
+                f"{name}: loss and gradient norm {values}, not {expected}"
+            )
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     for number in range(WARM_UP + rounds):
         if ranks.rank == 0:
@@ -152,8 +154,8 @@ def measure(
 
 
 def compare(pool: Pool, ranks: int, rounds: int, words: Sequence[str]) -> dict[str, Any]:
-    """All schedules on `ranks` processes: seconds of every step, and how many times torch's time and processor time
-    ours fits into."""
+    """Runs all schedules on `ranks` processes: returns the seconds of every step, and torch's time and processor time
+    relative to ours."""
     answers = pool.run(measure, ranks, rounds, words, timeout=3600)
     seconds: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
@@ -178,7 +180,7 @@ def ratio(values: dict[str, list[float]], schedule: str) -> float:
 
 
 def large_schedule() -> dict[str, float]:
-    """Median seconds of generating and of validating a large interleaved schedule, and how many actions it has."""
+    """Returns median seconds of generating and validating a large interleaved schedule, and its number of actions."""
     generated, validated, actions = [], [], 0
     for _ in range(REPEATS):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the training system is measured against: the loop one would write by hand around the same model.
+"""The reference for the training system: the loop one would write by hand around the same model.
 
 One process, no framework: tokens in memory, forward, backward, clip, AdamW. Prints the seconds of each step as JSON.
 """

@@ -1,8 +1,8 @@
-"""Megatron-LM's ten weak-scaling results and Llama 3's three, predicted and printed beside what was published.
+"""Megatron-LM's ten weak-scaling results and Llama 3's three: predictions beside the published figures.
 
     python -m benchmarks.published
 
-No run of this machine: the figures come out the same everywhere.
+Nothing runs on this machine: the figures are the same everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.partition import batch
 
 @dataclass(frozen=True)
 class Published:
-    """One result: the job, and the TFLOP/s a GPU that the paper prints."""
+    """One result: the job, and the TFLOP/s per GPU that the paper prints."""
 
     name: str
     cluster: str
@@ -33,15 +33,15 @@ class Published:
     sequences: int
     tflops: float
     seq_len: int = 0
-    """Where it is not the preset's."""
+    """Tokens per sequence if different from the preset's."""
     counts: str = "model"
-    """What the paper's TFLOP/s count: model FLOPs with causal attention, or `hardware`, all that is computed."""
+    """The FLOPs in the paper's TFLOP/s: model FLOPs with causal attention, or `hardware`, everything computed."""
 
 
 def _megatron(
     preset: str, tp: int, pp: int, dp: int, micro: int, chunks: int, sequences: int, tflops: float
 ) -> Published:
-    """A row of Narayanan et al. 2021, table 1; micro-batches and chunks are those of the authors' own scripts
+    """Returns a row of Narayanan et al. 2021, table 1; micro-batches and chunks are those of the authors' own scripts
     (Megatron-LM, examples/academic_paper_scripts/sc21)."""
     layout = Layout(tp=tp, pp=pp, dp_replicate=dp, micro_batch=micro, recompute="full")
     if chunks > 1:
@@ -66,9 +66,9 @@ MEGATRON = (
 
 
 def _llama3(cp: int, dp: int, sequences: int, seq_len: int, tflops: float) -> Published:
-    """A row of Llama Team 2024, table 4: FSDP of optimizer and gradients, parameters kept after the forward pass. The
-    paper does not print how many chunks a rank has; with four, 126 blocks are two a chunk but for the first and last,
-    which have one and the embedding or the head."""
+    """Returns a row of Llama Team 2024, table 4: FSDP of optimizer and gradients, parameters kept after the forward
+    pass. The paper does not print the number of chunks per rank; with four, 126 blocks are two per chunk except for the
+    first and last, which have one and the embedding or the head."""
     layout = Layout(tp=8, pp=16, cp=cp, dp_shard=dp, zero=2, sp=True, sp_regather=True, micro_batch=1)
     cut = "+".join(["1", *["2"] * 62, "1"])
     layout = replace(layout, schedule="interleaved_1f1b", pp_chunks=4, pp_cut=cut)
@@ -84,7 +84,7 @@ LLAMA3 = (
 
 
 def published_case(row: Published) -> StepSpec:
-    """The step that a paper's result is of."""
+    """Returns the step of a paper's result."""
     model = PRESETS[row.name]
     model = replace(model, seq_len=row.seq_len or model.seq_len, dropout=0.1 if row.counts == "hardware" else 0.0)
     cluster = cluster_of(row.cluster)
@@ -94,12 +94,12 @@ def published_case(row: Published) -> StepSpec:
 
 
 def predict_published(row: Published) -> Prediction:
-    """What is predicted of a published result."""
+    """Returns the prediction for a published result."""
     return predict(published_case(row))
 
 
 def predicted(row: Published) -> float:
-    """TFLOP/s a GPU, counted as the paper counts."""
+    """Returns TFLOP/s per GPU, counted as the paper counts."""
     found = predict_published(row)
     model = replace(PRESETS[row.name], seq_len=row.seq_len or PRESETS[row.name].seq_len)
     if row.counts == "hardware":

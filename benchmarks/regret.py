@@ -1,16 +1,16 @@
-"""Is what the planner chooses the fastest? Every layout of 1, 2 and 4 processes here, predicted and measured.
+"""The planner's regret: every layout of 1, 2 and 4 processes of this machine, predicted and measured.
 
     PHALANX_HOME=/tmp/home python -m benchmarks.regret [--resume] [--models small wide] [--most 20] [--rounds 5]
 
-Three small models (benchmarks/regret_layouts.py), each with the same tokens a step under every layout. First a survey:
-each layout starts in processes that are warm (launch/pool.py), makes a step to warm up and then a few that count, the
-layouts in random order. Then the fastest, and what the planner chose, take turns for some rounds: top-1 regret is the
+Three small models (benchmarks/regret_layouts.py), each with the same tokens per step under every layout. First a
+survey: each layout starts in warm processes (launch/pool.py), makes a warm-up step and then a few that count, the
+layouts in random order. Then the fastest and the planner's choice take turns for some rounds: top-1 regret is the
 median of the rounds' ratios of the chosen one to the fastest, less 1. One process has as many threads as the machine
-has cores, two share them out, four have one each, as in `phalanx train`.
+has cores, two share them, four have one each, as in `phalanx train`.
 
 The cluster is `local`, as `phalanx bench compute` and `phalanx bench comm` measured it: run them right before, into a
-PHALANX_HOME of your own, on a machine that is otherwise quiet. With --resume what the file of steps has already is not
-measured again; --keep measures nothing and only reports.
+PHALANX_HOME of your own, on an otherwise idle machine. With --resume, steps already in the file are not measured again;
+--keep measures nothing and only reports.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ from phalanx.pictures.accuracy import AccuracyPanel, scatter
 from phalanx.plan.planner import search
 from phalanx.plan.search.request import plan_request
 
-ASKED = 0.10
-"""Top-1 regret that is allowed."""
+MAX_REGRET = 0.10
+"""Allowed top-1 regret."""
 FINALISTS = 7
-"""The fastest of the survey that take part in the final rounds."""
+"""Number of the survey's fastest layouts that take part in the final rounds."""
 STEPS = {"survey": 2, "final": 4}
-"""That count, of each layout in each round. Steps of a tenth of a second vary by a third here: five final rounds of two
-steps told layouts apart that twelve of four find to be as fast."""
+"""Steps that count, of each layout in each round. Steps of a tenth of a second vary by a third here: five final rounds
+of two steps found differences between layouts that twelve of four find equally fast."""
 ROUNDS = 12
 STEPS_FILE = Path(tempfile.gettempdir()) / "phalanx_regret.jsonl"
 
 
 def predicted(name: str, layout: Layout, machine: Cluster) -> float:
-    """Seconds of a step, on so many processes of the measured machine as the layout needs."""
+    """Returns seconds of a step, on as many processes of the measured machine as the layout needs."""
     job = replace(job_of(name, layout), cluster=replace(machine, devices_per_node=layout.world))
     return predict(step_spec(job, job.model.vocab_size)).step_time_s
 
 
 def choice(name: str, machine: Cluster) -> Layout:
-    """What the planner would train, on 1, 2 or 4 processes of the measured machine."""
+    """Returns the planner's layout for 1, 2 or 4 processes of the measured machine."""
     job = replace(job_of(name, Layout()), cluster=replace(machine, devices_per_node=max(WORLDS)))
     request = replace(plan_request(job, job.model.vocab_size), worlds=WORLDS)
     return search(request).best[0].layout
 
 
 def survey(pool: Pool, record: Record, found: dict[str, list[Layout]], rounds: int) -> None:
-    """Every layout of every model, all in one random order, in so many rounds."""
+    """Measures every layout of every model, all in one random order, in `rounds` rounds."""
     for number in range(rounds):
         turns = [(name, layout) for name, those in found.items() for layout in those]
         random.Random(number).shuffle(turns)
@@ -72,7 +72,7 @@ def survey(pool: Pool, record: Record, found: dict[str, list[Layout]], rounds: i
 
 
 def finals(pool: Pool, record: Record, name: str, chosen: Layout, rounds: int) -> None:
-    """The fastest of a model and the chosen one, in turns."""
+    """Measures the fastest layout of a model and the chosen one, in turns."""
     seconds = record.seconds(name, "survey")
     best = sorted(seconds, key=seconds.__getitem__)[:FINALISTS]
     among = list(dict.fromkeys([*best, chosen]))
@@ -91,7 +91,7 @@ def _take(pool: Pool, record: Record, phase: str, number: int, turns: Sequence[t
 
 
 def outcome(record: Record, name: str, machine: Cluster) -> dict[str, Any]:
-    """What came out for one model. The chosen layout has to be in the final rounds."""
+    """Returns the results of one model. The chosen layout must be in the final rounds."""
     measured = record.seconds(name, "survey")
     guessed = {layout: predicted(name, layout, machine) for layout in measured}
     chosen = choice(name, machine)
@@ -118,7 +118,7 @@ def outcome(record: Record, name: str, machine: Cluster) -> dict[str, Any]:
 def table(outcomes: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     rows = [("model", "layouts", "Kendall's tau", "fastest", "", "chosen", "", "regret", "")]
     for one in outcomes:
-        verdict = "pass" if one["regret"] <= ASKED else "FAIL"
+        verdict = "pass" if one["regret"] <= MAX_REGRET else "FAIL"
         times = [f"{1e3 * one[which]:.0f} ms" for which in ("best_s", "chosen_s")]
         rows.append(
             (
@@ -131,7 +131,7 @@ def table(outcomes: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def picture(outcomes: Sequence[dict[str, Any]]) -> str:
-    """Predicted against measured step times, a panel a model, a colour for the axes that a layout uses."""
+    """Returns predicted against measured step times, a panel per model, a colour for the axes that a layout uses."""
     panels = []
     for one in outcomes:
         points: dict[str, list[tuple[float, float]]] = {}
@@ -162,13 +162,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name in found:
                 finals(pool, record, name, choice(name, cluster), options.rounds)
     outcomes = [outcome(record, name, cluster) for name in options.models]
-    result = {"benchmark": "regret", "machine": machine(), "asked": ASKED, "models": outcomes}
+    result = {"benchmark": "regret", "machine": machine(), "asked": MAX_REGRET, "models": outcomes}
     (RESULTS / "regret.svg").write_text(picture(outcomes), encoding="utf-8")
     save("regret", result, table(outcomes), "Top-1 regret: the chosen layout beside the fastest of all")
 
 
 def _sample(among: list[Layout], most: int) -> list[Layout]:
-    """So many of them in their order, the same in every run; all where `most` is 0."""
+    """Returns `most` of the layouts in their order, the same in every run; all if `most` is 0."""
     kept = set(random.Random(0).sample(among, most)) if 0 < most < len(among) else set(among)
     return [layout for layout in among if layout in kept]
 

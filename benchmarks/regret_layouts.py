@@ -23,24 +23,24 @@ MODELS: dict[str, tuple[ModelConfig, int]] = {
     "wide": (WIDE, 8),
     "experts": (EXPERTS, 8),
 }
-"""By name: the shape, and the sequences of a step, the same for all layouts. `small` is the model of
-examples/main.yaml, of 0.8 million parameters; `wide` has 10, and a vocabulary; `experts` is a mixture of eight."""
+"""By name: the shape, and the sequences per step, the same for all layouts. `small` is the model of examples/main.yaml,
+of 0.8 million parameters; `wide` has 10, and a vocabulary; `experts` is a mixture of eight."""
 WORLDS = (1, 2, 4)
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1")
 SHARES = {1: (1, 2, 4), 2: (1, 2, 4), 4: (1, 4)}
-"""By processes, the numbers of micro-batches into which a data rank's sequences are cut."""
+"""By processes, the numbers of micro-batches into which a data rank's sequences are divided."""
 
 
 def job_of(name: str, layout: Layout) -> Job:
-    """A step of a model under a layout."""
+    """Returns the job of a step of a model under a layout."""
     model, sequences = MODELS[name]
     data = Data(corpus="random", random_vocab=model.vocab_size)
     return Job(model=model, layout=layout, data=data, train=Train(global_batch=sequences))
 
 
 def layouts(name: str, world: int) -> list[Layout]:
-    """All that so many processes can train a model with: products of the axes, ZeRO's stages, sequence parallel, rings
-    and Ulysses, schedules, and micro-batches (SHARES). The simplest first: those that set least."""
+    """Returns all layouts in which `world` processes can train a model: products of the axes, ZeRO's stages, sequence
+    parallelism, rings and Ulysses, schedules, and micro-batches (SHARES), those with the fewest set fields first."""
     sequences = MODELS[name][1]
     found = []
     for degrees in _degrees(world):
@@ -62,7 +62,7 @@ def _degrees(world: int) -> Iterator[Layout]:
 
 
 def _variants(layout: Layout, experts: int) -> Iterator[Layout]:
-    """What goes with the same degrees."""
+    """Yields the variants with the same degrees."""
     divisors = [n for n in range(1, layout.shard_ranks + 1) if layout.shard_ranks % n == 0]
     for zero, sp, schedule, ulysses, ep in product(
         (1, 2, 3) if layout.shard_ranks > 1 else (layout.zero,),
@@ -75,7 +75,7 @@ def _variants(layout: Layout, experts: int) -> Iterator[Layout]:
 
 
 def family(layout: Layout) -> str:
-    """Which axes of a layout cut the model, such as "cp + tp"; where experts lie apart "ep", whatever else does."""
+    """Returns which axes of a layout cut the model, such as "cp + tp"; with expert parallelism "ep"."""
     if layout.ep > 1:
         return "ep"
     return " + ".join(axis for axis in ("cp", "tp", "pp") if getattr(layout, axis) > 1) or "data parallel, or one"

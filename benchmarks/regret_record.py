@@ -1,4 +1,4 @@
-"""Measured steps in a file of JSON lines, one a layout and round, so that an interrupted benchmark goes on."""
+"""Measured steps in a file of JSON lines, one per layout and round, so that an interrupted benchmark resumes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Entry:
     """One layout in one round."""
 
     phase: str
-    """survey, or final."""
+    """The phase: survey, or final."""
     round: int
     model: str
     layout: Layout
     seconds: tuple[float, ...]
-    """Of each step."""
+    """Seconds of each step."""
 
 
 class Record:
-    """All entries, on disk as they come."""
+    """All entries, written to disk as they are added."""
 
     def __init__(self, path: Path, *, resume: bool):
         self.path = path
@@ -47,7 +47,7 @@ class Record:
         return any((e.phase, e.round, e.model, e.layout) == (phase, number, model, layout) for e in self.entries)
 
     def seconds(self, model: str, *phases: str) -> dict[Layout, float]:
-        """The median of each layout's steps, in all rounds of some phases together."""
+        """Returns the median of each layout's steps, in all rounds of some phases together."""
         steps: dict[Layout, list[float]] = {}
         for entry in self.entries:
             if entry.model == model and entry.phase in phases:
@@ -55,7 +55,7 @@ class Record:
         return {layout: statistics.median(found) for layout, found in steps.items()}
 
     def ratio(self, model: str, layout: Layout, other: Layout) -> float:
-        """How many times as long as `other` a layout takes: the median of the final rounds' ratios."""
+        """Returns a layout's time relative to `other`: the median of the final rounds' ratios."""
         rounds: list[dict[Layout, float]] = []
         for number in sorted({e.round for e in self.entries if e.phase == "final" and e.model == model}):
             of_round = [e for e in self.entries if (e.phase, e.model, e.round) == ("final", model, number)]
@@ -64,7 +64,7 @@ class Record:
 
 
 def kendall(first: Sequence[float], second: Sequence[float]) -> float:
-    """Kendall's tau-b of two series of the same things: 1 where they rank alike, -1 where they rank the other way."""
+    """Returns Kendall's tau-b of two series of the same items: 1 for equal ranking, -1 for reversed ranking."""
     agree = disagree = ties_first = ties_second = 0
     for i in range(len(first)):
         for j in range(i):

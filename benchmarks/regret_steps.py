@@ -1,4 +1,4 @@
-"""Seconds of steps under one layout after the other, in the same warm processes."""
+"""Measures steps under one layout after the other, in the same warm processes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TIMEOUT_S = 60.0
 
 
 def threads(processes: int) -> int:
-    """CPU threads of each process, as `phalanx train` shares the cores out (train.device.threads_for; a pool sets
+    """Returns the CPU threads per process, as `phalanx train` divides the cores (train.device.threads_for; a pool sets
     OMP_NUM_THREADS for its own purposes)."""
     return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def step_of(job: Job) -> Callable[[], object]:
-    """A step of the training loop's own on this rank: its data rank's micro-batches of random tokens."""
+    """Returns a step of the training loop on this rank: its data rank's micro-batches of random tokens."""
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), job.model.vocab_size)
     layout, seq_len = job.layout, job.model.seq_len
@@ -44,7 +44,7 @@ def step_of(job: Job) -> Callable[[], object]:
 
 
 def measure(ranks: Ranks, name: str, layout: Layout, steps: int) -> Turns:
-    """When so many steps, after those that warm up, began and ended on this rank."""
+    """Returns the begin and end of `steps` steps on this rank, after warm-up steps."""
     keep_freed_memory()
     torch.set_num_threads(threads(ranks.world))
     step = step_of(job_of(name, layout))
@@ -58,6 +58,6 @@ def measure(ranks: Ranks, name: str, layout: Layout, steps: int) -> Turns:
 
 
 def seconds_of(pool: Pool, name: str, layout: Layout, steps: int) -> list[float]:
-    """Seconds of each step, from the first rank's beginning to the last one's end. Every call has process groups of its
-    own: those of one layout would outlive it beside those of the next."""
+    """Returns the seconds of each step, from the first rank's beginning to the last one's end. Every call has its own
+    process groups: those of one layout would outlive it beside those of the next."""
     return lasted(pool.run(measure, layout.world, name, layout, steps, timeout=TIMEOUT_S))[layout.line()]

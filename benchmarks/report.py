@@ -1,4 +1,4 @@
-"""Where benchmarks put their figures: benchmarks/results/NAME.json for machines, NAME.md for people."""
+"""Writes the figures of benchmarks: benchmarks/results/NAME.json for machines, NAME.md for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """What a figure was measured on."""
+    """Returns a description of the measured machine."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
     return {
@@ -28,7 +28,7 @@ def machine() -> dict[str, Any]:
 
 
 def save(name: str, result: dict[str, Any], table: Sequence[tuple[str, ...]], title: str, seen: str = "") -> None:
-    """Write both forms and print the table, and below it what is to be `seen` there."""
+    """Writes both forms and prints the table, followed by the summary `seen`."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     head, *rows = [f"| {' | '.join(row)} |" for row in table]

@@ -1,16 +1,16 @@
-"""What sharded training costs: every layout of two processes × one thread against the peers that pip installs.
+"""The cost of sharded training: every layout of two processes × one thread against the peers that pip installs.
 
     python -m benchmarks.sharding [--rounds 5] [--steps 40] [--only REGEX]
 
-A GPT of 10.7 million parameters (benchmarks/sharding.yaml), fp32. Data-parallel contenders process one micro-batch of
-4 × 256 tokens a rank, tensor-parallel ones and single processes one together. Round 0 runs every contender for its
-warm-up alone: it finds those that cannot run, fills caches, and gives the processor time that start-up takes, which is
-subtracted later. Then rounds are interleaved: every contender once a round, in turn. A round's figure is the median
-step after the warm-up, results are medians over rounds, and ratios are taken round by round. How one run is measured
-stands in benchmarks/contenders.py. Peers compute on torch's default matrix library; ours chooses the faster one, and
-the lines "MKL" show what is left without that choice.
+A GPT of 10.7 million parameters (benchmarks/sharding.yaml), fp32. Data-parallel contenders process one micro-batch of 4
+× 256 tokens per rank, tensor-parallel ones and single processes one together. Round 0 runs every contender for its
+warm-up only: it finds those that cannot run, fills caches, and gives the processor time of the start-up, which is
+subtracted later. Then rounds are interleaved: every contender once per round, in turn. A round's figure is the median
+step after the warm-up, results are medians over rounds, and ratios are taken round by round. benchmarks/contenders.py
+describes how one run is measured. Peers compute on torch's default matrix library; ours chooses the faster one, and the
+lines "MKL" show the result without that choice.
 
-With `--only`, contenders whose name does not match are left out, and nothing is written to benchmarks/results.
+With `--only`, contenders whose name does not match are skipped, and nothing is written to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from phalanx.data.prepare import prepare
 STARTUP_MARK_S = 6.0
 
 Rounds = dict[Contender, list[Run]]
-"""The runs of every contender, round by round; of those that cannot run, nothing."""
+"""The runs of every contender, round by round; none for those that cannot run."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Tokens/s of a contender over those of the fastest, in the same round, of some others."""
+    """The tokens/s of a contender relative to the fastest of some others in the same round."""
 
     name: str
     contender: Contender
     others: Sequence[Contender]
     mark: float | None = None
-    """The least that is asked for; None where the ratio is only shown."""
+    """The required minimum; None if the ratio is only shown."""
 
 
 RATIOS = [
@@ -76,7 +76,7 @@ def main() -> None:
     if options.steps <= c.WARM_UP:
         parser.error(f"--steps {options.steps}: the first {c.WARM_UP} are the warm-up, so it takes more")
     job = load_file(c.ROOT / c.JOB).job
-    prepare(job.data)  # nobody's start-up
+    prepare(job.data)  # not part of anyone's start-up
     chosen = [contender for contender in c.ALL if re.search(options.only, contender.name)]
     peaks = {ranks: gemm_peak(ranks) for ranks in (1, 2)}
     warm_ups, not_run = first_round(chosen)
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def first_round(chosen: Sequence[Contender]) -> tuple[dict[Contender, Run], dict[Contender, str]]:
-    """The warm-up of every contender, and why some could not run."""
+    """Runs the warm-up of every contender; returns the runs, and why some could not run."""
     warm_ups: dict[Contender, Run] = {}
     not_run: dict[Contender, str] = {}
     for contender in chosen:
@@ -123,13 +123,13 @@ def first_round(chosen: Sequence[Contender]) -> tuple[dict[Contender, Run], dict
 
 
 def gemm_peak(ranks: int) -> float:
-    """FLOP/s of one thread in a large fp32 matrix product while `ranks` processes do the same."""
+    """Returns FLOP/s of one thread in a large fp32 matrix product while `ranks` processes do the same."""
     with tempfile.TemporaryDirectory() as folder:
         return float(c.launch(c.torchrun("benchmarks.gemm_peak", ranks=ranks), Path(folder)).stdout)
 
 
 def step_tokens(job: Job, contender: Contender) -> int:
-    """Tokens of one step, over all ranks."""
+    """Returns the tokens of one step, over all ranks."""
     return contender.batches * job.layout.micro_batch * job.model.seq_len
 
 
@@ -138,7 +138,7 @@ def tokens_per_s(job: Job, contender: Contender, run: Run) -> float:
 
 
 def figures(job: Job, contender: Contender, warm_up: Run, runs: Sequence[Run], peak: float) -> dict[str, Any]:
-    """Medians over the rounds, and every round's tokens/s."""
+    """Returns medians over the rounds, and every round's tokens/s."""
     rates = [tokens_per_s(job, contender, run) for run in runs]
     flops = train_flops_per_step(job.model, contender.batches * job.layout.micro_batch)
     tokens = step_tokens(job, contender)
@@ -156,7 +156,7 @@ def figures(job: Job, contender: Contender, warm_up: Run, runs: Sequence[Run], p
 
 
 def judged(job: Job, ratio: Ratio, rounds: Rounds) -> dict[str, Any]:
-    """The ratio round by round, its median, and whether that reaches the mark."""
+    """Returns the ratio round by round, its median, and whether that reaches the mark."""
     others = [other for other in ratio.others if other in rounds]
     verdict: dict[str, Any] = {"name": ratio.name, "mark": ratio.mark and f"≥ {ratio.mark}"}
     if ratio.contender not in rounds or not others:
@@ -170,7 +170,7 @@ def judged(job: Job, ratio: Ratio, rounds: Rounds) -> dict[str, Any]:
 
 
 def startup_marks(rounds: Rounds) -> list[dict[str, Any]]:
-    """The slowest start of ours: the median over the rounds of the layout that takes longest."""
+    """Returns the slowest start of ours: the median over the rounds of the layout that takes longest."""
     starts = [
         statistics.median(run.startup_s for run in runs if run.startup_s is not None)
         for contender, runs in rounds.items()

@@ -2,10 +2,10 @@
 
     python -m benchmarks.sharding_steps [--rounds 30]
 
-benchmarks/sharding.py measures whole runs, and this machine's speed wanders by a quarter from one run to the next. Here
-every contender makes one step a round, so that what is compared was measured within seconds: ratios are taken round by
-round, and their medians are what counts. Same job (benchmarks/sharding.yaml), 2 processes × 1 thread. All contenders
-share the processes' settings, also the allocator's (`train.device.keep_freed_memory`), which peers by themselves lack.
+benchmarks/sharding.py measures whole runs, and this machine's speed varies by a quarter from one run to the next. Here
+every contender makes one step per round, so that compared steps are measured within seconds: ratios are taken round by
+round, and their medians count. Same job (benchmarks/sharding.yaml), 2 processes × 1 thread. All contenders share the
+processes' settings, also the allocator's (`train.device.keep_freed_memory`), which peers lack by default.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ MARKS = [
     ("phalanx, TP + SP", "torch parallelize_module, TP + SP", None),
     ("phalanx, TP", ONE, 1.2),
 ]
-"""A contender, what it is compared with, and the least ratio of tokens/s that is asked for."""
+"""A contender, the one it is compared with, and the required minimum ratio of tokens/s."""
 
 
 def ours(job: Job, mesh: meshes.Mesh) -> Callable[[], object]:
-    """A step of the training loop's own, on one micro-batch a rank."""
+    """Returns a step of the training loop, on one micro-batch per rank."""
     stepper = Stepper(job, mesh, torch.device("cpu"), job.model.vocab_size)
     size = job.layout.micro_batch
     tokens = np.random.default_rng(mesh.data_rank).integers(job.model.vocab_size, size=(size, job.model.seq_len + 1))
@@ -72,7 +72,7 @@ def ours(job: Job, mesh: meshes.Mesh) -> Callable[[], object]:
 
 
 def theirs(job: Job, step: harness.Step, data_rank: int) -> Callable[[], object]:
-    """A peer's step on one batch, with the loss read as ours reads it."""
+    """Returns a peer's step on one batch, with the loss read as ours reads it."""
     batch = torch.Generator().manual_seed(data_rank)
     shape = (job.layout.micro_batch, job.model.seq_len + 1)
     tokens = torch.randint(job.model.vocab_size, shape, generator=batch)
@@ -80,7 +80,7 @@ def theirs(job: Job, step: harness.Step, data_rank: int) -> Callable[[], object]
 
 
 def measure(ranks: Ranks, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender's step, round by round."""
+    """Returns the seconds of each contender's step, round by round."""
     keep_freed_memory()
     torch.set_num_threads(1)
     path = ROOT / JOB
@@ -106,7 +106,7 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, list[float]]:
 
 
 def tokens_of(name: str, job: Job) -> int:
-    """Of one step, over both ranks."""
+    """Returns the tokens of one step, over both ranks."""
     alone = "TP" in name or name == ONE
     return (1 if alone else 2) * job.layout.micro_batch * job.model.seq_len
 

@@ -1,11 +1,11 @@
-"""Solar Open's case: sharding over all of 480 GPUs against groups of ten nodes, predicted beside what was published.
+"""Solar Open's case: sharding over all of 480 GPUs against groups of ten nodes, predictions beside published figures.
 
     python -m benchmarks.solar
 
-Published: 5,500 tokens a second and device at 16 nodes and 4,267 at 60 with FSDP over all devices, 5,400 at 60 with six
-groups of ten nodes (HSDP). The model's shape is the release's (config/presets.py), the machine eight B200 a node, the
-program torchtitan. What no page that was read says is assumed: four sequences of 4,096 tokens a device and step, whole
-blocks recomputed in bf16; the batch was chosen so that 16 nodes come out right, and other batches stand beside it.
+Published: 5,500 tokens per second per device at 16 nodes and 4,267 at 60 with FSDP over all devices, 5,400 at 60 with
+six groups of ten nodes (HSDP). The model's shape is the release's (config/presets.py), the machine eight B200 per node,
+the framework torchtitan. Assumptions without a published source: four sequences of 4,096 tokens per device and step,
+whole blocks recomputed in bf16; the batch was chosen to match 16 nodes, and other batches stand beside it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from phalanx.partition import batch
 from phalanx.validation.accuracy_report import markdown
 
 PUBLISHED = ((16, 1, 5500), (60, 1, 4267), (60, 6, 5400))
-"""Nodes, groups, tokens a second and device."""
+"""Nodes, groups, tokens per second per device."""
 MICRO_BATCH, SEQ_LEN = 4, 4096
 OTHERS = ((1, 4096), (2, 4096), (4, 4096), (8, 4096), (2, 8192), (4, 8192))
-"""Micro-batches and sequence lengths that it may have been instead."""
+"""Other possible micro-batches and sequence lengths."""
 
 
 def predicted(nodes: int, groups: int, micro_batch: int = MICRO_BATCH, seq_len: int = SEQ_LEN) -> Prediction:
-    """A step on so many nodes, sharded inside each of so many groups, one micro-batch a device."""
+    """Returns a step on `nodes` nodes, sharded inside each of `groups` groups, one micro-batch per device."""
     cluster = cluster_of(f"dgx-b200:{nodes}")
     layout = Layout(dp_replicate=groups, dp_shard=cluster.devices // groups, micro_batch=micro_batch, recompute="full")
     model = replace(PRESETS["solar-open-100b"], seq_len=seq_len)
@@ -41,7 +41,7 @@ def predicted(nodes: int, groups: int, micro_batch: int = MICRO_BATCH, seq_len: 
 
 
 def solar() -> tuple[list[dict[str, float]], list[tuple[str, ...]]]:
-    """Figures and the table."""
+    """Returns figures and the table."""
     table: list[tuple[str, ...]] = [
         ("nodes", "sharded over", "replicas", "published", "predicted", "error", "step, s", "exposed, s")
     ]
@@ -58,7 +58,7 @@ def solar() -> tuple[list[dict[str, float]], list[tuple[str, ...]]]:
 
 
 def assumptions() -> list[tuple[str, ...]]:
-    """The same with other batches: what 60 nodes lose against 16, and what groups gain there."""
+    """Returns the same with other batches: the loss of 60 nodes against 16, and the gain of groups there."""
     table = [
         ("a device and step", "16 nodes", "60 nodes", "60 nodes, 6 groups", "60 against 16", "groups against flat")
     ]

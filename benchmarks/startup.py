@@ -1,4 +1,4 @@
-"""How long `--help` takes, for the program and every verb. Mark: under 0.4 s each; torch is never imported.
+"""The time of `--help`, for the program and every verb. Mark: under 0.4 s each; torch is never imported.
 
 python -m benchmarks.startup [--rounds 9]
 """

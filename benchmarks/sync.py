@@ -1,10 +1,10 @@
-"""How replicas agree: loss against steps and against time for bsp, asp, local_sgd and diloco, with measured staleness.
+"""Synchronization of replicas: loss against steps and time for bsp, asp, local_sgd and diloco, with measured staleness.
 
     python -m benchmarks.sync [--replicas 2] [--steps 500] [--every 50] [--slow 1.0]
 
-The main job's model and data, the same samples, seed and learning rate for all, one thread a replica. Each technique
-trains twice: with replicas of one speed, and with a slow one: after each gradient the last replica sleeps `--slow`
-times as long as that took. Time is that of training: validations and checkpoints are left out.
+The main job's model and data, the same samples, seed and learning rate for all, one thread per replica. Each technique
+trains twice: with replicas of equal speed, and with a straggler: after each gradient the last replica sleeps `--slow`
+times as long as that took. Time is training time: validations and checkpoints are excluded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EVEN, SLOW = "one speed", "last one slow"
 
 
 def train(ranks: Ranks, job: Job, slow: float) -> dict[str, Any]:
-    """Train as one of the ranks; the last sleeps after each gradient, `slow` times as long as it took."""
+    """Trains as one of the ranks; the last sleeps after each gradient, `slow` times as long as it took."""
     devices.keep_freed_memory()
     terminal = Terminal(job.train.steps, visible=False)
     trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), terminal)
@@ -57,7 +57,7 @@ def train(ranks: Ranks, job: Job, slow: float) -> dict[str, Any]:
 
 
 def measure(pool: Pool, job: Job, replicas: int, slow: float) -> dict[str, Any]:
-    """One run: its summary, and its validation losses by step and by second of training."""
+    """Returns one run's summary, and its validation losses by step and by second of training."""
     with tempfile.TemporaryDirectory() as runs:
         job = dataclasses.replace(job, run=dataclasses.replace(job.run, dir=runs, name="run"))
         summary = pool.run(train, replicas, job, slow, timeout=3600.0)[0]
@@ -80,7 +80,7 @@ def measure(pool: Pool, job: Job, replicas: int, slow: float) -> dict[str, Any]:
 
 
 def picture(measured: dict[str, dict[str, Any]]) -> str:
-    """Loss against steps, against time, and against time with a slow replica."""
+    """Returns loss against steps, against time, and against time with a straggler."""
 
     def lines(speed: str, column: int) -> dict[str, list[tuple[float, float]]]:
         runs = {sync: measured[f"{sync}, {speed}"]["curve"] for sync in TECHNIQUES}

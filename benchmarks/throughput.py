@@ -1,11 +1,11 @@
-"""What the training system costs: the main job against a plain loop around the same model, in one run.
+"""The cost of the training system: the main job against a plain loop around the same model, in one run.
 
     python -m benchmarks.throughput [--rounds 5] [--steps 40]
 
-Rounds are interleaved (every contender once a round, in turn), each contender in fresh processes; a round's figure is
+Rounds are interleaved (every contender once per round, in turn), each contender in fresh processes; a round's figure is
 the median step after a warm-up, the result is the median over rounds, and ratios are taken round by round. Marks: one
-process at least 1.0 × the plain loop; two processes at least 0.95 × the best one-process figure. The line "both on
-MKL" leaves out what oneDNN's kernels bring, so that it shows the loop alone.
+process at least 1.0 × the plain loop; two processes at least 0.95 × the best one-process figure. The line "both on MKL"
+excludes the gain of oneDNN's kernels, so that it shows the loop alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from phalanx.check.load import load_file
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 8
-"""Steps left out at the start of every round."""
+"""Steps excluded at the start of every round."""
 
 
 def tokens_per_second(seconds: list[float], tokens: int) -> float:
@@ -35,14 +35,14 @@ def tokens_per_second(seconds: list[float], tokens: int) -> float:
 
 
 def plain(job: Path, steps: int, threads: int) -> list[float]:
-    """Seconds of each step of the plain loop."""
+    """Returns the seconds of each step of the plain loop."""
     argv = [sys.executable, "-m", "benchmarks.plain_loop", str(job), "--steps", str(steps), "--threads", str(threads)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
 def phalanx(job: Path, steps: int, processes: int, threads: int, *overrides: str) -> list[float]:
-    """Seconds of each step of `phalanx train`, from its metrics.jsonl."""
+    """Returns the seconds of each step of `phalanx train`, from its metrics.jsonl."""
     with tempfile.TemporaryDirectory() as runs:
         argv = [
             *(sys.executable, "-m", "phalanx", "train", str(job)),
@@ -56,7 +56,7 @@ def phalanx(job: Path, steps: int, processes: int, threads: int, *overrides: str
 
 
 def gemm_flops(threads: int) -> float:
-    """FLOP/s of a large fp32 matrix product on this machine, with `threads` threads."""
+    """Returns FLOP/s of a large fp32 matrix product on this machine, with `threads` threads."""
     torch.set_num_threads(threads)
     a = torch.ones(2048, 2048)
     times = []

@@ -1,5 +1,5 @@
 """Contenders that take turns in the same processes: every one makes a step in every round, and ratios are taken round
-by round, so that a machine whose speed wanders is the same for all."""
+by round, so that changes in the machine's speed affect all alike."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from phalanx.parallel import mesh as meshes
 from phalanx.train.device import keep_freed_memory
 from phalanx.train.step import Stepper
 
-FEWEST = 3
-"""Rounds measured, however long they take."""
+MIN_ROUNDS = 3
+"""Minimum number of measured rounds, however long they take."""
 Steps = Mapping[str, Callable[[], Any]]
 Turns = dict[str, list[tuple[float, float]]]
-"""Of each contender, when its turns began and ended on one rank, on the clock that all processes of a machine share."""
+"""The begin and end of each contender's turns on one rank, on the clock that all processes of a machine share."""
 
 
 def prepare() -> None:
-    """What every measuring process sets."""
+    """Applies the settings of every measuring process."""
     keep_freed_memory()
     torch.set_num_threads(1)
 
 
 def alone(job: Job) -> Stepper:
-    """A job that one process runs, in a process beside which there are others."""
+    """Returns a job's stepper for one process, in a process beside which there are others."""
     mesh = meshes.alone()
     return Stepper(job, mesh, torch.device("cpu"), job.model.vocab_size)
 
 
 def agree(found: Mapping[str, tuple[float, float] | None], close: float) -> None:
-    """Raises AssertionError where losses and gradient norms are not the first one's. Some may be on other ranks."""
+    """Raises AssertionError if losses and gradient norms differ from the first one's. Some may be on other ranks."""
     known = {name: values for name, values in found.items() if values is not None}
     first, expected = next(iter(known.items()))
     for name, values in known.items():
@@ -46,14 +46,14 @@ def agree(found: Mapping[str, tuple[float, float] | None], close: float) -> None
 
 
 def take_turns(steps: Steps, rounds: int, seconds: float) -> Turns:
-    """All contenders' turns on this rank, in as many of `rounds` rounds as begin within `seconds`. Each has made a step
-    before, to be compared, so that all are warm."""
+    """Takes all contenders' turns on this rank, in as many of `rounds` rounds as begin within `seconds`. Each has made
+    a step before, to be compared, so that all are warm."""
     turns: Turns = {name: [] for name in steps}
     start = time.perf_counter()
     for number in range(rounds):
         late = torch.tensor([time.perf_counter() - start > seconds])
         dist.broadcast(late, 0)
-        if late and number >= FEWEST:
+        if late and number >= MIN_ROUNDS:
             break
         for name in list(steps) if number % 2 else list(steps)[::-1]:
             dist.barrier()
@@ -64,7 +64,7 @@ def take_turns(steps: Steps, rounds: int, seconds: float) -> Turns:
 
 
 def lasted(answers: Sequence[Turns]) -> dict[str, list[float]]:
-    """Seconds of every turn, from the first rank's beginning to the last one's end."""
+    """Returns the seconds of every turn, from the first rank's beginning to the last one's end."""
     seconds: dict[str, list[float]] = {}
     for name in answers[0]:
         together = zip(*(turns[name] for turns in answers), strict=True)
@@ -73,5 +73,5 @@ def lasted(answers: Sequence[Turns]) -> dict[str, list[float]]:
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, other: str) -> float:
-    """How many times as long as `other` `name` takes: the median of the rounds' ratios."""
+    """Returns the time of `name` relative to `other`: the median of the rounds' ratios."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu [--only parity,memory,throughput,compute] [--quick] [--fresh]
     python -m benchmarks.gpu --device cpu --quick
 
-Writes benchmarks/results/gpu-NAME.json and .md after every case, NAME being the device's. A run that was interrupted
-goes on: cases that have figures are not measured again, unless --fresh. `--quick` takes tiny sizes; on a CPU they
-rehearse the same code, and the results go to a temporary folder. See docs/gpu.md.
+Writes benchmarks/results/gpu-NAME.json and .md after every case, NAME being the device's. An interrupted run resumes:
+cases with figures are not measured again, unless --fresh. `--quick` uses tiny sizes; on a CPU they exercise the same
+code, and the results go to a temporary folder. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTS: dict[str, Part] = {part.name: part for part in (parity.PART, memory.PART,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 where every case was measured or has no place here, 1 where one failed or did not hold."""
+    """Returns the exit code: 0 if every case was measured or does not apply here, 1 if one failed or did not hold."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_page(results: Results) -> Path:
-    """The page with a table for every part that has cases. Returns its path."""
+    """Writes the page with a table for every part that has cases. Returns its path."""
     known = [part for name, part in PARTS.items() if name in results.parts]
     return results.write_page({part.title: part.table(results.parts[part.name]) for part in known})
 
 
 def run(part: Part, setting: Setting, results: Results) -> bool:
-    """Measure the cases of a part that have no figures yet. Returns whether none failed or did not hold."""
+    """Measures the cases of a part that have no figures yet. Returns whether none failed or did not hold."""
     cases = part.cases(setting)
     for number, case in enumerate(cases, 1):
         title = f"{part.name} {number}/{len(cases)}: {case.name}"
@@ -87,14 +87,14 @@ def run(part: Part, setting: Setting, results: Results) -> bool:
 
 
 def attempt(case: Case) -> Outcome:
-    """A case's figures, or why there are none."""
+    """Returns a case's figures, or why there are none."""
     try:
         return case.measure()
     except SkippedError as error:
         return {"skipped": str(error)}
     except CaseError as error:
         return {"failed": str(error)}
-    except Exception as error:  # a mistake in one case is not the end of hours of others
+    except Exception as error:  # an error in one case must not end hours of others
         return {"failed": f"{type(error).__name__}: {error}"}
 
 

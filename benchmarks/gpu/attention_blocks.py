@@ -17,13 +17,14 @@ from torch import Tensor
 from phalanx.model.attention_blocks import Seen, attend, gradients
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-5}
-"""Of the largest element: bf16 has 8 bits, and the output's gradient passes through three products."""
+"""Allowed difference relative to the largest element: bf16 has 8 bits, and the output's gradient passes through three
+products."""
 SHAPES = [(2, 4, 4, 256, 256, 64), (1, 8, 2, 128, 384, 128), (1, 4, 4, 64, 64, 20)]
 """batch, heads, key/value heads, queries, keys, head size: the last one is no multiple of 8."""
 
 
 def largest_difference(shape: tuple[int, ...], causal: bool, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Of output and gradients, relative to the largest element of each."""
+    """Returns the largest difference of output and gradients, relative to the largest element of each."""
     batch, heads, kv_heads, queries, keys, size = shape
     generator = torch.Generator().manual_seed(0)
     rows = [(heads, queries), (kv_heads, keys), (kv_heads, keys), (heads, queries)]

@@ -1,6 +1,6 @@
-"""Runs what a case measures: a command to its end, or training until it has done some steps.
+"""Runs a case's command: to its end, or training until it has done some steps.
 
-Training is killed then: a run that ended by itself would write a checkpoint, 100 GB for 8 billion parameters.
+Training is then killed: a run that ended by itself would write a checkpoint, 100 GB for 8 billion parameters.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Environment = Mapping[str, str]
 
 
 class CaseError(Exception):
-    """A case could not be measured; the message says why."""
+    """Raised when a case could not be measured; the message says why."""
 
 
 class OutOfMemoryError(CaseError):
-    """The device had no memory left."""
+    """Raised when the device had no memory left."""
 
 
 def phalanx(*words: str) -> list[str]:
@@ -41,14 +41,14 @@ def program(module: str, *words: str) -> list[str]:
 
 
 def shown(argv: Sequence[str]) -> str:
-    """The command as a person would type it."""
+    """Returns the command as a person would type it."""
     return shlex.join(["python", *argv[1:]])
 
 
 def answer(
     argv: Sequence[str], *, limit_s: float, env: Environment | None = None, codes: Sequence[int] = (0,)
 ) -> dict[str, Any]:
-    """The JSON document that a command prints last.
+    """Returns the JSON document that a command prints last.
 
     Args:
         argv: the command.
@@ -71,7 +71,7 @@ def answer(
         )
     except subprocess.TimeoutExpired:
         raise CaseError(f"not done after {limit_s:.0f} s") from None
-    # A library may print lines of its own before.
+    # Libraries may print lines before it.
     document = re.search(r"^\{.*", done.stdout, re.DOTALL | re.MULTILINE)
     if done.returncode not in codes or document is None:
         raise _error(done.stderr, done.returncode)
@@ -79,9 +79,9 @@ def answer(
 
 
 def train(words: Sequence[str], *, steps: int, limit_s: float, env: Environment | None = None) -> list[dict[str, Any]]:
-    """The rows of the first `steps` steps of `phalanx train` with `words`, from its metrics.jsonl.
+    """Returns the rows of the first `steps` steps of `phalanx train` with `words`, from its metrics.jsonl.
 
-    Raises CaseError where training ends before, or takes longer than `limit_s` seconds."""
+    Raises CaseError if training ends before, or takes longer than `limit_s` seconds."""
     with tempfile.TemporaryDirectory(prefix="phalanx_gpu_") as folder:
         argv = phalanx("train", *words, f"train.steps={steps + 1}", f"run.dir={folder}", f"data.dir={folder}/data")
         with (Path(folder) / "stderr").open("w+") as errors:
@@ -99,7 +99,7 @@ def train(words: Sequence[str], *, steps: int, limit_s: float, env: Environment 
 
 
 class _EndedError(Exception):
-    """Training ended too early."""
+    """Raised when training ended too early."""
 
 
 def _watched(process: subprocess.Popen[Any], folder: Path, steps: int, deadline: float) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ def _watched(process: subprocess.Popen[Any], folder: Path, steps: int, deadline:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    """The step rows so far; a line that is still being written is left for the next look."""
+    """Returns the step rows so far, without a line that is still being written."""
     text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*/metrics.jsonl"))
     whole = text[: text.rfind("\n") + 1].splitlines()
     return [row for row in map(json.loads, whole) if row["event"] == "step"]

@@ -26,7 +26,7 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def measure(setting: Setting, verb: str, *words: str) -> dict[str, Any]:
-    """The fitted cluster and every measured point. Raises CaseError as the command."""
+    """Returns the fitted cluster and every measured point. Raises CaseError if the command fails."""
     options = ["--device", setting.device, "--no-save", "--json", *(["--quick"] if setting.quick else [])]
     alone = ["--nproc-per-node", "1"] if verb == "compute" else []
     argv = commands.phalanx("bench", verb, *words, *alone, *options)

@@ -1,6 +1,6 @@
-"""The plain training loop around a model that returns its loss: what plain_gpt and nanogpt share.
+"""The plain training loop around a model that returns its loss, shared by plain_gpt and nanogpt.
 
-It shares no code with the program that it is compared with."""
+It shares no code with the framework that it is compared with."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LR = 3e-4
 CLIP = 1.0
 
 Make = Callable[[argparse.Namespace], tuple[nn.Module, torch.optim.Optimizer]]
-"""From the options to a model on its device, (tokens, targets) to the mean loss, and its optimizer."""
+"""Builds, from the options, a model on its device, (tokens, targets) to the mean loss, and its optimizer."""
 
 
 def main(description: str | None, make: Make) -> None:
-    """Train on random tokens and print, as JSON, seconds per step, the last loss, and the allocator's peak in bytes
+    """Trains on random tokens and prints, as JSON, seconds per step, the last loss, and the allocator's peak in bytes
     (0 on a CPU). Every step ends with the loss on the host, as in a loop that prints it."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"vocab": 50304, "seq-len": 2048, "layers": 12, "width": 768, "heads": 12}.items():

@@ -14,10 +14,10 @@ from benchmarks.gpu.shapes import Shape
 
 LIMIT_S = 300.0
 STEPS = 3
-"""The first step makes the optimizer's state, the second one has all there is."""
-FULL = 0.92
-"""The share of a device's memory above which a case is skipped: torch's context and fragments take the rest."""
-ALONE = {
+"""Steps per case: the first creates the optimizer's state, the second has all tensors."""
+MAX_MEMORY_FRACTION = 0.92
+"""Fraction of a device's memory above which a case is skipped: torch's context and fragmentation take the rest."""
+SINGLE_DEVICE = {
     "nothing recomputed": ["layout.micro_batch=4"],
     "recompute=selective": ["layout.micro_batch=4", "layout.recompute=selective"],
     "recompute=full": ["layout.micro_batch=4", "layout.recompute=full"],
@@ -28,7 +28,7 @@ ALONE = {
 
 
 def together(ranks: int) -> dict[str, list[str]]:
-    """Layouts of `ranks` devices."""
+    """Returns the layouts of `ranks` devices."""
     data = ["layout.micro_batch=2"]
     cut = {"DDP": [f"layout.dp_replicate={ranks}"], "TP, SP": [f"layout.tp={ranks}", "layout.sp=true"]}
     cut |= {f"ZeRO-{stage}": [f"layout.dp_shard={ranks}", f"layout.zero={stage}"] for stage in (1, 2, 3)}
@@ -38,7 +38,7 @@ def together(ranks: int) -> dict[str, list[str]]:
 
 def cases(setting: Setting) -> list[Case]:
     chosen = [shapes.TINY] if setting.quick else [s for s in shapes.GPT if s.name in ("125M", "350M", "1.3B")]
-    layouts = {name: (words, 1) for name, words in ALONE.items()}
+    layouts = {name: (words, 1) for name, words in SINGLE_DEVICE.items()}
     if setting.quick:
         layouts = {"recompute=full": layouts["recompute=full"]}
     elif setting.gpus > 1:
@@ -52,10 +52,10 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def measure(setting: Setting, shape: Shape, layout: list[str], ranks: int) -> dict[str, Any]:
-    """Bytes on the first rank. Raises SkippedError where the device has too little memory, CaseError as training."""
+    """Returns bytes on the first rank. Raises SkippedError if the device has too little memory, or as training."""
     prediction = shapes.predict(setting, shape, *layout, ranks=ranks)
     tensors, peak = shapes.tensors(prediction), prediction["memory"]["peak"]
-    if peak > FULL * setting.memory:
+    if peak > MAX_MEMORY_FRACTION * setting.memory:
         raise SkippedError(f"{peak / 2**30:.1f} GiB predicted, the device has {setting.memory / 2**30:.1f} GiB")
     words = shapes.training(setting, shape, *layout)
     rows = commands.train(words, steps=STEPS, limit_s=LIMIT_S)

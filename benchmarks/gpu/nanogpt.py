@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from benchmarks.gpu import loop
 
 FOLDER = "NANOGPT"
-"""The environment variable."""
+"""The environment variable that names nanoGPT's folder."""
 
 
 def missing() -> str:
-    """Why nanoGPT cannot be measured; empty where it can."""
+    """Returns why nanoGPT cannot be measured; empty if it can."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return f"not installed: {FOLDER} names no folder of karpathy/nanoGPT"
@@ -40,7 +40,7 @@ class Loss(nn.Module):
 
 
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
-    # By its path: a module called model may be there already.
+    # Loaded by path: another module may be called model.
     source = importlib.util.spec_from_file_location("nanogpt_model", Path(os.environ[FOLDER]).expanduser() / "model.py")
     assert source, "missing() has looked for the file"
     assert source.loader, "a file has a loader"

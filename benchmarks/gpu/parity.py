@@ -41,7 +41,7 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def verify(setting: Setting, words: Sequence[str]) -> dict[str, Any]:
-    """`phalanx verify` on the device, in float64."""
+    """Runs `phalanx verify` on the device, in float64."""
     argv = commands.phalanx("verify", JOB, f"cluster.device={setting.device}", "--json", *words)
     report = commands.answer(argv, limit_s=VERIFY_S, codes=(0, 1))
     compared = report["cases"]
@@ -65,13 +65,13 @@ def verify(setting: Setting, words: Sequence[str]) -> dict[str, Any]:
 
 
 def blocks(setting: Setting) -> dict[str, Any]:
-    """The device's fused attention kernel, block by block, against float64."""
+    """Compares the device's fused attention kernel, block by block, with float64."""
     argv = commands.program("attention_blocks", "--device", setting.device)
     return {**commands.answer(argv, limit_s=TRAIN_S), "command": commands.shown(argv)}
 
 
 def losses(setting: Setting) -> dict[str, Any]:
-    """The same training on the device and on the CPU."""
+    """Compares the same training on the device and on the CPU."""
     steps = 3 if setting.quick else 10
     shape = shapes.TINY if setting.quick else shapes.Shape("small", 4, 128, 4, vocab=256, seq_len=128)
     layout = ["layout.micro_batch=2", "train.global_batch=4", "train.precision=fp32"]

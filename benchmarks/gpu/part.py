@@ -1,4 +1,4 @@
-"""What a part of benchmarks.gpu is: its cases, and the table that shows them."""
+"""A part of benchmarks.gpu: its cases, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gpu.setting import Setting
 
 
 class SkippedError(Exception):
-    """A case has no place on this machine; the message says why."""
+    """Raised when a case does not apply on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Case:
 
     name: str
     measure: Callable[[], dict[str, Any]]
-    """Its figures. Raises CaseError, or SkippedError."""
+    """Returns its figures. Raises CaseError, or SkippedError."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Part:
     """A group of cases with one table."""
 
     name: str
-    """As `--only` takes it."""
+    """The name for `--only`."""
     title: str
     cases: Callable[[Setting], Sequence[Case]]
     table: Callable[[Mapping[str, Outcome]], Sequence[Row]]

@@ -1,8 +1,8 @@
-"""A GPT as one writes it by hand, in a loop as one writes it by hand: what training is compared with.
+"""A GPT and its training loop as one writes them by hand: the reference for training.
 
     python -m benchmarks.gpu.plain_gpt --layers 12 --width 768 --heads 12 --batch 8 --steps 20 [--compile]
 
-It shares no code with the program: torch.nn modules, F.scaled_dot_product_attention, AdamW(fused=True), and on a GPU
+It shares no code with the framework: torch.nn modules, F.scaled_dot_product_attention, AdamW(fused=True), and on a GPU
 fp32 parameters under torch.autocast(bf16). Prints one JSON document.
 """
 
@@ -18,7 +18,7 @@ from benchmarks.gpu import loop
 
 
 class Attention(nn.Module):
-    """Causal self-attention, (batch, seq, width) to the same."""
+    """Causal self-attention, (batch, seq, width) to the same shape."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """(tokens, targets), each (batch, seq), to the mean loss. The head is the embedding's transpose."""
+    """A GPT that maps (tokens, targets), each (batch, seq), to the mean loss. The head is the embedding's transpose."""
 
     def __init__(self, layers: int, width: int, heads: int, vocab: int, seq_len: int):
         super().__init__()

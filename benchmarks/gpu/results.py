@@ -1,4 +1,4 @@
-"""The results file of benchmarks.gpu: written after every case, so that a run that was interrupted goes on."""
+"""The results file of benchmarks.gpu: written after every case, so that an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Results:
     """Cases by part, then by name, in the order in which they were measured."""
 
     path: Path
-    """Without a suffix: `.json` and `.md` are written."""
+    """The path without a suffix: `.json` and `.md` are written."""
     facts: Mapping[str, Any]
-    """What this run measures on (setting.facts)."""
+    """Facts about the machine of this run (setting.facts)."""
     parts: dict[str, dict[str, Outcome]] = field(default_factory=dict)
 
     @staticmethod
     def open(path: Path, facts: Mapping[str, Any], fresh: bool) -> Results:
-        """What an earlier run left at `path`, unless `fresh`. Raises CaseError where it cannot be read."""
+        """Returns the results of an earlier run at `path`, unless `fresh`. Raises CaseError if they cannot be read."""
         file = path.with_name(f"{path.name}.json")
         if fresh or not file.exists():
             return Results(path, facts)
@@ -41,20 +41,20 @@ class Results:
             ) from None
 
     def has(self, part: str, case: str) -> bool:
-        """Whether a case has figures that hold. One that failed or differed may have been mended, and what was skipped
-        may have been installed: such cases are tried again."""
+        """Returns whether a case has figures that hold. A case that failed or differed may have been fixed, and a
+        skipped one's requirement installed: such cases are tried again."""
         outcome = self.parts.get(part, {}).get(case)
         return outcome is not None and not {"failed", "skipped"} & outcome.keys() and outcome.get("ok", True)
 
     def add(self, part: str, case: str, outcome: Outcome) -> None:
-        """Take a case in, and write the JSON file."""
+        """Adds a case, and writes the JSON file."""
         about = {"date": time.strftime("%Y-%m-%d"), "torch": self.facts["torch"], "driver": self.facts["driver"]}
         self.parts.setdefault(part, {})[case] = {**outcome, **about}
         document = {"benchmark": "gpu", "machine": self.facts, "parts": self.parts}
         self._write("json", json.dumps(document, indent=1) + "\n")
 
     def write_page(self, tables: Mapping[str, Sequence[Row]]) -> Path:
-        """Write the page for people: one table per part, by the part's title. Returns its path."""
+        """Writes the page for people: one table per part, by the part's title. Returns its path."""
         facts = self.facts
         versions = [f"{name} {facts[name]}" for name in ("driver", "cuda", "nccl", "torch", "python") if facts[name]]
         many = f"{facts['gpus']} × " if facts["gpus"] > 1 else ""
@@ -69,7 +69,7 @@ class Results:
         return self._write("md", "\n".join(lines) + "\n")
 
     def _write(self, suffix: str, text: str) -> Path:
-        """As a whole or not at all: a run that is killed meanwhile leaves the file as it was."""
+        """Writes the file atomically: a run that is killed meanwhile leaves it as it was."""
         path = self.path.with_name(f"{self.path.name}.{suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.draft")
@@ -79,7 +79,7 @@ class Results:
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
-    """A table whose first row is its head. Shorter rows are filled up, and bars in cells are escaped."""
+    """Returns a table whose first row is its head. Shorter rows are filled up, and bars in cells are escaped."""
     width = len(rows[0])
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] + [""] * (width - len(row)) for row in rows]
     head, *body = [f"| {' | '.join(row)} |" for row in cells]
@@ -87,5 +87,5 @@ def markdown(rows: Sequence[Row]) -> list[str]:
 
 
 def reason(outcome: Outcome) -> str | None:
-    """Why a case has no figures, for a cell of its row."""
+    """Returns why a case has no figures, for a cell of its row."""
     return next((f"{word}: {outcome[word]}" for word in ("skipped", "failed") if word in outcome), None)

@@ -1,4 +1,4 @@
-"""Where a run of benchmarks.gpu measures: the device, its memory, and the versions of what drives it."""
+"""The setting of a run of benchmarks.gpu: the device, its memory, and the versions of its drivers."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ ROOT = Path(__file__).parents[2]
 
 
 class NoGpuError(Exception):
-    """This machine has no NVIDIA GPU that torch can use; the message says what to do."""
+    """Raised when this machine has no NVIDIA GPU that torch can use; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every part needs to know."""
+    """The facts about the machine that every part needs."""
 
     device: Literal["cuda", "cpu"]
     quick: bool
     name: str
-    """The device's, as its driver gives it."""
+    """The device's name from its driver."""
     gpus: int
-    """How many there are; 1 on a CPU."""
+    """Number of GPUs; 1 on a CPU."""
     memory: int
     """Bytes of one device."""
 
     @property
     def precision(self) -> str:
-        """Of training: bf16 on a GPU; a CPU rehearses in fp32."""
+        """The training precision: bf16 on a GPU, fp32 on a CPU."""
         return "bf16" if self.device == "cuda" else "fp32"
 
     @property
     def file_name(self) -> str:
-        """Of the results, without a suffix."""
+        """The results' file name without a suffix."""
         return f"gpu-{slug(self.name)}" + ("-quick" if self.quick else "")
 
 
 def find(device: Literal["cuda", "cpu"], quick: bool) -> Setting:
-    """The setting of this machine. Raises NoGpuError where `device` is cuda and there is none."""
+    """Returns the setting of this machine. Raises NoGpuError where `device` is cuda and there is none."""
     if device == "cpu":
         return Setting("cpu", quick, "CPU", 1, 8 * 2**30)
     if not torch.cuda.is_available():
@@ -57,7 +57,7 @@ def find(device: Literal["cuda", "cpu"], quick: bool) -> Setting:
 
 
 def facts(setting: Setting) -> dict[str, Any]:
-    """What figures depend on: device, versions of the driver, CUDA, NCCL and torch."""
+    """Returns the facts that figures depend on: device, versions of the driver, CUDA, NCCL and torch."""
     on_gpu = setting.device == "cuda"
     return {
         "device": setting.name,
@@ -72,7 +72,7 @@ def facts(setting: Setting) -> dict[str, Any]:
 
 
 def driver() -> str:
-    """The version of NVIDIA's kernel driver, as nvidia-smi says it; "unknown" without that program."""
+    """Returns the version of NVIDIA's kernel driver from nvidia-smi; "unknown" without that program."""
     words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.split()
@@ -82,5 +82,5 @@ def driver() -> str:
 
 
 def slug(name: str) -> str:
-    """A device's name as part of a file name: "NVIDIA H100 80GB HBM3" is "nvidia-h100-80gb-hbm3"."""
+    """Returns a device's name as part of a file name: "NVIDIA H100 80GB HBM3" is "nvidia-h100-80gb-hbm3"."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"

@@ -1,4 +1,4 @@
-"""GPT shapes from 125 million to 8 billion parameters, and the micro-batch that a device has room for."""
+"""GPT shapes from 125 million to 8 billion parameters, and the micro-batch that fits on a device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from benchmarks.gpu import commands
 from benchmarks.gpu.setting import Setting
 
 PREDICT_S = 120.0
-ROOM = 0.6
-"""The share of a device's memory that a prediction may take: a plain loop has no chunked or sharded state."""
+MEMORY_FRACTION = 0.6
+"""Fraction of a device's memory that a prediction may take: a plain loop has no chunked or sharded state."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def words(self) -> list[str]:
-        """As overrides of a phalanx job."""
+        """Returns overrides of a phalanx job."""
         return [
             f"model.n_layers={self.layers}",
             f"model.d_model={self.width}",
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def flags(self) -> list[str]:
-        """As options of benchmarks.gpu.plain_gpt and nanogpt."""
+        """Returns options of benchmarks.gpu.plain_gpt and nanogpt."""
         named = {"layers": self.layers, "width": self.width, "heads": self.heads, "vocab": self.vocab}
         return [
             word for name, value in (named | {"seq-len": self.seq_len}).items() for word in (f"--{name}", str(value))
@@ -57,7 +57,7 @@ GPT = [
     Shape("8B", 40, 4096, 32),
 ]
 TINY = Shape("tiny", 2, 32, 2, vocab=64, seq_len=16)
-"""What a CPU rehearses with, and `--quick`."""
+"""The shape for a CPU, and for `--quick`."""
 CLUSTERS = {
     "B200": "dgx-b200",
     "H200": "dgx-h200",
@@ -67,14 +67,14 @@ CLUSTERS = {
     "A100-SXM4-40GB": "dgx-a100-40gb",
     "V100": "dgx-v100",
 }
-"""Parts of the names that drivers give devices, and the presets of machines that have them."""
+"""Parts of device names as drivers report them, with the presets of machines that have them."""
 DEFAULT_CLUSTER = "dgx-h100"
-"""For a prediction of memory, which is the same on every device."""
+"""The cluster for predictions of memory, which is the same on every device."""
 MICRO_BATCHES = (16, 8, 4, 2, 1)
 
 
 def training(setting: Setting, shape: Shape, *layout: str) -> list[str]:
-    """Words of `phalanx train` and `predict` that train a shape on random tokens and do nothing else."""
+    """Returns words of `phalanx train` and `predict` that only train a shape on random tokens."""
     return [
         *shape.words,
         f"train.precision={setting.precision}",
@@ -86,14 +86,14 @@ def training(setting: Setting, shape: Shape, *layout: str) -> list[str]:
 
 
 def predict(setting: Setting, shape: Shape, *layout: str, ranks: int = 1) -> dict[str, Any]:
-    """`phalanx predict --json` of a training job on `ranks` devices. Raises CaseError where it refuses."""
+    """Returns `phalanx predict --json` of a training job on `ranks` devices. Raises CaseError if it refuses."""
     machine = f"cluster={known(setting.name) or DEFAULT_CLUSTER}", f"cluster.devices_per_node={ranks}"
     words = commands.phalanx("predict", *training(setting, shape, *layout), *machine, "--json")
     return commands.answer(words, limit_s=PREDICT_S, codes=(0, 3))  # 3: does not fit that machine's devices
 
 
 def known(name: str) -> str | None:
-    """The preset of a machine with devices of this name; None where there is none, so that no time is predicted."""
+    """Returns the preset of a machine with devices of this name; None if there is none: no time is predicted then."""
     return next((preset for part, preset in CLUSTERS.items() if part in name), None)
 
 
@@ -103,8 +103,8 @@ def tensors(prediction: dict[str, Any]) -> int:
 
 
 def fitting(setting: Setting, shape: Shape) -> tuple[list[str], dict[str, Any]] | str:
-    """The layout words with the largest micro-batch that ROOM of the memory holds, with recomputation where nothing
-    else fits, and their prediction; or why nothing fits."""
+    """Returns the layout words with the largest micro-batch that fits in ROOM of the memory, with recomputation if
+    nothing else fits, and their prediction; or why nothing fits."""
     sizes = (2,) if shape is TINY else MICRO_BATCHES
     least = 0
     for recompute in ("none", "full"):
@@ -112,9 +112,9 @@ def fitting(setting: Setting, shape: Shape) -> tuple[list[str], dict[str, Any]] 
             layout = [f"layout.micro_batch={size}", f"train.global_batch={size}", f"layout.recompute={recompute}"]
             prediction = predict(setting, shape, *layout)
             least = tensors(prediction)
-            if least <= ROOM * setting.memory:
+            if least <= MEMORY_FRACTION * setting.memory:
                 return layout, prediction
     return (
-        f"{least / 2**30:.1f} GiB of tensors predicted for one sequence with recompute=full, more than {ROOM:.0%} of "
-        f"the device's {setting.memory / 2**30:.1f} GiB"
+        f"{least / 2**30:.1f} GiB of tensors predicted for one sequence with recompute=full, more than "
+        f"{MEMORY_FRACTION:.0%} of the device's {setting.memory / 2**30:.1f} GiB"
     )

@@ -20,11 +20,11 @@ from benchmarks.gpu.shapes import Shape
 
 LIMIT_S = 900.0
 WARM_UP = 8
-"""Steps that are left out: compilation, the allocator's first blocks, clocks that rise."""
+"""Excluded steps: compilation, the allocator's first blocks, rising clocks."""
 STEPS = 20
 """Steps measured after them."""
-REHEARSED = {"TORCHDYNAMO_DISABLE": "1"}
-"""On a CPU nothing is compiled, which would take a minute per model."""
+CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+"""Environment on a CPU, without compilation, which would take a minute per model."""
 
 
 def cases(setting: Setting) -> list[Case]:
@@ -40,7 +40,7 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def ours(setting: Setting, shape: Shape, compiled: bool) -> dict[str, Any]:
-    """`phalanx train` on one device. Raises SkippedError where the shape does not fit, CaseError as training."""
+    """Runs `phalanx train` on one device. Raises SkippedError if the shape does not fit, or as training."""
     layout, prediction = _room(setting, shape)
     words = shapes.training(setting, shape, *layout, f"train.compile={str(compiled).lower()}")
     rows = commands.train(words, steps=_steps(setting), limit_s=LIMIT_S, env=_environment(setting))
@@ -53,7 +53,7 @@ def ours(setting: Setting, shape: Shape, compiled: bool) -> dict[str, Any]:
 
 
 def loop(setting: Setting, shape: Shape, compiled: bool, module: str) -> dict[str, Any]:
-    """A program of benchmarks/gpu that trains the shape in the plain loop."""
+    """Runs a program of benchmarks/gpu that trains the shape in the plain loop."""
     layout, prediction = _room(setting, shape)
     if "layout.recompute=full" in layout:
         raise SkippedError("fits with recomputation alone, which the loop does not have")
@@ -71,7 +71,7 @@ def with_nanogpt(setting: Setting, shape: Shape, compiled: bool) -> dict[str, An
 
 
 def with_torchtitan() -> dict[str, Any]:
-    """torchtitan trains its own shapes on its own data: there is nothing to run it on here."""
+    """Raises SkippedError: torchtitan trains its own shapes on its own data, which are not here."""
     try:
         version = importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError:
@@ -98,7 +98,7 @@ def _steps(setting: Setting) -> int:
 
 
 def _environment(setting: Setting) -> dict[str, str]:
-    return {} if setting.device == "cuda" else REHEARSED
+    return {} if setting.device == "cuda" else CPU_ENVIRONMENT
 
 
 def _figures(
@@ -109,7 +109,7 @@ def _figures(
     layout: Sequence[str],
     memory: int,
 ) -> dict[str, Any]:
-    """Of the median step after the warm-up."""
+    """Returns the figures of the median step after the warm-up."""
     step = statistics.median(seconds[1 if setting.quick else WARM_UP :])
     return {
         "step_s": step,

@@ -1,1 +1,1 @@
-"""Other systems that train the same model: what benchmarks/sharding.py compares with. One short program each."""
+"""Other frameworks that train the same model, compared by benchmarks/sharding.py. One short program each."""

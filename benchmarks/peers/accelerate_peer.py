@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: DDP, or with `--fsdp` FSDP2 of every block.
 
-Accelerate 1.15 reads its FSDP plugin on accelerators alone: on CPU processes it ignores the plugin without a word and
-wraps the model in DDP. The peer then fails, rather than show DDP under FSDP2's name."""
+Accelerate 1.15 reads its FSDP plugin on accelerators only: on CPU processes it silently ignores the plugin and wraps
+the model in DDP. The peer then fails, rather than show DDP under FSDP2's name."""
 
 from __future__ import annotations
 

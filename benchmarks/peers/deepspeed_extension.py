@@ -1,4 +1,4 @@
-"""Compile DeepSpeed's shared-memory collectives, so that no measured run of it waits for the compiler."""
+"""Compiles DeepSpeed's shared-memory collectives, so that no measured run of it waits for the compiler."""
 
 from __future__ import annotations
 

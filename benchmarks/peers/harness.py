@@ -1,7 +1,7 @@
-"""What every peer shares: the job, the model, the optimizer, the batches, and the timing of each step.
+"""The common parts of every peer: the job, the model, the optimizer, the batches, and the timing of each step.
 
 A peer is started by torchrun as `python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.peers.NAME JOB
---steps N` and prints one line of JSON on rank 0. Processor time and memory are taken by the process that starts it.
+--steps N` and prints one line of JSON on rank 0. The process that starts it measures processor time and memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from phalanx.model.init import initialise
 from phalanx.model.transformer import Transformer
 
 Step = Callable[[Tensor, Tensor], Tensor]
-"""One optimizer step over a batch: (tokens, targets), each (batch, seq), to the loss."""
+"""Takes an optimizer step over a batch: (tokens, targets), each (batch, seq), to the loss."""
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments that every peer takes."""
+    """Returns the arguments that every peer takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("job", type=Path)
     parser.add_argument("--steps", type=int, required=True)
@@ -36,22 +36,22 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def load(path: Path) -> Job:
-    """The job in a file; sets the threads of this process to the job's."""
+    """Returns the job in a file; sets the threads of this process to the job's."""
     job = load_file(path).job
     torch.set_num_threads(job.run.threads)
     return job
 
 
 def build(job: Job) -> Transformer:
-    """The job's model with its initial weights."""
+    """Returns the job's model with its initial weights."""
     model = Transformer(job.model)
     initialise(model, job.model, job.train.seed)
     return model
 
 
 def adamw(model: nn.Module, job: Job) -> torch.optim.AdamW:
-    """Fused AdamW with the job's settings. DTensors and plain tensors cannot be in one fused call, so each kind has
-    groups of its own."""
+    """Returns fused AdamW with the job's settings. DTensors and plain tensors cannot be in one fused call, so each kind
+    has groups of its own."""
     kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         kinds.setdefault((parameter.ndim >= 2, isinstance(parameter, DTensor)), []).append(parameter)
@@ -67,12 +67,12 @@ def require(model: nn.Module, form: type) -> None:
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss over the batch's tokens."""
+    """Returns the mean loss over the batch's tokens."""
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> Step:
-    """The step one would write by hand. `clip` limits the gradients."""
+    """Returns the step one would write by hand. `clip` limits the gradients."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -86,7 +86,7 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callabl
 
 
 def measure(step: Step, job: Job, steps: int, data_rank: int | None = None) -> None:
-    """Run `steps` steps on random tokens and print, on rank 0, the seconds of each, when the first one ended (seconds
+    """Runs `steps` steps on random tokens and prints, on rank 0, the seconds of each, the end of the first one (seconds
     since the epoch), and the last loss. Ranks with the same `data_rank` (default: their rank) read the same tokens."""
     rank = int(os.environ["RANK"])
     batches = _batches(job, rank if data_rank is None else data_rank)
@@ -102,7 +102,7 @@ def measure(step: Step, job: Job, steps: int, data_rank: int | None = None) -> N
 
 
 def _batches(job: Job, data_rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and targets, each (micro_batch, seq_len) int64, without end."""
+    """Yields tokens and targets, each (micro_batch, seq_len) int64, without end."""
     generator = torch.Generator().manual_seed(data_rank)
     shape = (job.layout.micro_batch, job.model.seq_len + 1)
     while True:

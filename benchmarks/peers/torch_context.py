@@ -37,7 +37,7 @@ _TOKENS = 2
 
 
 def connect(model: Transformer, rotation: str) -> None:
-    """Have the attention of `model`, which gets a share of every sequence's tokens, see those of all ranks. Keys and
+    """Makes the attention of `model`, which gets a part of every sequence's tokens, see those of all ranks. Keys and
     values travel by "allgather", torch's default, or by "alltoall"."""
     group = dist.group.WORLD
     for module in model.modules():
@@ -46,8 +46,8 @@ def connect(model: Transformer, rotation: str) -> None:
 
 
 def step_of(job: Job, rotation: str, places: Tensor) -> Callable[[Tensor, Tensor], tuple[float, float]]:
-    """One optimizer step over a batch, (tokens, targets) of whole sequences, to the loss and the gradient norm. This
-    rank computes the tokens at `places`; the state is sharded over the same ranks by FSDP2, as torchtitan does it."""
+    """Returns an optimizer step over whole sequences, (tokens, targets), to the loss and the gradient norm. This rank
+    computes the tokens at `places`; the state is sharded over the same ranks by FSDP2, as torchtitan does it."""
     model = harness.build(job)
     connect(model, rotation)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -71,7 +71,7 @@ def step_of(job: Job, rotation: str, places: Tensor) -> Callable[[Tensor, Tensor
 
 
 def public_api(ranks: Ranks) -> None:
-    """A forward and backward pass through torch's `context_parallel()`, of few tokens."""
+    """Runs a forward and backward pass of a few tokens through torch's `context_parallel()`."""
     mesh = init_device_mesh("cpu", (ranks.world,))
     q, k, v = (torch.randn(1, 4, 64 * ranks.world, 32) for _ in range(3))
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[_TOKENS] * 3):
@@ -82,7 +82,7 @@ def public_api(ranks: Ranks) -> None:
 def _attend(
     group: Any, rotation: str, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None
 ) -> Tensor:
-    """What CoreAttention computes, without dropout and documents."""
+    """Computes CoreAttention, without dropout and documents."""
     assert noise is None, "torch's ring has no dropout"
     assert documents is None, "nor documents"
     return _Ring.apply(q, k, v, group, rotation)  # pyright: ignore[reportReturnType]
@@ -96,12 +96,12 @@ class _Ring(torch.autograd.Function):
         _choose(rotation)
         o, lse = templates._templated_ring_attention(group, _TOKENS, _forward, q, k, v, True)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.how = group, rotation
+        ctx.exchange = group, rotation
         return o
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        group, rotation = ctx.how
+        group, rotation = ctx.exchange
         _choose(rotation)
         q, k, v, o, lse = ctx.saved_tensors
         gradients = templates._templated_ring_attention_backward(
@@ -111,7 +111,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _choose(rotation: str) -> None:
-    """torch keeps these for the whole process."""
+    """Sets torch's load balancing and rotation, which hold for the whole process."""
     templates.set_rotate_method(rotation)
     templates._cp_options.enable_load_balance = True
 

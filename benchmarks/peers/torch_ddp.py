@@ -11,7 +11,7 @@ from phalanx.config.job import Job
 
 
 def step_of(job: Job) -> harness.Step:
-    """One step, on the ranks of the default group."""
+    """Returns one step, on the ranks of the default group."""
     model = DistributedDataParallel(harness.build(job), gradient_as_bucket_view=True)
     optimizer = harness.adamw(model, job)
     return harness.plain_step(model, optimizer, lambda: clip_grad_norm_(model.parameters(), job.optimizer.clip))

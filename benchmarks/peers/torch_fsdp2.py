@@ -12,7 +12,7 @@ from phalanx.config.job import Job
 
 
 def step_of(job: Job) -> harness.Step:
-    """One step, on the ranks of the default group."""
+    """Returns one step, on the ranks of the default group."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = harness.build(job)
     for block in model.blocks.values():

@@ -1,8 +1,8 @@
 """torch.distributed.pipelining's schedules around the model's stages.
 
-Not started by torchrun like the other peers: benchmarks/pipeline.py runs them in its own processes. They get what lets
-them be fast: shapes that are known beforehand, so that no micro-batch is needed to find them, no outputs kept or put
-together, and no gradients scaled: the loss is divided by the step's tokens where it is computed.
+Not started by torchrun like the other peers: benchmarks/pipeline.py runs them in its own processes. They get the
+settings that make them fast: shapes known beforehand, so that no micro-batch is needed to find them, no outputs kept or
+merged, and no gradients scaled: the loss is divided by the step's tokens where it is computed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "zb_v": pipelining.ScheduleZBVZeroBubble,
     "dualpipe_v": pipelining.ScheduleDualPipeV,
 }
-"""torch's by our name of the same schedule; torch holds stages on the same ranks."""
+"""torch's schedules by our names of the same ones; torch places stages on the same ranks."""
 
 
 class StageModule(nn.Module):
-    """One stage as torch wants it: tokens, or what the stage before gave, to what the next one reads, or to logits."""
+    """One stage in torch's form: from tokens, or the previous stage's output, to the next one's input, or to logits."""
 
     def __init__(self, model: Transformer, stage: Stage):
         super().__init__()
@@ -43,7 +43,7 @@ class StageModule(nn.Module):
         self.places = torch.arange(model.config.seq_len)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(micro_batch, seq_len) int64 or (micro_batch, seq_len, d_model) to the latter or to (..., vocabulary)."""
+        """Maps (micro_batch, seq_len) int64 or (micro_batch, seq_len, d_model) to the latter or (..., vocabulary)."""
         if self.stage.first:
             x = self.model.embed_tokens(x, self.places, None)
         x = self.model.through(self.stage.layers, x, self.places)
@@ -69,7 +69,7 @@ class TorchPipeline:
         )
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Gradients of a step, (global_batch, seq_len) both. Returns the mean loss, zero where it is elsewhere."""
+        """Computes a step's gradients, (global_batch, seq_len) both. Returns the mean loss, zero if it is elsewhere."""
         for module in self.modules:
             module.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
@@ -82,12 +82,12 @@ class TorchPipeline:
         return torch.stack(losses).detach().sum().item() if losses else 0.0
 
     def gradients(self) -> list[Tensor]:
-        """Those that the step left on this rank."""
+        """Returns the gradients that the step left on this rank."""
         return [p.grad for module in self.modules for p in module.parameters() if p.grad is not None]
 
 
 def _module(job: Job, schedule: Schedule, rank: int, number: int, vocab: int) -> StageModule:
-    """One of a rank's stages with its initial weights."""
+    """Returns one of a rank's stages with its initial weights."""
     stages = Stages(schedule, rank, job.model, vocab, stages_of(job.model, job.layout, schedule.stages, vocab))
     stages.local_stages = {number: stages.local_stages[number]}
     with torch.device("meta"):

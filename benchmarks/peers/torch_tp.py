@@ -1,8 +1,8 @@
-"""torch's parallelize_module: tensor parallel, with `--sequence` sequence parallel too.
+"""torch's parallelize_module: tensor parallel, with `--sequence` also sequence parallel.
 
-The plan is the usual one (columns, then rows), as fast as it can be written: what attention's three projections read is
-prepared once, so that the backward pass reduces its gradient once, and embedding and head stay whole, because 65 tokens
-are too few to pay for the communication of cutting them.
+The plan is the usual one (columns, then rows), as fast as it can be written: the common input of attention's three
+projections is prepared once, so that the backward pass reduces its gradient once, and embedding and head stay whole,
+because 65 tokens are too few to pay for the communication of cutting them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phalanx.model.transformer import Block, Transformer
 
 
 def cut(model: Transformer, ranks: int, sequence: bool) -> None:
-    """Cut `model` over the ranks. Activations between modules are plain local tensors."""
+    """Cuts `model` over the ranks. Activations between modules are plain local tensors."""
     mesh = init_device_mesh("cpu", (ranks,))
     outside = Shard(1) if sequence else Replicate()
     block = next(iter(model.blocks.values()))
@@ -57,7 +57,7 @@ def cut(model: Transformer, ranks: int, sequence: bool) -> None:
 def _enter(
     module: nn.Module, before: Placement, after: Placement, use_local_output: bool = False
 ) -> PrepareModuleInput:
-    """Have a module's first input, laid out as `before`, be laid out as `after`. The others stay as they are."""
+    """Redistributes a module's first input from `before` to `after`. The others stay as they are."""
     others = [None] * (len(signature(module.forward).parameters) - 1)
     return PrepareModuleInput(
         input_layouts=(before, *others), desired_input_layouts=(after, *others), use_local_output=use_local_output
@@ -65,7 +65,7 @@ def _enter(
 
 
 def clip(model: nn.Module, limit: float) -> None:
-    """clip_grad_norm_ refuses DTensors beside plain tensors: the norm of both, from local parts."""
+    """Clips by the norm of local parts: clip_grad_norm_ refuses DTensors beside plain tensors."""
     sharded: list[Tensor] = []
     whole: list[Tensor] = []
     for parameter in model.parameters():
@@ -88,7 +88,7 @@ def clip(model: nn.Module, limit: float) -> None:
 
 
 def step_of(job: Job, sequence: bool) -> harness.Step:
-    """One step, on the ranks of the default group."""
+    """Returns one step, on the ranks of the default group."""
     model = harness.build(job)
     cut(model, dist.get_world_size(), sequence)
     optimizer = harness.adamw(model, job)

@@ -20,7 +20,7 @@ from benchmarks.gpu.setting import Setting, find, slug
 
 from phalanx.check.load import load_file
 from phalanx.cli.main import main as phalanx
-from phalanx.verify.plan import make as select
+from phalanx.verify.select import select
 
 REHEARSAL = ["--device", "cpu", "--quick"]
 H100 = Setting("cuda", False, "NVIDIA H100 80GB HBM3", 1, 79 * 2**30)
@@ -184,7 +184,7 @@ def test_every_case_for_a_gpu_has_its_own_name():
 @pytest.mark.usefixtures("_predicts_here")
 def test_what_does_not_fit_is_skipped_with_its_size():
     layout, prediction = shapes.fitting(H100, shapes.GPT[0])
-    assert shapes.tensors(prediction) <= shapes.ROOM * H100.memory
+    assert shapes.tensors(prediction) <= shapes.MEMORY_FRACTION * H100.memory
     assert layout[0].startswith("layout.micro_batch=")
     with pytest.raises(SkippedError, match=r"GiB of tensors predicted for one sequence with recompute=full"):
         throughput.ours(H100, shapes.GPT[-1], compiled=False)
@@ -272,7 +272,7 @@ def test_a_device_is_a_file_name():
 
 @pytest.mark.usefixtures("_predicts_here")
 def test_every_layout_of_memory_is_one_that_is_predicted():
-    for ranks, layouts in ((1, memory.ALONE), (4, memory.together(4))):
+    for ranks, layouts in ((1, memory.SINGLE_DEVICE), (4, memory.together(4))):
         for words in layouts.values():
             prediction = shapes.predict(H100, shapes.GPT[0], *words, ranks=ranks)
             assert len(prediction["memory_by_rank"]) == (4 if "layout.pp=4" in words else 1)

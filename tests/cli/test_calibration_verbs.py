@@ -83,7 +83,7 @@ def test_predictions_on_a_worthless_measurement_are_refused(machine, capsys, ver
     assert out == ""
     assert err == (
         "phalanx: predictions on cluster=local are refused, because its measurements are too noisy (products: fit "
-        "error 51.0% > 25%): run `phalanx bench compute` again on an idle machine, or predict with them nevertheless: "
+        "error 51.0% > 25%): run `phalanx bench compute` again on an idle machine, or predict with them anyway: "
         "cluster.allow_unreliable=true\n"
     )
 

@@ -37,6 +37,24 @@ def test_show_counts_and_draws(capsys):
     assert found[-2].split() == ["6", "all-gather", "2→1", "3→2", "0→3", "1→0"]
 
 
+def test_check_runs_an_algorithm(capsys):
+    assert output(capsys, "check", "ring_all_reduce", "--ranks", "2", "--elements", "7") == (
+        "ring-all-reduce: correct result on each of 2 ranks, with 7 elements\n"
+    )
+    assert json.loads(output(capsys, "check", "tree-reduce", "--ranks", "2", "--root", "1", "--json"))["ok"]
+
+
+def test_check_names_the_ranks_with_a_wrong_result(capsys, monkeypatch):
+    monkeypatch.setattr("phalanx.launch.pool.Pool.run", lambda *_: [True, False])
+    assert main(["collectives", "check", "gather", "--ranks", "2"]) == 1
+    assert "gather: wrong result on ranks 1 of 2, with 1,048,576 elements" in capsys.readouterr().err
+
+
+def test_check_refuses_a_process_too_many(capsys):
+    assert main(["collectives", "check", "gather", "--ranks", "17"]) == 2
+    assert "ranks 17: check starts a process per rank, at most 16" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("ranks", [1, 2, 6])
 def test_the_document_has_what_the_program_has(name, ranks, capsys):
@@ -72,7 +90,7 @@ def test_the_commands_of_the_page_draw_its_pictures(name, capsys, tmp_path):
     ("argv", "message"),
     [
         (["shw", "scatter"], "no command 'shw'; did you mean `phalanx collectives show`?"),
-        (["ring-all-reduce"], "a command comes first: `phalanx collectives show ring-all-reduce`"),
+        (["ring-all-reduce"], "put the command first: `phalanx collectives show ring-all-reduce`"),
         (["show"], "takes an algorithm's name, found nothing"),
         (["show", "ring"], "no collective algorithm 'ring'; did you mean ring-all-reduce?"),
         (["show", "ring-allreduce"], "did you mean ring-all-reduce?"),

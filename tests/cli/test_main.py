@@ -45,7 +45,7 @@ def test_help_and_configuration_answer_without_torch(argv):
     [
         (["trian"], "phalanx: no verb 'trian'; did you mean `phalanx train`?"),
         (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, verify, generate, data"),
-        (["job.yaml"], "phalanx: no verb 'job.yaml'; the verb comes first: `phalanx train job.yaml`"),
+        (["job.yaml"], "phalanx: no verb 'job.yaml'; put the verb first: `phalanx train job.yaml`"),
         *(
             (
                 [verb, *words, "offload=optimizer"],

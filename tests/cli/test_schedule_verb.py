@@ -108,7 +108,7 @@ def test_files_are_written_and_read_again(capsys, tmp_path):
     ("argv", "message"),
     [
         (["shw", "1f1b"], "no command 'shw'; did you mean `phalanx schedule show`?"),
-        (["1f1b"], "a command comes first: `phalanx schedule show 1f1b`"),
+        (["1f1b"], "put the command first: `phalanx schedule show 1f1b`"),
         (["xyz"], "no command 'xyz'; there are: list, show, check"),
         (["show"], "takes a schedule's name or a file, found nothing"),
         (["show", "1f1b", "zb_v"], "takes a schedule's name or a file, found 1f1b zb_v"),

@@ -75,7 +75,7 @@ def test_a_run_from_start_to_finish_and_again(here):
 
     fresh = phalanx("train", "job.yaml", "--fresh", "--dp-replicate", "1")
     assert fresh.returncode == 0
-    assert "runs/job is kept as runs/job.1" in fresh.stderr
+    assert "runs/job was renamed to runs/job.1" in fresh.stderr
     assert steps(run) == [1, 2, 3, 4]
     assert steps(here / "runs" / "job.1") == [1, 2, 3, 4, 5, 6]
 

@@ -1,4 +1,4 @@
-"""Pictures of plans: well-formed, an arrow for each message, and those of the documents are what the program draws."""
+"""Pictures of programs are well-formed, with an arrow per message; those of the documents are up to date."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from phalanx.comm.algorithms import direct, draw, halving, hierarchical, ring, tree
-from phalanx.comm.algorithms.plan import CollectiveProgram
+from phalanx.comm.algorithms.program import CollectiveProgram
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
@@ -23,12 +23,12 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.name} {plan.ranks}")
-def test_one_arrow_for_each_message(plan: CollectiveProgram):
-    root = ElementTree.fromstring(draw.svg(plan))
+@pytest.mark.parametrize("program", PLANS, ids=lambda program: f"{program.name} {program.ranks}")
+def test_one_arrow_for_each_message(program: CollectiveProgram):
+    root = ElementTree.fromstring(draw.svg(program))
     groups = root.findall(f"{SVG}g[@class='message']")
-    assert len(groups) == len(root.findall(f".//{SVG}polygon")) == len(plan.messages)
-    for group, message in zip(groups, plan.messages, strict=True):
+    assert len(groups) == len(root.findall(f".//{SVG}polygon")) == len(program.messages)
+    for group, message in zip(groups, program.messages, strict=True):
         dashed = [line.get("stroke-dasharray") is not None for line in group.iter(f"{SVG}line")]
         assert dashed == [message.action == "copy"]
 
@@ -50,7 +50,7 @@ def test_everything_is_inside_the_picture():
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"),
+    ("name", "program"),
     [
         ("ring", ring.all_reduce(4, 4)),
         ("tree", tree.all_reduce(8, 8)),
@@ -58,5 +58,5 @@ def test_everything_is_inside_the_picture():
         ("hierarchical", hierarchical.all_reduce(8, 8, 4)),
     ],
 )
-def test_pictures_of_the_documents_are_current(name: str, plan: CollectiveProgram):
-    assert (PICTURES / f"collectives-{name}.svg").read_text(encoding="utf-8") == draw.svg(plan)
+def test_pictures_of_the_documents_are_current(name: str, program: CollectiveProgram):
+    assert (PICTURES / f"collectives-{name}.svg").read_text(encoding="utf-8") == draw.svg(program)

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.algorithms import direct, halving, hierarchical, ring, tree
-from phalanx.comm.algorithms.execute import Reduction, all_to_all, execute
-from phalanx.comm.algorithms.plan import CollectiveProgram, chunked
+from phalanx.comm.algorithms.catalogue import ALGORITHMS, AlgorithmEntry
+from phalanx.comm.algorithms.execute import Reduction, all_to_all, execute, matches_definition
+from phalanx.comm.algorithms.program import CollectiveProgram, chunked
 
 SIZES = (1, 3, 37)
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -41,12 +42,12 @@ def compare_all_reduces(ranks, dtypes: list[torch.dtype]) -> None:
                     continue
                 expected = own(ranks.rank, n, dtype)
                 dist.all_reduce(expected, OPS[reduction])
-                for plan in all_reduce_plans(ranks.world, n):
+                for program in all_reduce_plans(ranks.world, n):
                     mine = own(ranks.rank, n, dtype)
-                    execute(plan, mine, reduction)
+                    execute(program, mine, reduction)
                     exact = reduction in ("min", "max") or not dtype.is_floating_point
                     tolerance = 0.0 if exact else 1e-12
-                    torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance, msg=plan.name)
+                    torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance, msg=program.name)
 
 
 @pytest.mark.parametrize("world", range(1, 9))
@@ -119,6 +120,33 @@ def test_other_collectives(ranks, world: int):
     ranks(compare_others, world)
 
 
+def check_all(ranks) -> list[str]:
+    settings = [
+        (name, {entry.takes: ranks.world - 1} if entry.takes == "root" else {}) for name, entry in ALGORITHMS.items()
+    ]
+    return [name for name, setting in settings for n in SIZES if not matches_definition(ranks, name, n, setting)]
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_every_algorithm_of_the_catalogue_computes_its_collective(ranks, world: int):
+    assert ranks(check_all, world) == [[]] * world
+
+
+def check_a_wrong_one(ranks) -> bool:
+    wrong = AlgorithmEntry(
+        lambda size, n: CollectiveProgram("nothing", size, (n,) * size, chunked(n, size), ()), "0", ""
+    )
+    ALGORITHMS["no-all-reduce"] = wrong
+    try:
+        return matches_definition(ranks, "no-all-reduce", 5, {})
+    finally:
+        del ALGORITHMS["no-all-reduce"]
+
+
+def test_a_wrong_algorithm_is_found(ranks):
+    assert ranks(check_a_wrong_one, 2) == [False, False]
+
+
 def in_a_group(ranks) -> list[float]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[ranks.rank % 2]
@@ -132,12 +160,12 @@ def test_runs_in_a_group_and_keeps_the_shape(ranks):
     assert ranks(in_a_group, 4) == [[2.0] * 6, [4.0] * 6, [2.0] * 6, [4.0] * 6]
 
 
-def refuse(ranks, plan: CollectiveProgram, tensor: Tensor, reduction: str) -> None:
-    execute(plan, tensor, reduction)  # pyright: ignore[reportArgumentType]  # the wrong one is the test
+def refuse(ranks, program: CollectiveProgram, tensor: Tensor, reduction: str) -> None:
+    execute(program, tensor, reduction)  # pyright: ignore[reportArgumentType]  # the wrong one is the test
 
 
 @pytest.mark.parametrize(
-    ("plan", "tensor", "reduction", "message"),
+    ("program", "tensor", "reduction", "message"),
     [
         (ring.all_reduce(2, 4), torch.zeros(4), "sum", r"\(ring all-reduce\) is for 2 ranks, the group has 1"),
         (ring.all_reduce(1, 4), torch.zeros(5), "sum", r"is for 4 elements on rank 0, the tensor has 5"),
@@ -146,6 +174,6 @@ def refuse(ranks, plan: CollectiveProgram, tensor: Tensor, reduction: str) -> No
         (ring.all_reduce(1, 4), torch.zeros(2, 2).T, "sum", r"contiguous; its strides are \(1, 2\)"),
     ],
 )
-def test_what_does_not_belong_together(ranks, plan: CollectiveProgram, tensor: Tensor, reduction: str, message: str):
+def test_what_does_not_belong_together(ranks, program: CollectiveProgram, tensor: Tensor, reduction: str, message: str):
     with pytest.raises(ValueError, match=message):
-        ranks(refuse, 1, plan, tensor, reduction)
+        ranks(refuse, 1, program, tensor, reduction)

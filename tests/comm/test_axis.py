@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.axis import SMALL, Axis
+from phalanx.comm.axis import LATENCY_BOUND_BYTES, Axis
 from phalanx.comm.ledger import Ledger
 from phalanx.comm.staged import StagedAxis
 
@@ -27,7 +27,7 @@ def data(ranks, *shape: int, dtype: torch.dtype) -> torch.Tensor:
 def compare_all(ranks, dtype, kind=Axis):
     """Every collective of the axis equals torch's; returns what went over the axis."""
     axis, world = axis_of(ranks, kind), ranks.world
-    large = SMALL // dtype.itemsize + 3
+    large = LATENCY_BOUND_BYTES // dtype.itemsize + 3
     for shape in ((1,), (3, 5), (large,)):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
             mine = data(ranks, *shape, dtype=dtype)
@@ -79,13 +79,13 @@ def test_every_collective_equals_the_backends(ranks, world, dtype, kind):
 def several_under_way(ranks):
     """Collectives started one after the other and awaited in the opposite order."""
     axis, world = axis_of(ranks), ranks.world
-    sums = [torch.full((size,), float(ranks.rank + size)) for size in (4, SMALL, 9)]
+    sums = [torch.full((size,), float(ranks.rank + size)) for size in (4, LATENCY_BOUND_BYTES, 9)]
     gathered = torch.empty(world * 3)
     pending = [axis.all_reduce(x) for x in sums]
     pending.append(axis.all_gather(gathered, torch.full((3,), float(ranks.rank))))
     for work in reversed(pending):
         work.wait()
-    for x, size in zip(sums, (4, SMALL, 9), strict=True):
+    for x, size in zip(sums, (4, LATENCY_BOUND_BYTES, 9), strict=True):
         assert (x == sum(rank + size for rank in range(world))).all()
     assert gathered.tolist() == [float(rank) for rank in range(world) for _ in range(3)]
 

@@ -117,7 +117,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.path=.*nowhere: there is no such file or folder"):
         read(tmp_path / "nowhere")
     (tmp_path / "a.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"of 1 files none is text; .* \.jsonl .* \.txt"):
+    with pytest.raises(DataError, match=r"none of its 1 files is text; .* \.jsonl .* \.txt"):
         read(tmp_path)
 
 

@@ -272,5 +272,5 @@ def test_lines_are_the_documents_of_bytes(tmp_path: Path) -> None:
 
 
 def test_without_anything_between_documents_they_cannot_be_told_apart(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"nothing between two documents; nearest legal: data.document_mask=false"):
+    with pytest.raises(DataError, match=r"no separator between documents; nearest legal: data.document_mask=false"):
         TokenData(folder, "train", 8, document_mask=True)

@@ -136,7 +136,7 @@ def test_the_user_s_threads_stay(
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert launch("say", processes=1) == 0
     assert facts(tmp_path, 0)["environment"]["OMP_NUM_THREADS"] == "5"
-    assert "OMP_NUM_THREADS=5 is set and kept, instead of 3 threads per rank" in capfd.readouterr().err
+    assert "OMP_NUM_THREADS=5 is set and overrides 3 threads per rank" in capfd.readouterr().err
 
 
 def test_a_bug_is_shown_once_and_peers_do_not_wait(
@@ -182,7 +182,7 @@ def test_death_by_signal(launch: Callable[..., int], capfd: pytest.CaptureFixtur
 
 def test_an_end_without_a_word(launch: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     assert launch("abrupt") == 3
-    assert "exit code 3 and no message. Its last words:\nthe last thing it said" in capfd.readouterr().err
+    assert "exit code 3 and no message. Its standard error ends:\nthe last thing it said" in capfd.readouterr().err
 
 
 def test_a_planned_stop_leaves_slower_ranks_alone(launch: Callable[..., int], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_killed_rank_comes_before_the_peers_that_lost_it() -> None:
 
 def test_last_words_of_a_rank_that_could_say_nothing() -> None:
     _, message = verdict([good(0), End(1, 139, 100.0, False, None, "Fatal Python error: Segmentation fault")], None)
-    assert message.startswith("Rank 1 of 2 was killed by SIGSEGV. Its last words:\nFatal Python error")
+    assert message.startswith("Rank 1 of 2 was killed by SIGSEGV. Its standard error ends:\nFatal Python error")
 
 
 @pytest.mark.parametrize("code", [3, 255])

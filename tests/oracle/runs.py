@@ -90,9 +90,9 @@ def stepped(ranks, job: Job, weights: plain.Weights, made: Sequence[plain.Batch]
     """The result of the project's steps on the ranks of a layout. Only rank 0 has the weights."""
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
-    fragments = stepper.replica.fragments
-    for fragment in fragments:
-        fragment.assign(weights[fragment.whole_name])
+    shards = stepper.replica.shards
+    for shard in shards:
+        shard.assign(weights[shard.whole_name])
     stepper.reload()
     equation = batch_equation.solve(job.train.global_batch, job.layout)
     losses, norms, rates = [], [], []
@@ -106,8 +106,8 @@ def stepped(ranks, job: Job, weights: plain.Weights, made: Sequence[plain.Batch]
         losses.append(found.loss)
         norms.append(found.grad_norm)
         rates.append(lr)
-    values = {fragment.name: fragment.value for fragment in fragments}
-    return plain.Result(losses, norms, rates, dict(wholes(fragments, values, mesh, ranks.rank == 0)))
+    values = {shard.name: shard.value for shard in shards}
+    return plain.Result(losses, norms, rates, dict(wholes(shards, values, mesh, ranks.rank == 0)))
 
 
 def trained(ranks, job: Job) -> tuple[plain.Weights, list[plain.Batch], plain.Result]:
@@ -121,7 +121,7 @@ def trained(ranks, job: Job) -> tuple[plain.Weights, list[plain.Batch], plain.Re
         return real(self, micro_batches, *args, **kwargs)
 
     trainer = Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(job.train.steps, visible=False))
-    parameters = {fragment.name: fragment.value.detach() for fragment in trainer.stepper.replica.fragments}
+    parameters = {shard.name: shard.value.detach() for shard in trainer.stepper.replica.shards}
     weights = {name: value.clone() for name, value in parameters.items()}
     with mock.patch.object(Stepper, "step", step):
         trainer.run()

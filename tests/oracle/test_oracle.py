@@ -146,7 +146,7 @@ def gradient_times_two(*args):
 
 
 def decay_of_norms(*args):
-    with mock.patch.object(ParameterShard, "decays", property(lambda fragment: not fragment.name.endswith(".bias"))):
+    with mock.patch.object(ParameterShard, "decays", property(lambda shard: not shard.name.endswith(".bias"))):
         return stepped(*args)
 
 

@@ -31,8 +31,8 @@ def streamed(ranks, job: Job, vocab: int, runs: list[int]):
             shown += stream.step(batches, step, valid, LR, False, more)
             step += 1
         assert stream.empty
-    fragments = stepper.replica.fragments
-    parameters = dict(wholes(fragments, {f.name: f.value for f in fragments}, mesh, ranks.rank == 0))
+    shards = stepper.replica.shards
+    parameters = dict(wholes(shards, {f.name: f.value for f in shards}, mesh, ranks.rank == 0))
     return [(number, seen.loss, seen.grad_norm) for number, seen in shown], parameters
 
 
@@ -40,7 +40,7 @@ def emulated(ranks, job: Job, vocab: int, runs: list[int]):
     """The same on one process: each step's gradients are taken at the weights before the last update of its run."""
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
-    weights = [f.value for f in stepper.replica.fragments]
+    weights = [f.value for f in stepper.replica.shards]
     shown, step = [], 0
     for run in runs:
         versions = [[w.detach().clone() for w in weights]]
@@ -55,7 +55,7 @@ def emulated(ranks, job: Job, vocab: int, runs: list[int]):
             versions.append([w.detach().clone() for w in weights])
             step += 1
             shown.append((step, float(loss / valid), float(norm)))
-    return shown, {f.name: f.value.detach() for f in stepper.replica.fragments}
+    return shown, {f.name: f.value.detach() for f in stepper.replica.shards}
 
 
 @torch.no_grad()

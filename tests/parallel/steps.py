@@ -41,14 +41,14 @@ def steps(ranks, job: Job, vocab: int, count: int = 2):
     """Losses, norms, the gradients of the last step and the parameters after it. Tensors on rank 0 only."""
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
-    fragments = stepper.replica.fragments
+    shards = stepper.replica.shards
     shown, gradients = [], {}
     real = stepper.optimizer.square_norm
 
     def square_norm(scale):
-        found = {f.name: f.gradient for f in fragments}
+        found = {f.name: f.gradient for f in shards}
         # Copies: clipping works in place.
-        gradients.update((name, t.clone()) for name, t in wholes(fragments, found, mesh, ranks.rank == 0))
+        gradients.update((name, t.clone()) for name, t in wholes(shards, found, mesh, ranks.rank == 0))
         return real(scale)
 
     stepper.optimizer.square_norm = square_norm
@@ -57,7 +57,7 @@ def steps(ranks, job: Job, vocab: int, count: int = 2):
         batches, valid = micro_batches(job, step, mesh.data_rank, vocab)
         seen = stepper.step(batches, step, valid, 1e-2)
         shown.append((seen.loss, seen.grad_norm))
-    parameters = dict(wholes(fragments, {f.name: f.value for f in fragments}, mesh, ranks.rank == 0))
+    parameters = dict(wholes(shards, {f.name: f.value for f in shards}, mesh, ranks.rank == 0))
     return shown, gradients, parameters
 
 

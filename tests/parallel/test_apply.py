@@ -25,7 +25,7 @@ def loss_and_gradients(ranks, train):
     replica = apply(model, Job(model=SHAPE, train=train), build(Layout(), "cpu"), torch.device("cpu"))
     tokens = torch.arange(16).reshape(2, 8) % 11
     loss = replica.forward_backward(MicroTensors(tokens, tokens, None), 1.0, last=True)
-    return loss, {f.name: f.gradient for f in replica.fragments}
+    return loss, {f.name: f.gradient for f in replica.shards}
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile builds its CPU kernels with g++, which is not here")

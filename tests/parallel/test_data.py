@@ -39,7 +39,7 @@ def gradients(ranks, layout: Layout, accumulation: int, dropout: float = 0.0, ti
         noise = Noise(SEED, 0, ids) if dropout else None
         micro = MicroTensors(inputs[ids], targets[ids], noise)
         loss += replica.forward_backward(micro, 1 / valid, last=k == accumulation - 1)
-    return loss, {f.name: f.gradient.clone() for f in replica.fragments if f.gradient is not None}
+    return loss, {f.name: f.gradient.clone() for f in replica.shards if f.gradient is not None}
 
 
 @pytest.fixture(scope="module")

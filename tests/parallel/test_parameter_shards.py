@@ -49,11 +49,11 @@ def test_a_share_is_taken_out_of_the_whole(rows, columns, share):
     start, stop = sorted(min(place, size) for place in share)
     tensor = torch.arange(float(size)).view(rows, columns)
     value = torch.full((stop - start,), -1.0)
-    fragment = ParameterShard("w", (TensorSlice((rows, columns)),), 0, start, value)
-    fragment.assign(tensor)
+    shard = ParameterShard("w", (TensorSlice((rows, columns)),), 0, start, value)
+    shard.assign(tensor)
     assert value.tolist() == list(range(start, stop))
     moment = torch.zeros(stop - start)
-    fragment.assign(tensor + 1, into=moment)
+    shard.assign(tensor + 1, into=moment)
     assert moment.tolist() == list(range(start + 1, stop + 1))
     assert value.tolist() == list(range(start, stop))
 
@@ -69,9 +69,9 @@ def test_matrices_decay_even_where_a_share_of_one_is_flat():
 
 def test_one_process_reads_out_copies():
     value = torch.ones(2, 3, requires_grad=True)
-    fragment = ParameterShard("w", (TensorSlice((2, 3)),), 0, 0, value)
-    assert dict(wholes([fragment], {"w": value}, ALONE, keep=False)) == {}
-    found = dict(wholes([fragment], {"w": value}, ALONE, keep=True))
+    shard = ParameterShard("w", (TensorSlice((2, 3)),), 0, 0, value)
+    assert dict(wholes([shard], {"w": value}, ALONE, keep=False)) == {}
+    found = dict(wholes([shard], {"w": value}, ALONE, keep=True))
     assert torch.equal(found["w"], torch.ones(2, 3))
     assert not found["w"].requires_grad
 
@@ -84,24 +84,24 @@ def whole_values(ranks, layout: Layout):
     mesh = build(layout, "cpu")
     job = Job(model=SHAPE, layout=layout, train=Train(seed=3))
     replica = apply(model, job, mesh, torch.device("cpu"))  # kept: its groups go with it
-    fragments = replica.fragments
+    shards = replica.shards
     last = ranks.rank == ranks.world - 1
-    found = dict(wholes(fragments, {f.name: f.value for f in fragments}, mesh, last))
-    elements = torch.zeros(len(fragments))
-    for number, fragment in enumerate(fragments):
-        if any(fragment is each for each in counted(fragments)):
-            real = torch.ones(fragment.tensor_slice.whole)
-            mine = torch.zeros_like(fragment.value)
-            fragment.assign(real, into=mine)
+    found = dict(wholes(shards, {f.name: f.value for f in shards}, mesh, last))
+    elements = torch.zeros(len(shards))
+    for number, shard in enumerate(shards):
+        if any(shard is each for each in counted(shards)):
+            real = torch.ones(shard.tensor_slice.whole)
+            mine = torch.zeros_like(shard.value)
+            shard.assign(real, into=mine)
             elements[number] = mine.sum()
     mesh.axis("world").all_reduce(elements).wait()
-    others = {f.name: torch.randn(f.tensor_slice.whole, generator=torch.Generator().manual_seed(7)) for f in fragments}
-    shares = {f.name: torch.empty(f.value.shape) for f in fragments}
-    for fragment in fragments:
-        fragment.assign(others[fragment.name], into=shares[fragment.name])
-    same = dict(wholes(fragments, shares, mesh, True))
+    others = {f.name: torch.randn(f.tensor_slice.whole, generator=torch.Generator().manual_seed(7)) for f in shards}
+    shares = {f.name: torch.empty(f.value.shape) for f in shards}
+    for shard in shards:
+        shard.assign(others[shard.name], into=shares[shard.name])
+    same = dict(wholes(shards, shares, mesh, True))
     assert all(torch.equal(same[name], tensor) for name, tensor in others.items())
-    return list(found), found, elements, [f.tensor_slice.whole for f in fragments]
+    return list(found), found, elements, [f.tensor_slice.whole for f in shards]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def pipeline_values(ranks, layout: Layout, shape: ModelConfig):
     mesh = build(layout, "cpu")
     job = Job(model=shape, layout=layout, train=Train(seed=3, global_batch=layout.data_ranks * layout.accumulation))
     replica = apply(model, job, mesh, torch.device("cpu"))  # kept: its groups go with it
-    fragments = replica.fragments
-    found = dict(wholes(fragments, {f.name: f.value for f in fragments}, mesh, ranks.rank == 0))
-    return found, [(f.whole_name, f.value.numel()) for f in counted(fragments)], [f.whole_name for f in fragments]
+    shards = replica.shards
+    found = dict(wholes(shards, {f.name: f.value for f in shards}, mesh, ranks.rank == 0))
+    return found, [(f.whole_name, f.value.numel()) for f in counted(shards)], [f.whole_name for f in shards]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -14,7 +14,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.memory.state import state_bytes
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.pipedream import _legs, version
+from phalanx.parallel.pipedream import _split_by_batch, version
 from phalanx.partition.cut import stages_of
 from phalanx.schedule.pipedream import pipedream
 from phalanx.train.step import Stepper
@@ -63,8 +63,8 @@ def test_gradients_are_stale_by_one_update_from_the_third_step_on():
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_run_is_made_of_a_leg_that_fills_steady_ones_and_one_that_drains(rank):
-    fill, steady, drain = _legs(pipedream(4, 5, 3), rank)
-    *_, same, last = _legs(pipedream(4, 5, 6), rank)
+    fill, steady, drain = _split_by_batch(pipedream(4, 5, 3), rank)
+    *_, same, last = _split_by_batch(pipedream(4, 5, 6), rank)
     assert (same, last) == (steady, drain)
     backward = [action.micro for action in steady if action.kind == "B"]
     assert backward == list(range(5)), "each leg brings back its own batch"

@@ -20,7 +20,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import Execution
-from phalanx.parallel.transfers import AHEAD
+from phalanx.parallel.transfers import RECEIVE_AHEAD
 from phalanx.schedule.catalogue import SCHEDULES, build
 from phalanx.schedule.check import in_flight
 from phalanx.train.step import Stepper
@@ -52,7 +52,7 @@ def live(ranks, layout: Layout) -> tuple[int, dict[int, int], int]:
         gradients = [p.grad for p in stepper.replica.objective.parameters() if p.grad is not None]
         moving = [buffer for buffer, _ in self.mailbox.arriving.values()]
         moving += [message for to in self.mailbox.leaving.values() for _, message, _ in to]
-        moving += self.handed.values()
+        moving += self.local_results.values()
         others = storages_of([*gradients, *moving])
         kept = sum(size for key, (ref, size) in made.storages.items() if key not in others and not ref.expired())
         transit.append(sum(storages_of(moving).values()))
@@ -103,7 +103,7 @@ def test_a_rank_keeps_what_its_schedule_says(ranks, name, pp, micro_batches):
             assert abs(found - expected) <= HALVES * INPUT
         else:
             assert abs(found - expected) <= SCALARS * micro_batches
-        assert transit <= (micro_batches + AHEAD + 1) * INPUT
+        assert transit <= (micro_batches + RECEIVE_AHEAD + 1) * INPUT
         if name in ("gpipe", "1f1b"):
             count = micro_batches if name == "gpipe" else min(micro_batches, pp - rank)
             assert in_flight(schedule)[rank] == round(found / each[rank]) == count

@@ -70,7 +70,7 @@ def counted(ranks, job: Job) -> tuple[Traffic, float]:
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     steps = job.layout.sync_every if job.layout.independent_replicas > 1 else 1
-    rows, table_of = [], expert._sizes_of_all
+    rows, table_of = [], expert._gather_sizes
 
     def sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:
         table = table_of(ep, sizes)
@@ -80,7 +80,7 @@ def counted(ranks, job: Job) -> tuple[Traffic, float]:
         return table
 
     mesh.ledger.clear()
-    with mock.patch.object(expert, "_sizes_of_all", sizes_of_all):
+    with mock.patch.object(expert, "_gather_sizes", sizes_of_all):
         if isinstance(stepper.replica.runner, PipeDream):
             steps = 3
             stream(job, stepper, steps)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.comm.ledger import Ledger
-from phalanx.parallel.transfers import AHEAD, StepMailbox, Transfers
+from phalanx.parallel.transfers import RECEIVE_AHEAD, StepMailbox, Transfers
 from phalanx.schedule.catalogue import SCHEDULES, build, problems
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.timing import time
@@ -131,7 +131,7 @@ def test_every_action_reads_what_was_made_for_it(name):
     )
     for _, rank, place in order:
         program = schedule.programs[rank]
-        for later in program[place + 1 : place + 1 + AHEAD]:
+        for later in program[place + 1 : place + 1 + RECEIVE_AHEAD]:
             mails[rank].expect(later)
         found = mails[rank].receive(program[place])
         made = made_for.get((rank, program[place]))

@@ -28,11 +28,11 @@ a little after it has said that they are there."""
 def state_memory(replica: Replica, optimizer: AdamW) -> StateBytes:
     """Bytes that this rank holds now, each storage once. The step counters of Adam, 4 bytes a tensor, do not count."""
     parameters = list(replica.objective.parameters())
-    values = [*parameters, *(f.value for f in replica.fragments)]
+    values = [*parameters, *(f.value for f in replica.shards)]
     if isinstance(replica.runner, PipeDream):
         values += [weight for weights in replica.runner.versions for weight in weights]
-        values += [f.value for f in optimizer.fragments]
-    gradients = [p.grad for p in parameters] + [f.gradient for f in replica.fragments]
+        values += [f.value for f in optimizer.shards]
+    gradients = [p.grad for p in parameters] + [f.gradient for f in replica.shards]
     gradients += [master.grad for master in optimizer.masters.values()]
     if isinstance(replica, BucketReplica):
         gradients += [buffer for b in replica.buckets for buffer in (b.gradients, b.reduced, b.arriving)]

@@ -205,8 +205,8 @@ def limited(ranks, model: ModelConfig, phase: str, layout: Layout) -> str:
 @pytest.mark.parametrize(
     ("model", "phase", "layout", "said"),
     [
-        (WIDE, "build", Layout(), "parameters: by the formulas it needs parameters 51.7MiB"),
-        (WIDE, "update", Layout(), "optimizer: by the formulas it needs parameters 51.7MiB"),
+        (WIDE, "build", Layout(), "parameters: it is predicted to need parameters 51.7MiB"),
+        (WIDE, "update", Layout(), "optimizer: it is predicted to need parameters 51.7MiB"),
         (LONG, "step", Layout(), "nearest remedy for its activations: layout.recompute=selective"),
         (LONG, "step", Layout(recompute="selective"), "nearest remedy for its activations: layout.recompute=full"),
         (WIDE, "step", Layout(dp_shard=2, zero=1), "nearest remedy for its gradients: layout.zero=2"),

@@ -21,7 +21,7 @@ def model(dtype=torch.float64) -> nn.Sequential:
 
 
 def adamw(module: nn.Module, config: Optimizer = CONFIG) -> AdamW:
-    """Over fragments that are whole parameters."""
+    """Over shards that are whole parameters."""
     named = module.named_parameters()
     return AdamW([ParameterShard(name, (TensorSlice(tuple(p.shape)),), 0, 0, p) for name, p in named], config)
 
@@ -40,9 +40,9 @@ def train(module: nn.Module, optimizer: AdamW, steps, scale: float = 1.0) -> Non
 
 
 def norm(optimizer: AdamW, scale: float = 1.0) -> torch.Tensor:
-    """The gradients' norm, once the fragments have what the backward pass left."""
-    for fragment in optimizer.fragments:
-        fragment.gradient = fragment.value.grad
+    """The gradients' norm, once the shards have what the backward pass left."""
+    for shard in optimizer.shards:
+        shard.gradient = shard.value.grad
     return optimizer.square_norm(scale).sqrt()
 
 
@@ -112,7 +112,7 @@ def test_the_first_bad_gradient_is_named():
     assert not torch.isfinite(norm(optimizer))
     bad = optimizer.first_bad_gradient()
     assert bad is not None
-    assert optimizer.fragments[bad].name == "2.weight"
+    assert optimizer.shards[bad].name == "2.weight"
 
 
 def test_empty_fragments_and_copies_count_nothing_and_break_nothing():

@@ -42,9 +42,9 @@ def summed_gradients(ranks, job: Job):
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     batches, valid = micro_batches(job, 0, mesh.data_rank, VOCAB)
     stepper.gradients(batches, 0, valid)
-    fragments = stepper.replica.fragments
-    found = {f.name: f.gradient for f in fragments if f.gradient is not None}
-    whole = wholes(fragments, found, mesh, ranks.rank == 0)
+    shards = stepper.replica.shards
+    found = {f.name: f.gradient for f in shards if f.gradient is not None}
+    whole = wholes(shards, found, mesh, ranks.rank == 0)
     return found["embed.weight"].dtype, {name: tensor.double() for name, tensor in whole}
 
 
@@ -86,23 +86,23 @@ def one_bad_value(ranks, job: Job, name: str) -> str:
     Checks that no rank's parameters were changed by it."""
     mesh = build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
-    fragment = next(f for f in stepper.replica.fragments if f.name == name)
+    shard = next(f for f in stepper.replica.shards if f.name == name)
     holders = torch.zeros(mesh.axis("world").size)
-    holders[ranks.rank] = float(fragment.value.numel() > 0 and fragment.tensor_slice.first)
+    holders[ranks.rank] = float(shard.value.numel() > 0 and shard.tensor_slice.first)
     mesh.axis("world").all_reduce(holders).wait()
     real = stepper.optimizer.square_norm
 
     def square_norm(loss_scale: float = 1.0) -> torch.Tensor:
         if ranks.rank == holders.nonzero().max().item():
-            assert fragment.gradient is not None
-            fragment.gradient.view(-1)[-1] = math.inf
+            assert shard.gradient is not None
+            shard.gradient.view(-1)[-1] = math.inf
         return real(loss_scale)
 
     stepper.optimizer.square_norm = square_norm
-    before = [f.value.detach().clone() for f in stepper.replica.fragments]
+    before = [f.value.detach().clone() for f in stepper.replica.shards]
     batches, valid = micro_batches(job, 0, mesh.data_rank, VOCAB)
     with pytest.raises(NotFiniteError) as caught:
         stepper.step(batches, 0, valid, 1e-2)
-    for fragment, value in zip(stepper.replica.fragments, before, strict=True):
-        assert torch.equal(fragment.value, value)
+    for shard, value in zip(stepper.replica.shards, before, strict=True):
+        assert torch.equal(shard.value, value)
     return str(caught.value)

@@ -23,8 +23,8 @@ from phalanx.train.step import Stepper
 from phalanx.verify import measure
 from phalanx.verify import run as verify
 from phalanx.verify.measure import TOLERANCE, Differences, compare, difference, micro_batches, record
-from phalanx.verify.plan import Selection, make
-from phalanx.verify.run import First, first_difference
+from phalanx.verify.run import FirstDifference, first_difference
+from phalanx.verify.select import Selection, select
 
 JOB = Job(model=ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
 
@@ -33,32 +33,32 @@ MASKED = replace(JOB, data=Data(document_mask=True))
 
 
 def plan_of(*lines: str, job: Job = JOB) -> Selection:
-    return make(job, lines=lines)
+    return select(job, lines=lines)
 
 
-def recorded(ranks, plan: Selection, path) -> None:
-    ranks(record, 1, plan.alone(plan.layouts[0]), plan.proof.vocab_size, 2, path)
+def recorded(ranks, selection: Selection, path) -> None:
+    ranks(record, 1, selection.alone(selection.layouts[0]), selection.compared.vocab_size, 2, path)
 
 
-def compared(ranks, plan: Selection, path, fn=compare) -> First | None:
-    (layout,) = plan.layouts
-    found = ranks(fn, layout.processes, plan.case(layout), plan.proof.vocab_size, 2, path)[0]
+def compared(ranks, selection: Selection, path, fn=compare) -> FirstDifference | None:
+    (layout,) = selection.layouts
+    found = ranks(fn, layout.processes, selection.case(layout), selection.compared.vocab_size, 2, path)[0]
     return first_difference(found, TOLERANCE)
 
 
 def test_a_tampered_record_is_found_and_named(ranks, tmp_path):
-    plan, path = plan_of("dp_shard=2,tp=2,sp=true"), tmp_path / "record"
-    recorded(ranks, plan, path)
-    assert compared(ranks, plan, path) is None
+    selection, path = plan_of("dp_shard=2,tp=2,sp=true"), tmp_path / "record"
+    recorded(ranks, selection, path)
+    assert compared(ranks, selection, path) is None
     original = load_file(path)
     for key, factor, expected in (
-        ("gradient/1/blocks.1.mlp.up.weight", 1 + 1e-6, First("gradient", "blocks.1.mlp.up.weight", 2, 1e-6)),
-        ("gradient/0/blocks.0.attn_norm.bias", 2.0, First("gradient", "blocks.0.attn_norm.bias", 1, 0.5)),
-        ("parameter/final_norm.weight", 1 + 1e-7, First("parameter", "final_norm.weight", 2, 1e-7)),
+        ("gradient/1/blocks.1.mlp.up.weight", 1 + 1e-6, FirstDifference("gradient", "blocks.1.mlp.up.weight", 2, 1e-6)),
+        ("gradient/0/blocks.0.attn_norm.bias", 2.0, FirstDifference("gradient", "blocks.0.attn_norm.bias", 1, 0.5)),
+        ("parameter/final_norm.weight", 1 + 1e-7, FirstDifference("parameter", "final_norm.weight", 2, 1e-7)),
     ):
         tampered = original | {key: original[key] * factor}
         save_file(tampered, path, {"losses": "[1.0, 1.0]", "largest": "[1.0, 1.0]"})
-        found = compared(ranks, plan, path)
+        found = compared(ranks, selection, path)
         assert found is not None
         assert (found.what, found.name, found.step) == (expected.what, expected.name, expected.step)
         assert math.isclose(found.rel, expected.rel, rel_tol=1e-3)
@@ -101,9 +101,9 @@ def without_loads(ranks, *args):
     ],
 )
 def test_a_broken_technique_is_named_by_the_first_parameter(ranks, tmp_path, job, line, sabotage, name):
-    plan, path = plan_of(line, job=job), tmp_path / "record"
-    recorded(ranks, plan, path)
-    found = compared(ranks, plan, path, sabotage)
+    selection, path = plan_of(line, job=job), tmp_path / "record"
+    recorded(ranks, selection, path)
+    found = compared(ranks, selection, path, sabotage)
     assert found is not None
     assert (found.what, found.step) == ("gradient", 1)
     assert found.name == name
@@ -117,14 +117,14 @@ def without_one_stage(ranks, *args):
 
 
 def test_a_pipeline_s_gradients_are_in_the_model_s_order_and_all_there(ranks, tmp_path):
-    plan, path = plan_of("pp=2,schedule=dualpipe,accumulation=2"), tmp_path / "record"
-    recorded(ranks, plan, path)
-    (layout,) = plan.layouts
-    found = ranks(compare, 2, plan.case(layout), plan.proof.vocab_size, 2, path)[0]
+    selection, path = plan_of("pp=2,schedule=dualpipe,accumulation=2"), tmp_path / "record"
+    recorded(ranks, selection, path)
+    (layout,) = selection.layouts
+    found = ranks(compare, 2, selection.case(layout), selection.compared.vocab_size, 2, path)[0]
     assert first_difference(found, TOLERANCE) is None
     assert [list(step) for step in (*found.gradients, found.parameters)] == [list(parameter_shapes(JOB.model))] * 3
     with pytest.raises(ValueError, match=r"no rank has blocks\.1\.attn_norm\.weight, blocks\.1\.attn_norm\.bias, "):
-        ranks(without_one_stage, 2, plan.case(layout), plan.proof.vocab_size, 2, path)
+        ranks(without_one_stage, 2, selection.case(layout), selection.compared.vocab_size, 2, path)
 
 
 def refuses(ranks, *args):
@@ -133,9 +133,9 @@ def refuses(ranks, *args):
 
 def test_a_rank_that_raises_fails_its_case_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(verify, "compare", refuses)
-    plan = plan_of("accumulation=2", "accumulation=4")
+    selection = plan_of("accumulation=2", "accumulation=4")
     shown = []
-    report = verify.run(plan, 1, shown.append, lambda layout: None)
+    report = verify.run(selection, 1, shown.append, lambda layout: None)
     assert [case.error for case in report.cases] == ["ValueError: two lines"] * 2
     assert shown == report.cases
     assert not report.ok
@@ -156,10 +156,10 @@ def test_the_scale_of_a_difference():
 
 def test_what_is_no_number_differs():
     found = Differences([0.0], [{"a": 0.0, "b": math.nan}], {"a": 0.0, "b": math.nan})
-    assert first_difference(found, TOLERANCE) == First("gradient", "b", 1, found.gradients[0]["b"])
+    assert first_difference(found, TOLERANCE) == FirstDifference("gradient", "b", 1, found.gradients[0]["b"])
     assert verify.worst([0.0, math.nan, 1.0]) == math.inf
     only_loss = Differences([0.0, 1e-3], [{"a": 0.0}, {"a": 0.0}], {"a": 0.0})
-    assert first_difference(only_loss, TOLERANCE) == First("loss", None, 2, 1e-3)
+    assert first_difference(only_loss, TOLERANCE) == FirstDifference("loss", None, 2, 1e-3)
 
 
 def my_batches(ranks, job, vocab_size):
@@ -168,10 +168,10 @@ def my_batches(ranks, job, vocab_size):
 
 @pytest.mark.parametrize("line", ["dp_replicate=2,accumulation=2", "dp_replicate=2,data_parallel=threads"])
 def test_ranks_share_the_batch_out_and_have_different_numbers_of_valid_tokens(ranks, line):
-    plan = plan_of(line)
+    selection = plan_of(line)
     layout = parse(line)
-    (alone, valid) = ranks(my_batches, 1, plan.alone(plan.layouts[0]), 11)[0]
-    shares = ranks(my_batches, layout.processes, plan.case(plan.layouts[0]), 11)
+    (alone, valid) = ranks(my_batches, 1, selection.alone(selection.layouts[0]), 11)[0]
+    shares = ranks(my_batches, layout.processes, selection.case(selection.layouts[0]), 11)
     rows = [row for batches, _ in shares for micro in batches for row in micro.targets.tolist()]
     assert rows == alone[0].targets.tolist()
     assert all(total == valid for _, total in shares)
@@ -181,9 +181,12 @@ def test_ranks_share_the_batch_out_and_have_different_numbers_of_valid_tokens(ra
 
 
 def test_with_a_document_mask_every_sample_is_cut_into_documents_at_other_places(ranks):
-    plan = plan_of("dp_replicate=2,accumulation=2", job=MASKED)
-    (alone, _), (none, _) = ranks(my_batches, 1, plan.alone(plan.layouts[0]), 11)[0], ranks(my_batches, 1, JOB, 11)[0]
-    shares = ranks(my_batches, 2, plan.case(plan.layouts[0]), 11)
+    selection = plan_of("dp_replicate=2,accumulation=2", job=MASKED)
+    (alone, _), (none, _) = (
+        ranks(my_batches, 1, selection.alone(selection.layouts[0]), 11)[0],
+        ranks(my_batches, 1, JOB, 11)[0],
+    )
+    shares = ranks(my_batches, 2, selection.case(selection.layouts[0]), 11)
     documents = [row for batches, _ in shares for micro in batches for row in micro.documents.tolist()]
     assert documents == alone[0].documents.tolist()
     assert len(set(map(tuple, documents))) > 1

@@ -14,32 +14,32 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.presets import PRESETS
-from phalanx.verify.small import CHEAP_PARAMETERS, like, proof_of
+from phalanx.verify.small import CHEAP_PARAMETERS, alike, compared_job
 
 
 def test_a_cheap_model_stays_as_it_is():
     job = Job(model=ModelConfig(n_layers=4, d_model=64, n_heads=4, vocab_size=50, seq_len=100, dropout=0.1))
-    proof = proof_of(job, False, 8)
-    assert proof.job.model == job.model
-    assert proof.vocab_size == 50
-    assert set(proof.changes) == {"layout.bucket_mb"}
-    assert proof.job.train.precision == "fp64"
+    compared = compared_job(job, False, 8)
+    assert compared.job.model == job.model
+    assert compared.vocab_size == 50
+    assert set(compared.changes) == {"layout.bucket_mb"}
+    assert compared.job.train.precision == "fp64"
 
 
 def test_the_tokenizer_s_vocabulary_is_a_prime_here():
-    assert proof_of(Job(), False, 8).vocab_size == 251
+    assert compared_job(Job(), False, 8).vocab_size == 251
 
 
 def test_as_it_is():
     job = Job(model=PRESETS["gpt2"], optimizer=Optimizer(eps=1e-12))
-    proof = proof_of(job, True, 8)
-    assert proof.changes == {}
-    assert (proof.job.model, proof.job.optimizer) == (job.model, job.optimizer)
+    compared = compared_job(job, True, 8)
+    assert compared.changes == {}
+    assert (compared.job.model, compared.job.optimizer) == (job.model, job.optimizer)
 
 
 def test_what_was_changed_is_told():
     job = Job(model=PRESETS["llama3-8b"], optimizer=Optimizer(eps=1e-12))
-    changes = proof_of(job, False, 8).changes
+    changes = compared_job(job, False, 8).changes
     assert changes["model.n_layers"] == (32, 2)
     assert changes["model.seq_len"] == (8192, 32)
     assert changes["model.vocab_size"] == (128256, 251)
@@ -49,13 +49,13 @@ def test_what_was_changed_is_told():
 
 def test_windows_shrink_with_sequences():
     model = replace(PRESETS["llama3-8b"], window=4096)
-    small = proof_of(Job(model=model), False, 8).job.model
+    small = compared_job(Job(model=model), False, 8).job.model
     assert (small.seq_len, small.window) == (32, 16)
-    assert proof_of(Job(model=replace(model, window=1)), False, 8).job.model.window == 1
-    assert proof_of(Job(model=replace(model, window=9000)), False, 8).job.model.window >= 32
-    assert proof_of(Job(model=replace(PRESETS["baby"], seq_len=256, window=100)), False, 8).changes["model.window"]
+    assert compared_job(Job(model=replace(model, window=1)), False, 8).job.model.window == 1
+    assert compared_job(Job(model=replace(model, window=9000)), False, 8).job.model.window >= 32
+    assert compared_job(Job(model=replace(PRESETS["baby"], seq_len=256, window=100)), False, 8).changes["model.window"]
     cheap = replace(PRESETS["tiny"], vocab_size=50, window=9)
-    assert proof_of(Job(model=cheap), False, 8).job.model == cheap
+    assert compared_job(Job(model=cheap), False, 8).job.model == cheap
 
 
 def legal(job: Job, layout: Layout) -> bool:
@@ -65,24 +65,24 @@ def legal(job: Job, layout: Layout) -> bool:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_small_model_is_cheap_and_legal_under_the_same_layouts(preset):
     job = Job(model=PRESETS[preset])
-    proof = proof_of(job, False, 8)
-    small = proof.job.model
-    assert count(small, proof.vocab_size) <= 2 * CHEAP_PARAMETERS
+    compared = compared_job(job, False, 8)
+    small = compared.job.model
+    assert count(small, compared.vocab_size) <= 2 * CHEAP_PARAMETERS
     assert small.seq_len <= 128
     assert (small.n_heads, small.kv_heads) == (job.model.n_heads, job.model.kv_heads)
     for n in range(1, 9):
         layouts = Layout(tp=n), Layout(tp=n, sp=True), Layout(cp=n, cp_ulysses=n), Layout(dp_shard=n, ep=n)
         for layout in layouts:
-            assert legal(proof.job, layout) == legal(job, layout), layout
+            assert legal(compared.job, layout) == legal(job, layout), layout
 
 
 def test_experts_and_latent_attention_in_small_are_still_both_at_work():
-    small = proof_of(Job(model=PRESETS["deepseek-v3"]), False, 8).job.model
+    small = compared_job(Job(model=PRESETS["deepseek-v3"]), False, 8).job.model
     assert [small.is_moe_layer(layer) for layer in range(small.n_layers)] == [False, True]
     moe, mla = small.moe, small.mla
     assert (moe.n_experts, moe.n_groups, moe.top_groups, moe.top_k, moe.n_shared) == (8, 4, 2, 2, 1)
     assert (mla.q_rank, mla.kv_rank, small.head_size, small.v_head_size) == (16, 8, 8, 4)
-    mixtral = proof_of(Job(model=PRESETS["mixtral-8x7b"]), False, 8).job.model
+    mixtral = compared_job(Job(model=PRESETS["mixtral-8x7b"]), False, 8).job.model
     assert mixtral.moe == replace(PRESETS["mixtral-8x7b"].moe, d_ff=mixtral.moe.d_ff)
 
 
@@ -103,7 +103,7 @@ def test_any_experts_are_legal_in_small(n_experts, top_k, groups, n_dense_layers
     )
     model = replace(PRESETS["llama3-8b"], moe=moe)
     assume(not list(model_problems(model)))
-    small = proof_of(Job(model=model), False, 8).job.model
+    small = compared_job(Job(model=model), False, 8).job.model
     assert list(model_problems(small)) == []
     assert small.is_moe_layer(small.n_layers - 1)
     assert (small.moe.top_k == 1) == (top_k == 1)
@@ -113,6 +113,6 @@ def test_any_experts_are_legal_in_small(n_experts, top_k, groups, n_dense_layers
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_like_divides_by_the_same_numbers(number, at_least):
-    small = like(number, min(number, at_least), 8)
+    small = alike(number, min(number, at_least), 8)
     assert min(number, at_least) <= small <= number
     assert [small % ranks == 0 for ranks in range(2, 9)] == [number % ranks == 0 for ranks in range(2, 9)]

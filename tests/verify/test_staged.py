@@ -12,8 +12,8 @@ from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig
 from phalanx.parallel import mesh
 from phalanx.verify.measure import TOLERANCE, compare, record
-from phalanx.verify.plan import make
 from phalanx.verify.run import first_difference
+from phalanx.verify.select import select
 
 JOB = Job(model=ModelConfig(n_layers=4, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
 LINES = [
@@ -36,10 +36,10 @@ def compare_staged(ranks, *args):
 
 @pytest.mark.parametrize("line", LINES)
 def test_messages_through_host_memory_change_nothing(ranks, tmp_path, line):
-    plan, path = make(JOB, lines=[line]), tmp_path / "record"
-    (layout,) = plan.layouts
-    ranks(record, 1, plan.alone(layout), plan.proof.vocab_size, 2, path)
-    found = ranks(compare_staged, layout.processes, plan.case(layout), plan.proof.vocab_size, 2, path)[0]
+    selection, path = select(JOB, lines=[line]), tmp_path / "record"
+    (layout,) = selection.layouts
+    ranks(record, 1, selection.alone(layout), selection.compared.vocab_size, 2, path)
+    found = ranks(compare_staged, layout.processes, selection.case(layout), selection.compared.vocab_size, 2, path)[0]
     assert first_difference(found, TOLERANCE) is None
 
 
@@ -49,5 +49,5 @@ def test_a_cuda_job_is_compared_on_cuda():
     from phalanx.config.cluster import Cluster
 
     for device, expected in (("auto", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")):
-        plan = make(replace(JOB, cluster=Cluster(device=device)), lines=["tp=2"])
-        assert plan.case(parse("tp=2")).cluster.device == expected
+        selection = select(replace(JOB, cluster=Cluster(device=device)), lines=["tp=2"])
+        assert selection.case(parse("tp=2")).cluster.device == expected

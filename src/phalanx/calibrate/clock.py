@@ -1,7 +1,7 @@
-"""How long a call takes, on all ranks at once: independent rounds of repeats, until the rounds agree.
+"""Times calls on all ranks at once: independent rounds of repeats, until the rounds agree.
 
-A round warms up, then repeats each call in turns and takes the median. Disturbances by other programs last for seconds,
-so they spoil all repeats of a round alike; only another round shows them.
+A round warms up, then repeats the calls in turns and takes each one's median. Disturbances by other programs last for
+seconds, so they spoil all repeats of a round alike; only another round reveals them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from phalanx.config.calibration import STABLE_SPREAD, relative_spread
 
 MAX_CALLS = 20_000
-"""Most calls in one repeat."""
+"""Maximum number of calls per repeat."""
 WINDOW = 3
-"""Consecutive rounds that are compared and kept; at least this many are measured."""
+"""Number of consecutive rounds that are compared and kept, and minimum number of rounds."""
 QUICK_BUDGET_S, BUDGET_S = 2.0, 12.0
 """Seconds for rounds after the first WINDOW, with and without --quick. About a dozen kinds of measurement may each need
 them, so that `bench compute` on a busy machine ends within half a minute more, or three minutes."""
@@ -33,15 +33,15 @@ class Timings:
     """Seconds of several calls that took turns."""
 
     seconds: list[list[float]]
-    """Of each call the median over the kept rounds, by rank."""
+    """The median over the kept rounds of each call, by rank, in seconds."""
     spreads: list[float]
-    """Of each call (slowest - fastest) / median of the kept rounds' means over the ranks."""
+    """(slowest - fastest) / median of the kept rounds' means over the ranks, for each call."""
     rounds: int
     """Rounds that were measured."""
 
     @property
     def spread(self) -> float:
-        """Median of the calls' spreads."""
+        """The median of the calls' spreads."""
         return statistics.median(self.spreads)
 
 
@@ -57,7 +57,7 @@ class Clock:
     budget_s: float = 0.0
     """Seconds after the first WINDOW rounds in which further ones may begin."""
     now: Callable[[], float] = time.perf_counter
-    """Seconds since some moment."""
+    """Returns monotonic seconds."""
 
     @staticmethod
     def for_device(device: torch.device, quick: bool) -> Clock:
@@ -104,7 +104,6 @@ class Clock:
     def _round(
         self, calls: Sequence[Callable[[], Any]], counts: Sequence[int], tick: Callable[[], None]
     ) -> list[list[float]]:
-        """Returns for each call the median over the repeats, by rank."""
         repeated: list[list[float]] = [[] for _ in calls]
         for _ in range(self.repeats):
             for times, call, count in zip(repeated, calls, counts, strict=True):
@@ -137,7 +136,6 @@ def _kept(rounds: Sequence[list[list[float]]]) -> Timings:
 
 
 def _all_ranks(value: float) -> list[float]:
-    """Gathers every rank's value, by rank."""
     if not dist.is_initialized():
         return [value]
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64)

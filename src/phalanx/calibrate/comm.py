@@ -1,8 +1,8 @@
-"""Measures collectives among the ranks that were started, by bytes, in groups of every power of two and of all ranks.
+"""Measures collectives among the started ranks, by bytes, in groups of every power of two and of all ranks.
 
 Inside a node all groups of a size communicate at once, as tensor-parallel groups do. Between nodes a group has one rank
-per node, and every rank of a node is in one, so that they share its network cards. A Link's bandwidth is defined so:
-per device, one way, while all devices send.
+per node, and every rank of a node is in one, so that they share its network cards. A Link's bandwidth is defined
+accordingly: per device, one way, while all devices send.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Fitted:
     spread: float = 0.0
     """Median spread of the collectives' rounds (calibrate/clock.py)."""
     rounds: int = 0
-    """Most rounds of any collective."""
+    """The most rounds of any collective."""
 
     @property
     def link(self) -> Link:

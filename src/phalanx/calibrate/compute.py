@@ -49,7 +49,8 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 ATTENTION_HEADS = {shapes.CPU_UNIT: (8, 64), shapes.ACCELERATOR_UNIT: (32, 128)}
 """Heads and head dimension of the measured attention, by unit: those of a small GPT and of Llama 3 8B."""
 SUSTAINED_PRODUCTS = 8
-"""The largest products, as many as a block of a transformer has, which run in turns to measure the sustained rate."""
+"""Number of the largest products, as many as in a transformer block, that run in turns to measure the sustained
+rate."""
 SUSTAINED_REPEAT_S = {True: 0.3, False: 1.5}
 """Shortest repeat of that in seconds, by --quick: long enough for the clock frequency to settle."""
 
@@ -61,20 +62,20 @@ class Measured:
     """Times on one device."""
 
     base: Accelerator
-    """Facts that were looked up: name, memory, cores."""
+    """Values that were looked up: name, memory, cores."""
     precision: Precision
     known: float
-    """Peak of the data sheet in TFLOP/s; 0 where there is none."""
+    """Peak of the data sheet in TFLOP/s; 0 if there is none."""
     products: list[ProductTiming] = field(default_factory=list)
     attentions: list[AttentionTiming] = field(default_factory=list)
     streams: list[StreamTiming] = field(default_factory=list)
     tiny_block: tuple[ModelConfig, float] | None = None
-    """On a CPU a launch-bound model, and the seconds that one of its blocks takes, forward and backward."""
+    """On a CPU a launch-bound model, and the seconds of one of its blocks, forward and backward."""
     sharing: Sharing = field(default_factory=Sharing)
     small_block: tuple[float, float] = (0.0, 0.0)
     """Seconds of a block of cpu.SMALL_MODEL in one of the processes that share the cores, and in one alone."""
     timings: dict[str, list[Timings]] = field(default_factory=lambda: defaultdict(list))
-    """Everything that was timed, by part of ComputeCalibration."""
+    """All timings, by part of ComputeCalibration."""
 
     def fit(self) -> tuple[Accelerator, list[FitRow]]:
         """Returns the device as the cost model sees it, and every measurement beside its prediction."""
@@ -116,7 +117,7 @@ def measure(
 
     `ceiling` is the one that peaks of other precisions in the file were fitted with, 1 where there are none. Returns
     means over the ranks, the same on each."""
-    keep_freed_memory()  # as training does: an output is then not faulted in again for every call
+    keep_freed_memory()  # as in training: outputs are not faulted in again for every call
     clock = Clock.for_device(device, quick)
     unit = shapes.CPU_UNIT if device.type == "cpu" else shapes.ACCELERATOR_UNIT
     base = replace(look_up(device, processes), ceiling=ceiling)

@@ -1,4 +1,4 @@
-"""When, where and with which software a measurement is made."""
+"""The date, machine and software versions of a measurement."""
 
 from __future__ import annotations
 

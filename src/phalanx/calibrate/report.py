@@ -41,7 +41,7 @@ class CalibrationReport:
     """The fit in words."""
     svg: str
     assessment: Assessment
-    """What its fit errors and spreads say about predictions."""
+    """The reliability of predictions, given its fit errors and spreads."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further entries of the JSON document."""
 

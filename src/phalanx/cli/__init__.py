@@ -1,1 +1,1 @@
-"""The command line: one thin file a verb. Nothing at the top of these files imports torch."""
+"""The command line: one thin file per verb. Nothing at the top of these files imports torch."""

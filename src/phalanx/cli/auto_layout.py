@@ -1,4 +1,4 @@
-"""`layout: auto`: what a verb goes on with is the planner's choice, for the devices that there are."""
+"""`layout: auto`: verbs use the planner's choice for the available devices."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from phalanx.units import seconds
 
 BY_HAND = "`phalanx bench compute` and `phalanx bench comm`"
 MEASUREMENTS = {"comm": "intra.gbs", "compute": "accelerator.name"}
-"""Of `phalanx bench`, each with a field of the machine's file that it writes."""
+"""The measurements of `phalanx bench`, each with a field of the machine's file that it writes."""
 OPEN_AT_ZERO = ("micro_batch", "accumulation")
-"""Fields of the layout whose 0 leaves them to the rest, so that writing it fixes nothing."""
+"""Layout fields that are derived if they are 0, so that a 0 fixes nothing."""
 
 
 def planned(loaded: LoadedJob, *, measures: bool) -> LoadedJob:
-    """The job with the layout that the planner chooses, which is told on standard error. Where the job says nothing
-    about the devices they are this machine's, as `phalanx bench` measured them: now, if it `measures`.
+    """Returns the job with the planner's layout, which is reported on standard error. If the job does not describe the
+    devices, they are this machine's, as `phalanx bench` measured them: now, if it `measures`.
 
-    Raises JobError where nothing is known about the devices or no layout is legal, DoesNotFitError where none fits.
+    Raises JobError if nothing is known about the devices or no layout is legal, DoesNotFitError if none fits.
     """
     loaded = on_known_devices(loaded, measures)
     check_calibration(loaded.job.cluster, loaded.job.cluster.devices)
@@ -45,41 +45,41 @@ def planned(loaded: LoadedJob, *, measures: bool) -> LoadedJob:
 
 
 def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
-    """The same to train: a run goes on in the layout of its newest checkpoint, where that is legal here and the run
-    does not start over (`fresh`), and the ranks that another launcher started are the devices."""
+    """Returns the job for training: a run resumes in the layout of its newest checkpoint, if that is legal here and the
+    run does not start over (`fresh`), and the ranks that another launcher started are the devices."""
     ranks = detect(os.environ)
     loaded = on_known_devices(loaded, measures=ranks is None)
     worlds = worlds_of(loaded.job)
     if ranks is not None:
         loaded, worlds = _on_ranks(loaded, ranks), (ranks.world,)
-    speaks = ranks is None or ranks.rank == 0
+    prints = ranks is None or ranks.rank == 0
     if not fresh and (kept := _of_checkpoint(loaded, worlds)):
         layout, step = kept
         where = f"the checkpoint of {RunDirectory.of(loaded.job).path} at step {step}"
-        if speaks:
+        if prints:
             print(f"layout: {layout.line()}  (from {where}; layout=LINE resumes in another)", file=sys.stderr)
         return _with_layout(loaded, layout, worlds, where)
-    check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=speaks)
-    return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), speaks)
+    check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=prints)
+    return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), prints)
 
 
 def worlds_of(job: Job) -> tuple[int, ...]:
-    """Numbers of devices that the planner may use: all, but of a CPU, which has as many as it starts processes, also
-    fewer."""
+    """Returns the numbers of devices that the planner may use: all, and on a CPU, which starts any number of processes,
+    also fewer."""
     cluster = job.cluster
     least = 1 if cluster.device == "cpu" and cluster.nodes == 1 else cluster.devices
     return tuple(range(least, cluster.devices + 1))
 
 
-def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, speaks: bool = True) -> LoadedJob:
+def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool = True) -> LoadedJob:
     # Here, because numpy is a third of the time that --help takes.
     from phalanx.plan.auto import choose
     from phalanx.plan.report.notes import NO_HEADROOM
 
     with stderr_progress() as progress:
-        plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if speaks else None)
+        plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if prints else None)
     best = plan.best[0]
-    if speaks:
+    if prints:
         print(
             f"layout: {best.layout.line()}  (planned: {plan.searched:,} layouts searched in {seconds(plan.seconds)}; "
             f"predicted {_step(best.seconds)} per step)",
@@ -95,14 +95,14 @@ def _step(value: float) -> str:
 
 
 def fixed_of(loaded: LoadedJob) -> list[str]:
-    """The fields of the layout that somebody set, which the planner keeps."""
+    """Returns the layout fields that the user set, which the planner keeps."""
     layout = loaded.job.layout
     stated = [name for name in leaves(Layout) if loaded.origins[f"layout.{name}"] != "default"]
     return [name for name in stated if name != "auto" and (name not in OPEN_AT_ZERO or getattr(layout, name))]
 
 
 def _with_layout(loaded: LoadedJob, layout: Layout, worlds: tuple[int, ...], origin: str) -> LoadedJob:
-    """The job with a whole layout. Raises JobError where it is not legal after all."""
+    """Returns the job with a whole layout. Raises JobError if it is not legal after all."""
     job = _job_with(loaded.job, layout, worlds)
     if problems := problems_of(job):
         raise JobError([f"layout {layout.line()}, {origin}: {path}: {message}" for path, message in problems])
@@ -114,15 +114,15 @@ def _with_layout(loaded: LoadedJob, layout: Layout, worlds: tuple[int, ...], ori
 
 
 def _job_with(job: Job, layout: Layout, worlds: tuple[int, ...]) -> Job:
-    """With a whole layout, and with its devices where it may use fewer than there are."""
+    """Returns the job with a whole layout, and with its devices if it may use fewer than there are."""
     if layout.world in worlds:
         job = with_value(job, "cluster.devices_per_node", layout.world // job.cluster.nodes)
     return replace(job, layout=replace(layout, auto=False))
 
 
 def _of_checkpoint(loaded: LoadedJob, worlds: tuple[int, ...]) -> tuple[Layout, int] | None:
-    """Layout and step of the run's newest checkpoint, if there is one whose layout has what the job fixes and is legal
-    for the job on its devices. Whether the job is otherwise that of the run, train finds out."""
+    """Returns layout and step of the run's newest checkpoint if its layout has the fields that the job fixes and is
+    legal for the job on its devices. Whether the rest of the job is that of the run, train checks."""
     directory = RunDirectory.of(loaded.job)
     if not directory.checkpoints.is_dir():
         return None
@@ -135,8 +135,8 @@ def _of_checkpoint(loaded: LoadedJob, worlds: tuple[int, ...]) -> tuple[Layout, 
 
 
 def _prepared_vocabulary(job: Job, ranks: Ranks | None) -> int:
-    """The size of the vocabulary. The data is prepared first where nothing else says it; not by ranks that another
-    launcher started, which would all do so."""
+    """Returns the size of the vocabulary. Prepares the data first if necessary; not on ranks that another launcher
+    started, which would all do so."""
     try:
         return vocabulary_size(job)
     except JobError:
@@ -150,7 +150,7 @@ def _prepared_vocabulary(job: Job, ranks: Ranks | None) -> int:
 
 
 def _on_ranks(loaded: LoadedJob, ranks: Ranks) -> LoadedJob:
-    """With the processes that were started as the devices, whatever the cluster has."""
+    """Returns the job with the started processes as the devices, whatever the cluster has."""
     per_node = ranks.local_world or ranks.world
     nodes, rest = divmod(ranks.world, per_node)
     if rest:
@@ -161,8 +161,8 @@ def _on_ranks(loaded: LoadedJob, ranks: Ranks) -> LoadedJob:
 
 
 def on_known_devices(loaded: LoadedJob, measures: bool) -> LoadedJob:
-    """The job as it is where it describes its devices, otherwise on this machine. What it says besides (nodes, devices
-    of a node) stays."""
+    """Returns the job as it is if it describes its devices, otherwise on this machine. Its other cluster fields (nodes,
+    devices per node) stay."""
     if loaded.job.cluster.accelerator.name:
         return loaded
     wanted = loaded.job.cluster
@@ -204,7 +204,7 @@ def _file() -> str:
 
 
 def _measure_what_is_missing(wanted: Cluster, precision: str) -> None:
-    """Run `phalanx bench` quickly for what the machine's file does not say. Raises RunError where that fails."""
+    """Runs `phalanx bench` quickly for values missing in the machine's file. Raises RunError if that fails."""
     path = local_cluster.default_path()
     known = local_cluster.read_fields(path) if path.exists() else {}
     for command, field in MEASUREMENTS.items():
@@ -223,8 +223,8 @@ def _measure_what_is_missing(wanted: Cluster, precision: str) -> None:
 
 
 def _has_links(wanted: Cluster) -> bool:
-    """Whether there are several devices to measure the links of: of a CPU as many as one likes."""
-    import torch  # only here: a machine that is measured already is no matter of torch
+    """Returns whether there are several devices to measure the links of: a CPU has any number."""
+    import torch  # only here: an already measured machine does not need torch
 
     alone = torch.cuda.device_count() == 1 and wanted.device != "cpu"
     return not alone and wanted.devices_per_node != 1

@@ -1,4 +1,4 @@
-"""`phalanx bench compute | comm`: measure this machine, for `cluster=local`."""
+"""`phalanx bench compute | comm`: measures this machine, for `cluster=local`."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ SWITCHES = {
     "no_save": "do not write the cluster file",
 }
 STOPPED = "before everything was measured; nothing was written."
-BUSY = 0.5
-"""Load average per core above which a warning says that other programs are running: one process per two cores."""
+BUSY_LOAD = 0.5
+"""Load average per core above which a warning reports other running programs: one process per two cores."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
     save = "no_save" not in switches
     _refuse_early(options, command, path if save else None)
     ranks = detect(os.environ)
-    # Here, because it imports torch, for which --help and mistakes need not wait.
+    # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.train.device import choose, threads_for
 
     _refuse_device(options["device"])
@@ -142,7 +142,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], set[str]]:
             meant = nearest(name, [*known, *SWITCHES])
             problems.append(f"unknown option {flag}" + (f"; did you mean {_flag(meant)}?" if meant else ""))
             if not equals and left and not left[0].startswith("-"):
-                left.pop(0)  # its value: one mistake is one message
+                left.pop(0)  # skip its value: one message per mistake
         else:
             if not equals and left and not left[0].startswith("--"):
                 value = left.pop(0)
@@ -171,7 +171,6 @@ def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> N
 
 
 def _collectives(text: str) -> Sequence[Any]:
-    """Returns the collectives to measure. Raises JobError for an unknown one."""
     from phalanx.cost.fit import COLLECTIVES
 
     chosen = [name.strip().replace("-", "_") for name in text.split(",")] if text else COLLECTIVES
@@ -191,7 +190,6 @@ def _refuse_device(wanted: str) -> None:
 
 
 def _processes(command: str, device: torch.device) -> int:
-    """Returns the processes to start by default."""
     import torch
 
     if device.type == "cuda":
@@ -215,7 +213,6 @@ def _launch(argv: list[str], processes: int, threads: int) -> int:
 def _measure(
     command: str, ranks: Ranks, device: torch.device, options: dict[str, Any], switches: set[str], path: Path | None
 ) -> CalibrationReport:
-    """Measures on every rank; all get the same report."""
     from phalanx.calibrate import cluster_file, run
     from phalanx.train.device import threads_for
 
@@ -230,7 +227,7 @@ def _measure(
 def _say_how_busy() -> None:
     """Warns on standard error where other programs keep the machine busy; rank 0 does so before it measures."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > BUSY * cores:
+    if load > BUSY_LOAD * cores:
         print(
             f"phalanx: this machine is busy (load {load:.1f} on {cores} cores); measurements will be noisy",
             file=sys.stderr,

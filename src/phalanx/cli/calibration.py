@@ -1,4 +1,4 @@
-"""What a verb prints about the measurements that its predictions rest on, and when it refuses to predict."""
+"""Prints the quality of the measurements that predictions rest on, and refuses predictions from unreliable ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_calibration(cluster: Cluster, world: int, *, prints: bool = True) -> N
     if assessment.status == "refused" and not cluster.allow_unreliable:
         raise JobError(
             f"predictions on {name} are refused, because its measurements are too noisy ({assessment.problem}): "
-            f"{assessment.remedy}, or predict with them nevertheless: cluster.allow_unreliable=true"
+            f"{assessment.remedy}, or predict with them anyway: cluster.allow_unreliable=true"
         )
     if prints:
         print(f"{name}: {assessment.line()}", file=sys.stderr)

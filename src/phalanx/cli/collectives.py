@@ -1,4 +1,4 @@
-"""`phalanx collectives list | show`: the algorithms of collectives, drawn and counted."""
+"""`phalanx collectives list | show | check`: the algorithms of collectives, drawn, counted and run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from phalanx.cli.commands import Command, CommandWords, option_lines, parse
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.job_words import Option
 from phalanx.comm.algorithms import draw, text
-from phalanx.comm.algorithms.catalogue import ALGORITHMS, build
-from phalanx.comm.algorithms.plan import CollectiveProgram
+from phalanx.comm.algorithms.catalogue import ALGORITHMS, build, full_name
+from phalanx.comm.algorithms.program import CollectiveProgram
+from phalanx.errors import JobError, RunError
 from phalanx.units import gib
 
 PAGE = """\
@@ -20,14 +21,17 @@ phalanx collectives: algorithms of collectives, as messages from one rank to ano
 
 usage: phalanx collectives list [--json]                 the algorithms there are
        phalanx collectives show NAME [--option value]    one of them, drawn and counted
+       phalanx collectives check NAME [--option value]   one of them, run on CPU processes; its result is compared with
+                                                         the definition of the collective (at most {processes} ranks)
 
-options of show:
+options (check takes --ranks, --elements, --root and --group):
 {options}
 
 Training uses the backend's own collectives (gloo, NCCL).
 
 examples:
   phalanx collectives show ring-all-reduce --ranks 4
+  phalanx collectives check ring-all-reduce --ranks 4
   phalanx collectives show hierarchical-all-reduce --ranks 8 --group 4 --svg hierarchical.svg\
 """
 
@@ -37,23 +41,32 @@ SIZES = {
     "element_bytes": Option(int, 4, "bytes of an element", at_least=1),
 }
 SETTINGS = {
-    "root": Option(int, None, "the root, where there is one; rank 0", at_least=0),
-    "group": Option(int, None, "hierarchical: ranks of a node; the ranks' largest divisor", at_least=1),
+    "root": Option(int, None, "the rank that sends or receives all, if there is one (default 0)", at_least=0),
+    "group": Option(int, None, "hierarchical: ranks per group (default: their largest proper divisor)", at_least=1),
 }
 FILES = {"svg": Option(str, "", "write the picture to a file")}
-COMMANDS = {"list": Command(), "show": Command("an algorithm's name", SIZES | SETTINGS | FILES)}
+CHECKED = {"ranks": SIZES["ranks"], "elements": SIZES["elements"]} | SETTINGS
+COMMANDS = {
+    "list": Command(),
+    "show": Command("an algorithm's name", SIZES | SETTINGS | FILES),
+    "check": Command("an algorithm's name", CHECKED),
+}
+MAX_PROCESSES = 16
+"""Maximum ranks of `check`: each is a process of this machine, with about 200 MB of torch."""
 
 
 def run(argv: Sequence[str]) -> int:
     if not argv or {"-h", "--help", "help"} & set(argv):
-        print(PAGE.format(options=option_lines(SIZES | SETTINGS | FILES)))
+        print(PAGE.format(options=option_lines(SIZES | SETTINGS | FILES), processes=MAX_PROCESSES))
         return 0
-    hint = f"a command comes first: `phalanx collectives show {argv[0]}`" if argv[0] in ALGORITHMS else ""
+    hint = f"put the command first: `phalanx collectives show {argv[0]}`" if argv[0] in ALGORITHMS else ""
     words = parse("collectives", COMMANDS, argv, hint)
     if words.command == "list":
         _list(words.as_json)
-    else:
+    elif words.command == "show":
         _show(words)
+    else:
+        _check(words)
     return 0
 
 
@@ -88,8 +101,27 @@ def _show(words: CommandWords) -> None:
         print(f"\nwritten: {svg}")
 
 
+def _check(words: CommandWords) -> None:
+    """Runs an algorithm. Raises RunError if the result of a rank is not that of the collective."""
+    ranks, elements = (words.options.get(name, SIZES[name].default) for name in ("ranks", "elements"))
+    name, settings = full_name(words.subject), words.given(SETTINGS)
+    if ranks > MAX_PROCESSES:
+        raise JobError(f"ranks {ranks}: check starts a process per rank, at most {MAX_PROCESSES}")
+    build(name, ranks, elements, **settings)
+    from phalanx.comm.algorithms.execute import matches_definition  # imported here, because they import torch
+    from phalanx.launch.pool import Pool
+
+    with Pool(ranks, [matches_definition.__module__]) as pool:
+        matches = pool.run(matches_definition, ranks, name, elements, settings)
+    if wrong := [str(rank) for rank, matched in enumerate(matches) if not matched]:
+        raise RunError(f"{name}: wrong result on ranks {', '.join(wrong)} of {ranks}, with {elements:,} elements")
+    document = {"name": name, "ranks": ranks, "elements": elements, "ok": True}
+    text = f"{name}: correct result on each of {ranks} ranks, with {elements:,} elements"
+    print(json.dumps(document) if words.as_json else text)
+
+
 def as_json(program: CollectiveProgram, element_bytes: int) -> dict[str, Any]:
-    """The document of `show --json` (docs/collectives.md)."""
+    """Returns the document of `show --json` (docs/collectives.md)."""
     return {
         "name": program.name,
         "ranks": program.ranks,

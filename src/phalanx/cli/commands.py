@@ -1,4 +1,4 @@
-"""The words of a verb that has commands of its own and takes no job: `phalanx schedule show NAME --option value`."""
+"""Parses the words of verbs with commands of their own and no job: `phalanx schedule show NAME --option value`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from phalanx.nearest import nearest
 
 @dataclass(frozen=True)
 class Command:
-    """What a command takes."""
+    """The arguments of a command."""
 
     subject: str = ""
-    """The one word that it takes besides options, in words for messages; empty where it takes none."""
+    """The description of the one argument besides options; empty if there is none."""
     options: Mapping[str, Option] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of options."""
+    """Alternative names of options."""
 
 
 @dataclass(frozen=True)
 class CommandWords:
-    """The command line, understood."""
+    """A parsed command line."""
 
     command: str
     subject: str
-    """Empty for a command that takes none."""
+    """The argument; empty for a command without one."""
     options: dict[str, Any]
-    """Those that were given."""
+    """The given options."""
     as_json: bool
 
     def given(self, names: Mapping[str, Option]) -> dict[str, Any]:
@@ -39,9 +39,8 @@ class CommandWords:
 
 
 def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint: str = "") -> CommandWords:
-    """Returns what the words after `phalanx VERB` say; every command takes --json.
-
-    `hint` is said of an unknown command instead of the nearest one. Raises JobError with every problem of the words.
+    """Parses the words after `phalanx VERB`; every command takes --json. `hint` replaces the nearest name in the
+    message about an unknown command. Raises JobError with every problem of the words.
     """
     name, *left = argv
     if name not in commands:
@@ -85,7 +84,7 @@ def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint:
 
 
 def option_lines(options: Mapping[str, Option]) -> str:
-    """Returns the lines of a help page about options, with --json after them."""
+    """Returns the lines of a help page about options, followed by --json."""
     lines = []
     for name, option in options.items():
         flag = f"--{name.replace('_', '-')} {'FILE' if option.kind is str else 'N'}"

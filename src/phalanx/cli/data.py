@@ -1,4 +1,4 @@
-"""`phalanx data prepare JOB`: make the token shards of a job's data, and say what they are."""
+"""`phalanx data prepare JOB`: builds the token shards of a job's data, and describes them."""
 
 from __future__ import annotations
 

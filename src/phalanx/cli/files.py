@@ -1,4 +1,4 @@
-"""Files that a verb writes where its options say so."""
+"""Files that a verb writes on request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.errors import JobError, RunError
 
 
 def check_folders(options: Mapping[str, Any], *names: str) -> None:
-    """Raises JobError where an option names a file that cannot be written, before anything is worked out for it."""
+    """Raises JobError, before any computation, if an option names a file that cannot be written."""
     problems = []
     for name in names:
         path = Path(options[name])
@@ -23,7 +23,7 @@ def check_folders(options: Mapping[str, Any], *names: str) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Raises RunError where that is refused."""
+    """Writes the file. Raises RunError if that fails."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

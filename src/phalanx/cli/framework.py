@@ -26,8 +26,7 @@ Asked = TypeVar("Asked", StepSpec, PlanRequest)
 
 
 def asked(about: Asked, options: Mapping[str, Any]) -> Asked:
-    """Returns the spec or request with what the options change. Raises JobError for a framework that is not
-    known."""
+    """Returns the spec or request with the changes of the options. Raises JobError for an unknown framework."""
     name, products = options["framework"], options["products"]
     if name not in FRAMEWORKS:
         meant = nearest(name, FRAMEWORKS)

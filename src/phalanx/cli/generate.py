@@ -60,13 +60,13 @@ def run(argv: Sequence[str]) -> int:
     if ranks is None:
         return pipelined.launch(["generate", *argv], options.run, options.step, options.pp)
     with pipelined.joined(ranks, options.run, options.step, options.device, options.pp) as loaded:
-        _write(loaded, options, speaks=ranks.rank == 0)
+        _write(loaded, options, prints=ranks.rank == 0)
     return 0
 
 
-def _write(loaded: LoadedRun, options: Generate, speaks: bool = True) -> None:
-    """Generate the text and print it; of several ranks one speaks."""
-    live = speaks and sys.stdout.isatty() and not options.json
+def _write(loaded: LoadedRun, options: Generate, prints: bool = True) -> None:
+    """Generates the text and prints it; of several ranks only the one that `prints`."""
+    live = prints and sys.stdout.isatty() and not options.json
     if live:
         print(options.prompt, end="", flush=True)
     text = loaded.text(
@@ -78,7 +78,7 @@ def _write(loaded: LoadedRun, options: Generate, speaks: bool = True) -> None:
         seed=options.seed,
         on_text=(lambda piece: print(piece, end="", flush=True)) if live else None,
     )
-    if not speaks:
+    if not prints:
         return
     if options.json:
         print(json.dumps({**dataclasses.asdict(options), "run": str(options.run), "text": text}, ensure_ascii=False))

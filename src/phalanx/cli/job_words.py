@@ -1,5 +1,5 @@
-"""What every verb that takes a job does with its words: --help, --print-config, the job itself, the verb's switches
-and options."""
+"""Parses the words of every verb that takes a job: --help, --print-config, the job itself, the verb's switches and
+options."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ COMMON_SWITCHES = {
 
 @dataclass(frozen=True)
 class Option:
-    """Something that a verb takes with a value: `--steps 2`, `--steps=2`."""
+    """An option of a verb with a value: `--steps 2`, `--steps=2`."""
 
     kind: Any
     default: Any
     about: str
     at_least: int | None = None
     many: bool = False
-    """Takes all words up to the next that begins with `--` or names a YAML file; its value is then a tuple."""
+    """Takes all words up to the next that begins with `--` or names a YAML file; the value is then a tuple."""
     like: str = ""
-    """Of many: a regular expression for the beginning of those after the first; any word where it is empty."""
+    """With `many`: a regular expression for the beginning of later words; any word if it is empty."""
 
     @property
     def shown_kind(self) -> Any:
@@ -48,7 +48,7 @@ class Option:
         return kind | None if self.default is None else kind
 
     def convert(self, texts: Sequence[str]) -> tuple[Any, ...]:
-        """The values of what was written. Raises ValueError that says what was expected."""
+        """Converts the given texts. Raises ValueError that says what was expected."""
         if not texts:
             raise ValueError("needs a value")
         converted = tuple(values.convert(text, self.kind) for text in texts)
@@ -59,7 +59,7 @@ class Option:
 
 @dataclass(frozen=True)
 class JobWords:
-    """A verb's words, understood."""
+    """A verb's parsed words."""
 
     loaded: LoadedJob
     switches: frozenset[str]
@@ -73,24 +73,24 @@ class JobWords:
 
 @dataclass(frozen=True)
 class JobVerb:
-    """A verb that takes a job: its name, one line about it, its switches with what each does, and its options."""
+    """A verb that takes a job: its name, a one-line description, its switches with their help, and its options."""
 
     name: str
     about: str
     switches: dict[str, str]
     options: dict[str, Option] = field(default_factory=dict)
     auto: Literal["open", "always", "plan", "measure", "train"] = "plan"
-    """What becomes of `layout: auto`: it stays open, also where job files have a layout; the planner chooses; this
-    machine may be measured for that, since the verb predicts; and a run keeps the layout that it has
+    """The treatment of `layout: auto`: it stays open, even if job files have a layout; the planner chooses; this
+    machine may be measured for that, since the verb predicts; or a run keeps the layout that it has
     (cli/auto_layout.py)."""
 
     @property
     def opens(self) -> str:
-        """Who leaves the layout to the planner, where the words do not: nobody, or the verb."""
+        """The origin that leaves the layout to the planner by default: none, or the verb."""
         return f"phalanx {self.name}" if self.auto == "always" else ""
 
     def parse(self, argv: Sequence[str]) -> JobWords | None:
-        """The job and the switches, or None where the words asked for help or the configuration, which was printed.
+        """Returns the job and the switches, or None after printing the requested help or configuration.
 
         Raises JobError with every problem of the words, the files and the job.
         """
@@ -109,7 +109,6 @@ class JobVerb:
         return JobWords(loaded, frozenset(words.switches), options)
 
     def _planned(self, loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
-        """With the layout that the planner chooses, where the job leaves it to it."""
         if not loaded.job.layout.auto or self.auto in ("open", "always"):
             return loaded
         from phalanx.cli import auto_layout
@@ -119,8 +118,8 @@ class JobVerb:
         return auto_layout.planned(loaded, measures=self.auto == "measure")
 
     def _words(self, argv: Sequence[str]) -> tuple[overrides.CommandLine, dict[str, Any]]:
-        """The words of the command line without the verb's options, and the values of those. An option wins over a
-        field of the job with the same short name."""
+        """Returns the words of the command line without the verb's options, and the options' values. An option wins
+        over a field of the job with the same short name."""
         found = {name: option.default for name, option in self.options.items()}
         problems: list[str] = []
         rest: list[str] = []
@@ -144,7 +143,7 @@ class JobVerb:
         return words, found
 
     def _print_help(self, argv: Sequence[str]) -> None:
-        """tyro's page of every field; the defaults it shows are those of the job files on the same command line."""
+        """Prints tyro's page of every field; the defaults shown are those of the job files on the same command line."""
         import tyro
 
         words, _ = self._words([word for word in argv if word not in ("-h", "--help")])
@@ -164,7 +163,7 @@ class JobVerb:
             )
             for name, option in self.options.items()
         ]
-        # `phalanx bench` writes the calibration; on a command line it is two dozen options that nobody sets.
+        # `phalanx bench` writes the calibration: two dozen options that nobody sets on a command line.
         hidden = [("calibration", Annotated[Calibration, tyro.conf.Suppress], dataclasses.field())]
         cluster = dataclasses.make_dataclass("Cluster", hidden, bases=(Cluster,), frozen=True, kw_only=True)
         cluster.__doc__ = Cluster.__doc__
@@ -192,7 +191,7 @@ class JobVerb:
 
 
 def _take(left: list[str], option: Option) -> list[str]:
-    """An option's values, off the words that follow it."""
+    """Removes an option's values from the words that follow it, and returns them."""
     taken: list[str] = []
     while left and not left[0].startswith("--") and (option.many or not taken):
         if option.many and left[0].endswith((".yaml", ".yml")):

@@ -1,4 +1,4 @@
-"""`phalanx VERB ...`: finds the verb, runs it, and turns what went wrong into one message and an exit code."""
+"""`phalanx VERB ...`: finds the verb, runs it, and turns errors into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VERBS = {
     "simulate": "a step as a timeline: every pass and message, slow devices, failures",
     "bench": "measure this machine, for predictions on cluster=local",
     "schedule": "pipeline schedules: list, draw, measure and check them",
-    "collectives": "algorithms of collectives: list and draw them, count their messages and bytes",
+    "collectives": "algorithms of collectives: list, draw, count and check them",
 }
 
 USAGE = """\
@@ -53,7 +53,7 @@ Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data or chec
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code. A user's mistake is a message; a bug keeps its traceback."""
+    """Runs the command line and returns the exit code. A user's mistake is a message; a bug keeps its traceback."""
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except PhalanxError as error:
@@ -63,20 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("phalanx: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader (head, less) has gone. Python would complain once more when it flushes stdout at exit.
+        # The reader (head, less) is gone. Python would raise again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def run(argv: Sequence[str]) -> int:
-    """The same, but errors are raised: what a rank started by the launcher calls."""
+    """Runs the command line and raises errors: the entry point of ranks started by the launcher."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, VERBS))
         verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
         print(USAGE.format(version=phalanx.__version__, verbs=verbs).rstrip())
         return 0
     if argv[0] in ("-V", "--version"):
-        from importlib.metadata import version  # here, because it takes as long as all else that is imported
+        from importlib.metadata import version  # imported here, because it takes as long as all other imports
 
         torch = version("torch")
         print(f"phalanx {phalanx.__version__}  torch {torch}  python {platform.python_version()}")
@@ -86,13 +86,13 @@ def run(argv: Sequence[str]) -> int:
         meant = nearest(verb, VERBS)
         hint = f"did you mean `phalanx {meant}`?" if meant else f"the verbs are: {', '.join(VERBS)}"
         if verb.endswith((".yaml", ".yml")):
-            hint = f"the verb comes first: `phalanx train {verb}`"
+            hint = f"put the verb first: `phalanx train {verb}`"
         raise JobError(f"no verb {verb!r}; {hint}")
     return importlib.import_module(f"phalanx.cli.{verb}").run(rest)
 
 
 def message_of(error: PhalanxError) -> str:
-    """What a user is shown: one line, or a numbered head with a line for each problem of a job."""
+    """Returns the message for the user: one line, or a numbered head with a line for each problem of a job."""
     if isinstance(error, JobError) and len(error.problems) > 1:
         lines = "\n".join(f"  {problem}" for problem in error.problems)
         return f"phalanx: {len(error.problems)} problems:\n{lines}"

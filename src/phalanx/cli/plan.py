@@ -1,4 +1,4 @@
-"""`phalanx plan JOB`: the fastest layout that fits, what else was weighed, and why it was chosen."""
+"""`phalanx plan JOB`: the fastest layout that fits, the alternatives, and the reasons for the choice."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from phalanx.plan.planner import search
 from phalanx.plan.report import report
 from phalanx.plan.search.request import PlanRequest, plan_request
 
-POINTS = 300
-"""Layouts of the map of the space."""
-LEGIBLE = 120
-"""Passes of a rank that a picture of the step shows one by one."""
+MAP_POINTS = 300
+"""Number of layouts in the map of the space."""
+MAX_DRAWN_PASSES = 120
+"""Passes per rank up to which a picture shows the whole step."""
 
 VERB = JobVerb(
     "plan",
@@ -51,11 +51,11 @@ def run(argv: Sequence[str]) -> int:
     loaded = on_known_devices(words.loaded, measures=True)
     cluster = loaded.job.cluster
     check_calibration(cluster, cluster.devices)
-    request = asked(_question(loaded), options)
-    if told := _told(loaded):
+    request = asked(_request(loaded), options)
+    if told := _fixed_note(loaded):
         print(told, file=sys.stderr)
     with stderr_progress() as progress:
-        plan = search(request, progress, sample=POINTS if any(options[name] for name in pictures) else 0)
+        plan = search(request, progress, sample=MAP_POINTS if any(options[name] for name in pictures) else 0)
     plan = replace(plan, best=plan.best[: options["top"]])
     for name, drawn in pictures.items():
         if options[name]:
@@ -70,14 +70,14 @@ def run(argv: Sequence[str]) -> int:
     return 0 if plan.best else DoesNotFitError.exit_code
 
 
-def _question(loaded: LoadedJob) -> PlanRequest:
+def _request(loaded: LoadedJob) -> PlanRequest:
     job = loaded.job
     fixed = {name: getattr(job.layout, name) for name in fixed_of(loaded)}
     return replace(plan_request(job, vocabulary_size(job), fixed), worlds=worlds_of(job))
 
 
-def _told(loaded: LoadedJob) -> str:
-    """What of the layout is kept, in words; nothing where all is open."""
+def _fixed_note(loaded: LoadedJob) -> str:
+    """Returns a sentence about the fixed fields of the layout; nothing if all are open."""
     layout, kept = loaded.job.layout, fixed_of(loaded)
     if not kept:
         return ""
@@ -88,7 +88,7 @@ def _told(loaded: LoadedJob) -> str:
 
 
 def _map(plan: Plan) -> str:
-    # Here and below, because few ask for it.
+    # Imported here and below, because it is rarely asked for.
     from phalanx.pictures.space import space_picture
 
     return space_picture(plan)
@@ -101,13 +101,13 @@ def _page(plan: Plan) -> str:
 
 
 def _timeline(best: Candidate) -> str:
-    """The picture of the best layout's step; of a long one its beginning and its end."""
+    """Returns the picture of the best layout's step; of a long one its beginning and its end."""
     from phalanx.pictures import timeline as timeline_picture
     from phalanx.simulate.step import simulate
 
     timeline = simulate(best.spec)
     passes = max(map(len, timeline.schedule.programs))
-    if passes <= LEGIBLE:
+    if passes <= MAX_DRAWN_PASSES:
         return timeline_picture.svg(timeline)
-    part = timeline.seconds * LEGIBLE / 2 / passes
+    part = timeline.seconds * MAX_DRAWN_PASSES / 2 / passes
     return timeline_picture.svg(timeline, 0, part) + timeline_picture.svg(timeline, timeline.seconds - part)

@@ -76,14 +76,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_picture(options: Mapping[str, Any]) -> None:
-    """Raises JobError where a picture is asked for that would be written nowhere."""
+    """Raises JobError if a picture is asked for without a file to write it to."""
     if options["picture"] != "prediction" and not options["svg"]:
         raise JobError(f"--picture {options['picture']} says what --svg draws: name a file, such as --svg step.svg")
     check_folders(options, "svg")
 
 
 def _picture(name: str, job: Job, spec: StepSpec, prediction: Prediction) -> str:
-    """Returns the SVG document that --picture names."""
     if name == "layout":
         return layout_picture.svg(job, spec.model.vocab_size)
     if name == "context":
@@ -92,8 +91,8 @@ def _picture(name: str, job: Job, spec: StepSpec, prediction: Prediction) -> str
 
 
 def _traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:
-    """What the first rank sends in a step: the rank whose figure `phalanx train` prints. Nothing for sync=asp, where it
-    depends on who is ready."""
+    """Returns the bytes that rank 0 sends per step: the rank whose figure `phalanx train` prints. Empty for sync=asp,
+    where they depend on timing."""
     if spec.layout.sync == "asp":
         return {}
     train, stages = job.train, spec.stages or None
@@ -103,13 +102,13 @@ def _traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:
 
 
 def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """The document of `--json` (docs/predict.md)."""
+    """Returns the document of `--json` (docs/predict.md)."""
     hints = [] if prediction.fits else [vars(one) for one in advice(spec)]
     return {**document(prediction), "traffic_bytes": traffic, "advice": hints}
 
 
 def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> str:
-    """The figures for a person."""
+    """Returns the figures as text."""
     low, high = prediction.spread
     step = prediction.step_time_s
     lines = [

@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     first = argv[0]
     a_subject = catalogue.likely(first) or first.endswith(".csv")
-    hint = f"a command comes first: `phalanx schedule show {first}`" if a_subject else ""
+    hint = f"put the command first: `phalanx schedule show {first}`" if a_subject else ""
     words = parse("schedule", COMMANDS, argv, hint)
     if words.command == "list":
         _list(words.as_json)
@@ -126,7 +126,6 @@ def _show(words: CommandWords) -> None:
 
 
 def _schedule(subject: str, sizes: dict[str, int]) -> Schedule:
-    """The schedule of that name or in that file."""
     if not is_file(subject):
         chosen: dict[str, Any] = {"stages": SIZES["stages"].default, "microbatches": SIZES["microbatches"].default}
         chosen.update(sizes)
@@ -157,7 +156,6 @@ def _figures(timed: timing.Timing) -> dict[str, object]:
 
 
 def _report(timed: timing.Timing) -> str:
-    """The figures for a person."""
     schedule = timed.schedule
     waits = blocked(schedule)
     return "\n".join(

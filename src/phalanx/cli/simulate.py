@@ -1,5 +1,5 @@
-"""`phalanx simulate JOB`: the events of one step on every pipeline rank, also with slow devices and links, and the time
-that a job loses to failures."""
+"""`phalanx simulate JOB`: the events of one step on every pipeline rank, with slow devices and links if asked, and the
+time that a job loses to failures."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
 from phalanx.simulate.step import Figures, figures, simulate
 from phalanx.simulate.timeline import Timeline
 
-LONG = 50_000
-"""Passes from which on the progress is told."""
+PROGRESS_PASSES = 50_000
+"""Number of passes from which on progress is shown."""
 CHECKPOINT_S, RESTART_S = 30.0, 600.0
-"""Where failures are asked about and these are not said."""
-ROWS = 16
-"""Pipeline ranks that the table shows at most."""
+"""Default seconds of a save and of a restart when failures are asked about."""
+MAX_ROWS = 16
+"""Maximum number of pipeline ranks in the table."""
 
 VERB = JobVerb(
     "simulate",
@@ -64,8 +64,8 @@ VERB = JobVerb(
             f"report the time lost to failures at this rate (default with one of the next two: {LLAMA_3_RATE:.3g}, "
             "Llama 3's)",
         ),
-        "checkpoint_s": Option(float, None, f"seconds for which a save holds training up; {CHECKPOINT_S:g}"),
-        "restart_s": Option(float, None, f"seconds from a failure to the next step; {RESTART_S:g}"),
+        "checkpoint_s": Option(float, None, f"seconds that a save pauses training; default {CHECKPOINT_S:g}"),
+        "restart_s": Option(float, None, f"seconds from a failure to the next step; default {RESTART_S:g}"),
         "failures_svg": Option(
             str,
             "",
@@ -88,7 +88,7 @@ def run(argv: Sequence[str]) -> int:
     disturbance = _disturbance(options["straggler"], options["slow_link"])
     check(disturbance, spec)
     with stderr_progress() as progress:
-        result = _simulated(spec, disturbance, progress if _passes(spec) > LONG else silent)
+        result = _simulated(spec, disturbance, progress if _passes(spec) > PROGRESS_PASSES else silent)
     failures = _failures(options)
     lost = best(spec.layout.world, *failures, result.figures.step_time_s) if failures else None
     _write(result.timeline, options["svg"], options["trace"])
@@ -108,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step, and what it is compared with."""
+    """A simulated step, and the steps it is compared with."""
 
     spec: StepSpec
     prediction: Prediction
@@ -116,7 +116,7 @@ class Simulated:
     timeline: Timeline
     figures: Figures
     undisturbed_s: float
-    """Of a step on a machine without what disturbs it."""
+    """Seconds of a step without disturbances."""
 
 
 @gc_paused()
@@ -136,12 +136,12 @@ def _simulated(spec: StepSpec, disturbance: Disturbance, progress: Progress) -> 
 
 
 def _passes(spec: StepSpec) -> int:
-    """Of all ranks, about."""
+    """Returns the approximate number of passes of all ranks."""
     return 2 * spec.batch.accumulation * spec.layout.pp * max(1, spec.layout.pp_chunks)
 
 
 def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance:
-    """What the options say is slow. Raises JobError with every word that is wrong."""
+    """Returns the slow devices and links of the options. Raises JobError with every word that is wrong."""
     slow, pairs, axes, problems = list[tuple[int, float]](), [], list[tuple[str, float]](), []
     for option, said in (*(("straggler", word) for word in stragglers), *(("slow-link", word) for word in links)):
         what, _, number = said.partition("=")
@@ -165,7 +165,7 @@ def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance
 
 
 def _failures(options: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """Returns failures per device and day, seconds of a save and seconds of a restart, where an option asks about
+    """Returns failures per device per day, seconds of a save and seconds of a restart, if an option asks about
     failures."""
     rate, save, restart = (options[name] for name in ("failures_per_device_day", "checkpoint_s", "restart_s"))
     if rate is None and save is None and restart is None and not options["failures_svg"]:
@@ -185,7 +185,7 @@ def _failures_picture(devices: int, failures_per_device_day: float, save_s: floa
 
 
 def _write(timeline: Timeline, svg: str, trace: str) -> None:
-    # Here, because few ask for them.
+    # Imported here, because they are rarely asked for.
     from phalanx.pictures import timeline as timeline_picture
     from phalanx.simulate import trace as events
 
@@ -196,7 +196,7 @@ def _write(timeline: Timeline, svg: str, trace: str) -> None:
 
 
 def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
-    """The document of `--json` (docs/simulate.md)."""
+    """Returns the document of `--json` (docs/simulate.md)."""
     found = result.figures
     document: dict[str, Any] = {
         "step_time_s": found.step_time_s,
@@ -208,14 +208,14 @@ def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
         "fits": result.prediction.fits,
     }
     if lost:
-        # Without failures there is nothing to wait for: JSON has no infinity.
+        # Without failures the interval is infinite, which JSON lacks.
         times = {name: value if isfinite(value) else None for name, value in vars(lost).items()}
         document["goodput"] = times
     return document
 
 
 def report(result: Simulated, lost: Goodput | None) -> str:
-    """The figures for a person."""
+    """Returns the figures as text."""
     spec, found = result.spec, result.figures
     predicted = result.prediction.step_time_s
     lines = [
@@ -228,7 +228,7 @@ def report(result: Simulated, lost: Goodput | None) -> str:
     if result.disturbance != Disturbance():
         more = found.step_time_s / result.undisturbed_s - 1
         compared = f"{abs(more):.1%} {'faster' if more < 0 else 'slower'} than undisturbed"
-        lines.append(f"{_said(result.disturbance)}: {compared} ({duration(result.undisturbed_s)})")
+        lines.append(f"{_disturbance_text(result.disturbance)}: {compared} ({duration(result.undisturbed_s)})")
     lines += ["", *_rank_lines(result)]
     if lost:
         lines += ["", goodput.text(lost)]
@@ -237,8 +237,7 @@ def report(result: Simulated, lost: Goodput | None) -> str:
     return "\n".join(lines)
 
 
-def _said(disturbance: Disturbance) -> str:
-    """What is slow, in words."""
+def _disturbance_text(disturbance: Disturbance) -> str:
     words = [f"rank {rank} takes {factor:g} ×" for rank, factor in disturbance.slow]
     words += [f"messages {one}-{other} {factor:g} ×" for (one, other), factor in disturbance.links]
     words += [f"{axis} {factor:g} ×" for axis, factor in disturbance.axes]
@@ -246,7 +245,6 @@ def _said(disturbance: Disturbance) -> str:
 
 
 def _rank_lines(result: Simulated) -> Iterator[str]:
-    """A row a pipeline rank, or of some of them."""
     ranks = result.figures.ranks
     shown = _shown(result)
     steps = result.timeline.schedule.steps
@@ -264,11 +262,11 @@ def _rank_lines(result: Simulated) -> Iterator[str]:
 
 
 def _shown(result: Simulated) -> list[int]:
-    """The pipeline ranks of the table: all, or some evenly, the extremes, and those that are slow."""
+    """Returns the pipeline ranks of the table: all, or an even selection, the extremes, and the slow ones."""
     idle = [rank["idle_s"] for rank in result.figures.ranks]
-    if len(idle) <= ROWS:
+    if len(idle) <= MAX_ROWS:
         return list(range(len(idle)))
-    every = -(-len(idle) // (ROWS - 4))
+    every = -(-len(idle) // (MAX_ROWS - 4))
     slow = (rank for rank, _ in result.disturbance.slow)
     extremes = (idle.index(max(idle)), idle.index(min(idle)), len(idle) - 1)
     return sorted({*range(0, len(idle), every), *extremes, *slow})

@@ -1,4 +1,4 @@
-"""`phalanx train JOB`: start the job's processes, or be one of them, and train."""
+"""`phalanx train JOB`: starts the job's processes, or is one of them, and trains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     if ranks is not None:
         return _be_a_foreign_rank(loaded, ranks, "fresh" in words.switches, as_json)
     if "fresh" in words.switches and (kept := directory.move_aside()):
-        print(f"{directory.path} is kept as {kept}", file=sys.stderr)
+        print(f"{directory.path} was renamed to {kept}", file=sys.stderr)
     with directory.lock():
         if _is_finished(directory, job, as_json):
             return 0
@@ -86,7 +86,7 @@ def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool) -> 
 
 
 def _sample(job: Job) -> str:
-    """Text from the checkpoint just written, as `phalanx generate` would make it."""
+    """Returns text from the checkpoint just written, as `phalanx generate` would make it."""
     if not job.run.sample_tokens or job.data.corpus == "random":
         return ""
     from phalanx.generate.load import load_run
@@ -98,8 +98,8 @@ def _sample(job: Job) -> str:
 
 
 def _be_a_foreign_rank(loaded: LoadedJob, ranks: Ranks, fresh: bool, as_json: bool) -> int:
-    """One of the processes that torchrun, srun or mpiexec started. Rank 0 looks after the directory and the data; the
-    others meet it in the process group, where its failures reach them."""
+    """Runs one of the processes that torchrun, srun or mpiexec started. Rank 0 manages the directory and the data; its
+    failures reach the others through the process group."""
     if fresh:
         raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
     directory = RunDirectory.of(loaded.job)
@@ -114,7 +114,6 @@ def _be_a_foreign_rank(loaded: LoadedJob, ranks: Ranks, fresh: bool, as_json: bo
 
 
 def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
-    """Whether the run has done all its steps already; then says so."""
     manifest = directory.resume_from(job)
     if manifest is None or manifest.step < job.train.steps:
         return False

@@ -1,4 +1,4 @@
-"""`phalanx verify JOB`: prove that a job's model computes the same under every layout as on one process."""
+"""`phalanx verify JOB`: proves that a job's model computes the same under every layout as on one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.job_words import JobVerb, Option
 from phalanx.errors import JobError
-from phalanx.verify.plan import make
+from phalanx.verify.select import select
 
 if TYPE_CHECKING:
     from phalanx.config.layout import Layout
@@ -61,22 +61,22 @@ def run(argv: Sequence[str]) -> int:
         raise JobError(
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
-    plan = make(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
-    # Here, because it imports torch, for which --help and mistakes need not wait.
+    selection = select(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
+    # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.verify import run as verify
     from phalanx.verify.table import introduction, table
 
-    verify.refuse_missing_device(plan)
-    print(*introduction(plan, steps), sep="\n", file=sys.stderr, flush=True)
-    with _progress(len(plan.layouts)) as (on_start, on_case):
-        report = verify.run(plan, steps, on_case, on_start)
+    verify.refuse_missing_device(selection)
+    print(*introduction(selection, steps), sep="\n", file=sys.stderr, flush=True)
+    with _progress(len(selection.layouts)) as (on_start, on_case):
+        report = verify.run(selection, steps, on_case, on_start)
     print(json.dumps(report.as_dict(), indent=1) if "json" in words.switches else table(report))
     return 0 if report.ok else 1
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[LayoutCase], None]]]:
-    """What is called before and after each case: a live bar on a terminal, plain lines elsewhere."""
+    """Provides the callbacks before and after each case: a live bar on a terminal, plain lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

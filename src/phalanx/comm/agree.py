@@ -1,7 +1,7 @@
-"""Work that one rank does for all, whose result or failure every rank then shares.
+"""Actions that rank 0 performs for all ranks; every rank shares the result or the failure.
 
-A rank that raises alone leaves the others waiting in their next collective. Here the failure travels to all of them, so
-all stop with the same message. The result travels as JSON: nothing that arrives can execute.
+A rank that raises alone leaves the others waiting in their next collective. Here the failure is broadcast, so that all
+ranks stop with the same message. The result travels as JSON: nothing that arrives can execute.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from phalanx import errors
 
 
 def on_rank_zero(work: Callable[[], Any]) -> Any:
-    """Call `work` on rank 0 and return its result (JSON-able) on every rank.
+    """Calls `work` on rank 0 and returns its result (JSON-able) on every rank.
 
-    A PhalanxError that it raises is raised on every rank, with the same class and message. Without a process group
-    (one process) it is a plain call.
+    A PhalanxError raised by it is raised on every rank, with the same class and message. Without a process group (one
+    process) it is a plain call.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
@@ -43,7 +43,7 @@ def on_rank_zero(work: Callable[[], Any]) -> Any:
 
 
 def _broadcast(message: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0's message, as JSON bytes over CPU tensors."""
+    """Broadcasts rank 0's message as JSON bytes over CPU tensors."""
     data = json.dumps(message).encode() if dist.get_rank() == 0 else b""
     length = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(length, src=0)

@@ -1,8 +1,8 @@
-"""The collectives along one axis of the mesh: the only place where training sends anything, so where it is counted.
+"""The collectives along one axis of the mesh. Training communicates only here, so this is where traffic is counted.
 
-On gloo three of them take other ways than the backend's own, which copies more than it must (2 ranks, 43 MiB on two
-cores: reduce-scatter 66 ms, here 42; all-gather 61 ms, here 26; `python -m benchmarks.axis`). They also add in the
-order of the ranks, so that a sum does not depend on where in a buffer a value stands.
+On gloo three of them are composed of other calls than the backend's own, which copies more than necessary (2 ranks, 43
+MiB on two cores: reduce-scatter 66 ms, here 42; all-gather 61 ms, here 26; `python -m benchmarks.axis`). They also sum
+in rank order, so that a sum does not depend on the position of a value in a buffer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from phalanx.comm.ledger import Ledger
 from phalanx.cost.traffic.collectives import Collective
 
-SMALL = 64 * 1024
+LATENCY_BOUND_BYTES = 64 * 1024
 """Bytes up to which gloo's latency is all that counts: an all-reduce then gathers everything and adds locally."""
-MANY = 16
+DIRECT_RANKS = 16
 """Ranks from which on gloo's own all-gather beats one message a pair."""
 
 # torch 2.13 renamed these two.
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> Any:
-        """Returns once its result is there."""
+        """Returns once the result is available."""
         ...
 
 
@@ -53,10 +53,10 @@ class _Then:
 
 
 class Axis:
-    """One axis of the mesh as one rank sees it. With one rank, every collective is its identity and counts nothing.
+    """One axis of the mesh as seen by one rank. With one rank, every collective is the identity and counts nothing.
 
-    Each collective comes back at once; its result is there after `.wait()`. Tensors are contiguous. Ranks along the
-    axis have to make the same calls in the same order.
+    Collectives are asynchronous; the result is available after `.wait()`. Tensors are contiguous. All ranks of the axis
+    must make the same calls in the same order.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Axis:
         return f"{self.name} {self.rank}/{self.size}"
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """`x` becomes the sum (or, by `op`, the maximum) over the ranks, in place."""
+        """Replaces `x` by the sum (or, by `op`, the maximum) over the ranks, in place."""
         if self.size == 1:
             return _Then(())
         self.count("all_reduce", x)
-        if self.gloo and x.nbytes <= SMALL and self.size < MANY:
+        if self.gloo and x.nbytes <= LATENCY_BOUND_BYTES and self.size < DIRECT_RANKS:
             every = x.new_empty(self.size, x.numel())
             every[self.rank].copy_(x.flatten())
             work = self._exchange(every)
@@ -88,9 +88,9 @@ class Axis:
         return _Then([dist.all_reduce(x, op, group=self.group, async_op=True)])
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
-        """`part` becomes this rank's part of the sum of everyone's `whole`: (n,) and (size × n,).
+        """Sets `part` to this rank's part of the sum of all ranks' `whole`: (n,) and (size × n,).
 
-        `part` may be a view of its own place in `whole`; of `whole`'s other places nothing is to be expected."""
+        `part` may be a view of its own place in `whole`; the rest of `whole` is undefined afterwards."""
         if self.size == 1:
             part.copy_(whole)
             return _Then(())
@@ -102,7 +102,7 @@ class Axis:
         return _Then([work], lambda: torch.sum(received.view(self.size, -1), dim=0, out=part))
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Pending:
-        """`whole` becomes all ranks' parts in their order: (size × n,) from (n,).
+        """Sets `whole` to all ranks' parts in rank order: (size × n,) from (n,).
 
         `part` may be a view of its own place in `whole`."""
         mine = whole.view(self.size, -1)[self.rank].view_as(part)
@@ -112,41 +112,40 @@ class Axis:
         if self.size == 1:
             return _Then(())
         self.count("all_gather", whole)
-        if not self.gloo or self.size >= MANY:
+        if not self.gloo or self.size >= DIRECT_RANKS:
             return _all_gather(whole, part, group=self.group, async_op=True)
         return self._exchange(whole.view(self.size, -1))
 
     def broadcast(self, x: Tensor, source: int = 0) -> Pending:
-        """`x` becomes what the axis's rank `source` has."""
+        """Sets `x` to the value of the axis's rank `source`."""
         if self.size == 1:
             return _Then(())
         self.count("broadcast", x)
         return _Then([dist.broadcast(x, group=self.group, group_src=source, async_op=True)])
 
     def send(self, x: Tensor, target: int) -> None:
-        """Send `x` to the axis's rank `target`, which receives it. Returns once `x` may be changed."""
+        """Sends `x` to the axis's rank `target`. Returns once `x` may be changed."""
         self.count("send", x)
         dist.send(x, group=self.group, group_dst=target)
 
     def receive(self, x: Tensor, source: int) -> None:
-        """`x` becomes what the axis's rank `source` sends. Returns once it is there."""
+        """Receives into `x` from the axis's rank `source`. Returns once it has arrived."""
         dist.recv(x, group=self.group, group_src=source)
 
     def start_send(self, x: Tensor, target: int) -> Pending:
-        """Start sending `x` to the axis's rank `target`. Messages to one rank keep their order."""
+        """Starts sending `x` to the axis's rank `target`. Messages to one rank keep their order."""
         self.count("send", x)
         return _Then([dist.isend(x, group=self.group, group_dst=target)])
 
     def start_receive(self, x: Tensor, source: int) -> Pending:
-        """Start receiving into `x` from the axis's rank `source`. One rank's messages keep their order."""
+        """Starts receiving into `x` from the axis's rank `source`. Messages from one rank keep their order."""
         return _Then([dist.irecv(x, group=self.group, group_src=source)])
 
     def rotate(self, received: Tensor, x: Tensor) -> Pending:
-        """`x` goes to the next rank, the first one's predecessor being the last, and `received` becomes what the one
-        before sends."""
+        """Sends `x` to the next rank of the ring and receives into `received` from the previous one."""
         self.count("send", x)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        # Sent apart, two messages between two ranks would wait for each other on NCCL.
+        # On NCCL two separate messages between two ranks would wait for each other.
         pair = [
             dist.P2POp(dist.isend, x, group=self.group, group_peer=after),
             dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
@@ -160,8 +159,8 @@ class Axis:
         received_sizes: Sequence[int] | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Pending:
-        """The first `sizes[0]` rows of `x` go to rank 0, the next ones to rank 1 and so on; `received` becomes, rank
-        after rank, what the others send here, `received_sizes` rows. Without sizes they are equal."""
+        """Sends the first `sizes[0]` rows of `x` to rank 0, the next ones to rank 1 and so on; `received` gets the
+        other ranks' rows in rank order, `received_sizes` rows each. Without sizes all parts are equal."""
         if self.size == 1:
             received.copy_(x)
             return _Then(())
@@ -171,21 +170,21 @@ class Axis:
         return _Then([dist.all_to_all_single(received, x, taken, given, group=self.group, async_op=True)])
 
     def all_gather_object(self, mine: T) -> list[T]:
-        """Everyone's small description of something, in the order of the ranks; not counted."""
+        """Gathers a small object from every rank, in rank order; not counted."""
         every: list[Any] = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(every, mine, group=self.group)
         return every
 
     def _exchange(self, rows: Tensor) -> Pending:
-        """Every rank's own row of `rows` (size, n) reaches all others."""
+        """Sends every rank's own row of `rows` (size, n) to all others."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         works = [dist.isend(rows[self.rank], group=self.group, group_dst=other) for other in others]
         works += [dist.irecv(rows[other], group=self.group, group_src=other) for other in others]
         return _Then(works)
 
     def count(self, collective: Collective, whole: Tensor) -> None:
-        """Note a collective over this axis. Those of this class note themselves."""
+        """Records a collective over this axis. The collectives of this class record themselves."""
         self.ledger.add(self.name, collective, whole.nbytes, self.size)
 
 

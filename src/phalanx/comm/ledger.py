@@ -1,6 +1,6 @@
-"""The traffic ledger: how often each collective was called on each axis of the mesh, and how many bytes it sent.
+"""The traffic ledger: calls and bytes sent per collective and mesh axis.
 
-It counts where the calls are made (comm/axis.py), so a real run and a dry run of it count the same. One entry costs two
+It counts where the calls are made (comm/axis.py), so a real run and its dry run count the same. One entry costs two
 additions.
 """
 
@@ -22,7 +22,7 @@ class LedgerEntry:
 
     calls: int = 0
     sent: float = 0.0
-    """Bytes that this rank sent, by the formula of the bandwidth-optimal algorithm."""
+    """Bytes sent by this rank, by the formula of the bandwidth-optimal algorithm."""
 
 
 class Ledger:
@@ -34,11 +34,11 @@ class Ledger:
         self.lock = threading.Lock()  # a parameter server answers each replica in a thread
 
     def add(self, axis: str, collective: Collective, payload: int, ranks: int) -> None:
-        """Note a call over a whole tensor of `payload` bytes."""
+        """Records a call over a whole tensor of `payload` bytes."""
         self.note(axis, collective, sent_bytes(collective, payload, ranks))
 
     def note(self, axis: str, collective: Collective, sent: float) -> None:
-        """Note a call that sends `sent` bytes."""
+        """Records a call that sends `sent` bytes."""
         if not self.counts:
             return
         with self.lock:
@@ -47,12 +47,12 @@ class Ledger:
             entry.sent += sent
 
     def clear(self) -> None:
-        """Start counting anew."""
+        """Resets all counts."""
         self.entries.clear()
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
-        """Count nothing in a `with` block: a validation or a checkpoint is no part of a step's traffic."""
+        """Pauses counting in a `with` block: validations and checkpoints are not part of a step's traffic."""
         before, self.counts = self.counts, False
         try:
             yield
@@ -60,18 +60,18 @@ class Ledger:
             self.counts = before
 
     def sent(self, axis: str, collective: Collective) -> float:
-        """Bytes that this rank sent by one collective on one axis."""
+        """Returns the bytes that this rank sent by one collective on one axis."""
         return self.entries[axis, collective].sent if (axis, collective) in self.entries else 0.0
 
     def traffic(self, steps: int = 1) -> dict[str, dict[str, float]]:
-        """Bytes sent per step, {axis: {collective: bytes}}, as `phalanx predict --json` names them."""
+        """Returns bytes sent per step, {axis: {collective: bytes}}, as `phalanx predict --json` names them."""
         table: dict[str, dict[str, float]] = {}
         for (axis, collective), entry in sorted(self.entries.items()):
             table.setdefault(axis, {})[collective] = entry.sent / steps
         return table
 
     def lines(self, steps: int) -> list[str]:
-        """Return a log line for each axis: bytes and calls per step."""
+        """Returns a log line per axis: bytes and calls per step."""
         lines = []
         for axis in dict.fromkeys(axis for axis, _ in sorted(self.entries)):
             parts = []

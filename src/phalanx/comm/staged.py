@@ -1,7 +1,7 @@
-"""The collectives of an axis whose tensors lie on a GPU while its process group is gloo's, which sends host memory.
+"""The collectives of an axis whose tensors are on a GPU while its process group is gloo's, which sends host memory.
 
 NCCL takes one rank per GPU. Where several ranks share one, as in `phalanx verify --device cuda` on a machine with a
-single GPU, every message is copied to the host, sent by `Axis`, and copied back: slow, and the same sums and bytes.
+single GPU, every message is copied to the host, sent by `Axis`, and copied back: slow, with the same sums and bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.comm.axis import Axis, Pending
 
 
 class StagedAxis(Axis):
-    """An `Axis` of gloo for tensors of any device. Calls and results are those of `Axis`."""
+    """An `Axis` of gloo for tensors on any device. Calls and results are those of `Axis`."""
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         host = _on_host(x)
@@ -67,7 +67,7 @@ class StagedAxis(Axis):
 
 
 class _CopyBack:
-    """Waits for a collective among host tensors, then copies `host` to `target`. Keeps what is sent alive."""
+    """Waits for a collective on host tensors, then copies `host` to `target`. Keeps the sent tensor alive."""
 
     def __init__(self, pending: Pending, target: Tensor | None, host: Tensor, *sent: Tensor):
         self.pending, self.target, self.hosts = pending, target, (host, *sent)
@@ -80,7 +80,7 @@ class _CopyBack:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """A copy of `x` in host memory, also where `x` lies there. Waits for the device."""
+    """Returns a copy of `x` in host memory, even if `x` is already there. Waits for the device."""
     return _room_on_host(x).copy_(x)
 
 

@@ -1,4 +1,4 @@
-"""Making the shards of a folder one after the other, entering each in the index, and keeping those that are there."""
+"""Builds the shards of a folder in order, enters each in the index, and keeps intact shards of an earlier run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.data.shards import SPLITS, Index, Shard, damage, shard_file, write_
 
 @dataclass(frozen=True)
 class BuildTask:
-    """A shard to be made. `start` begins to make its tokens, (tokens,); `size` is its share of the progress."""
+    """A shard to build. `start` begins to produce its tokens, (tokens,); `size` is its part of the total progress."""
 
     split: str
     size: int
@@ -24,8 +24,8 @@ class BuildTask:
 
 
 class ShardMaker:
-    """Makes the shards of `folder`. Those that `old`, the index of an interrupted preparation, lists are kept if they
-    were made of the same text by the same tokenizer and are intact; all others are removed."""
+    """Builds the shards of `folder`. Shards listed in `old`, the index of an interrupted preparation, are kept if they
+    were built from the same text with the same tokenizer and are intact; all others are removed."""
 
     def __init__(self, folder: Path, index: Index, old: Index | None, progress: Progress):
         same = old and (old.corpus.sha256, old.tokenizer) == (index.corpus.sha256, index.tokenizer)
@@ -38,7 +38,7 @@ class ShardMaker:
                 stale.unlink()
 
     def run(self, work: Iterable[BuildTask], total: int, *, ahead: int) -> None:
-        """Make the shards in order, at most `ahead` begun beyond the one that is written; `total` is all their size."""
+        """Builds the shards in order, at most `ahead` started beyond the one being written; `total` is their size."""
         begun = dict.fromkeys(SPLITS, 0)
         write_index(self._folder, self._index)
         for item in work:

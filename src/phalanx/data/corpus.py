@@ -1,7 +1,7 @@
-"""Corpora: where the text comes from, cut into segments that can be tokenized one by one.
+"""Corpora: the source of the text, cut into segments that can be tokenized independently.
 
-The text of a corpus is its documents in order, with one separator between each two. Which separator, the tokenizer
-says; in lengths and limits it counts as one character.
+The text of a corpus is its documents in order, with one separator between consecutive documents. The tokenizer defines
+the separator; in lengths and limits it counts as one character.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from phalanx.data.shakespeare import find_shakespeare
 from phalanx.errors import DataError
 
 SEGMENT_CHARACTERS = 1 << 20
-"""The longest text that is tokenized at once; a longer document is cut after a line (this shapes the token stream)."""
+"""Characters of the longest text tokenized at once; longer documents are cut after a line (which affects the
+tokens)."""
 READ_BYTES = 1 << 20
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".py", ".c", ".h", ".cc", ".cpp"}
 TEXT_SUFFIXES |= {".rs", ".go", ".java", ".js", ".ts", ".sh"}
@@ -32,7 +33,7 @@ JSONL_SUFFIXES = {".jsonl", ".ndjson"}
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 """Installed packages, tests, and code-point tables: not the library's own prose and code."""
 STDLIB_OF_THIS_MACHINE = ("_sysconfigdata", "config-")
-"""Names that begin so hold paths of the machine that built Python."""
+"""Prefixes of modules that contain paths of the machine that built Python."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,21 @@ class Segment:
 
 @dataclass(frozen=True)
 class Scan:
-    """What one reading of the whole corpus found."""
+    """The result of reading the whole corpus once."""
 
     documents: int
     characters: int
-    """With the separators, each as one character."""
+    """Characters of the text; each separator counts as one."""
     bytes: int
-    """Of the documents in UTF-8, without separators."""
+    """Bytes of the documents in UTF-8, without separators."""
     sha256: str
-    """Of the documents in UTF-8 with a byte 0xFF (never part of UTF-8) between each two."""
+    """Digest of the documents in UTF-8, with a byte 0xFF (never part of UTF-8) between documents."""
     counts: np.ndarray
-    """How often each code point occurs: (0x110000,) int64."""
+    """Occurrences of each code point: (0x110000,) int64."""
 
 
 def sources(data: Data) -> list[Path]:
-    """The files of a text corpus, in the order in which they are read. Raises DataError if there are none."""
+    """Returns the files of a text corpus in reading order. Raises DataError if there are none."""
     match data.corpus:
         case "stdlib":
             return _stdlib_files(Path(sysconfig.get_path("stdlib")))
@@ -73,7 +74,7 @@ def sources(data: Data) -> list[Path]:
 
 
 def describe(data: Data) -> str:
-    """The corpus in words."""
+    """Returns a one-line description of the corpus."""
     match data.corpus:
         case "stdlib":
             return f"the standard library of {platform.python_implementation()} {platform.python_version()}"
@@ -84,7 +85,7 @@ def describe(data: Data) -> str:
 
 
 def stamp(files: list[Path]) -> str:
-    """A digest of the files' names, sizes and modification times: while it stays the same they need no new reading."""
+    """Returns a digest of the files' names, sizes and modification times, which tells whether to read them again."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         status = file.stat()
@@ -93,9 +94,9 @@ def stamp(files: list[Path]) -> str:
 
 
 def segments(files: list[Path], data: Data) -> Iterator[Segment]:
-    """The corpus's text in order, at most data.limit_mb megabytes of it.
+    """Yields the corpus's text in order, at most data.limit_mb megabytes of it.
 
-    Raises DataError, naming file and line, for what is not UTF-8, not JSON, or lacks data.text_field.
+    Raises DataError, with file and line, for text that is not UTF-8, not JSON, or lacks data.text_field.
     """
     left = round(data.limit_mb * 1e6) or sys.maxsize
     first = True
@@ -114,7 +115,7 @@ def segments(files: list[Path], data: Data) -> Iterator[Segment]:
 
 
 def scan(parts: Iterable[Segment]) -> Scan:
-    """Read everything once: validates it, measures it and counts its characters."""
+    """Reads everything once: validates it, measures it and counts its characters."""
     digest = hashlib.sha256()
     counts = np.zeros(0x110000, dtype=np.int64)
     documents = characters = size = 0
@@ -132,7 +133,7 @@ def scan(parts: Iterable[Segment]) -> Scan:
 
 
 def code_points(text: str) -> np.ndarray:
-    """The text's Unicode code points: (characters,) uint32."""
+    """Returns the text's Unicode code points: (characters,) uint32."""
     return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
 
 
@@ -141,8 +142,8 @@ def _stdlib_files(root: Path) -> list[Path]:
     names = [file.relative_to(root).as_posix() for file in files if file.suffix == ".py"]
     if not names:
         raise DataError(f"corpus stdlib: {root} holds no .py files (Python without its source); use data.corpus=text")
-    # In the order of the alphabet the validation part, the last tenth, would be turtledemo to zoneinfo and nothing
-    # else. The order of the names' digests is as fixed, and every part is a mixture of the whole.
+    # In alphabetical order the validation split, the last tenth, would be only turtledemo to zoneinfo. The order of
+    # the names' digests is equally fixed, and mixes every part.
     return [root / name for name in sorted(names, key=lambda name: hashlib.blake2b(name.encode()).digest())]
 
 
@@ -155,12 +156,12 @@ def _text_files(path: Path) -> list[Path]:
     files = [file for file in found if file.suffix.lower() in TEXT_SUFFIXES | JSONL_SUFFIXES]
     if not files:
         known = " ".join(sorted(TEXT_SUFFIXES | JSONL_SUFFIXES))
-        raise DataError(f"data.path={path}: of {len(found)} files none is text; a folder's files are chosen by {known}")
+        raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}")
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 
 
 def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
-    """All files below `root` but those whose name, or a folder's name above them, is skipped."""
+    """Returns all files below `root`, except those whose name, or a parent folder's name, is skipped."""
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not skipped(name)]
@@ -169,7 +170,7 @@ def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
 
 
 def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
-    """Each document of a file as a series of texts: a JSONL file holds one a line, any other file is one."""
+    """Yields each document of a file as a series of texts: a JSONL file has one per line, any other file is one."""
     if file.suffix.lower() in JSONL_SUFFIXES:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -213,7 +214,7 @@ def _json_text(line: bytes, field: str, where: str) -> str:
         raise DataError(f"{where}: the field {field!r} holds {type(text).__name__}, not text")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # "\ud800" is legal JSON and half a character
+    except UnicodeEncodeError as error:  # "\ud800" is legal JSON but a lone surrogate
         raise DataError(f"{where}: the field {field!r} holds half a surrogate pair at {error.start}") from error
     return text
 
@@ -224,9 +225,9 @@ def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
 
 
 def _cut(document: Iterable[str]) -> Iterator[str]:
-    """The document in texts of at most SEGMENT_CHARACTERS, each but the last ending with a line if it holds one.
+    """Yields the document in texts of at most SEGMENT_CHARACTERS, which end with a line if they contain a whole one.
 
-    Where the cuts fall depends on the text alone, not on how it was read.
+    The cuts depend on the text alone, not on how it was read.
     """
     rest = ""
     for text in document:

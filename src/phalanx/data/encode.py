@@ -1,8 +1,8 @@
-"""Text segments to tokens, in this process or in several.
+"""Encodes text segments to tokens, in this process or in several.
 
-The processes are plain `python -c` children that are handed text on standard input and answer with tokens on standard
-output. `multiprocessing` would either fork, which is not safe beside the threads of torch and tokenizers, or import the
-caller's main module again.
+The processes are plain `python -c` children that read text on standard input and write tokens to standard output.
+`multiprocessing` would either fork, which is not safe with the threads of torch and tokenizers, or import the caller's
+main module again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHILD = "import sys; sys.path[:] = sys.argv[2:]; from phalanx.data.encode import
 
 
 def encode_segments(tokenizer: Tokenizer, segments: Iterable[Segment]) -> np.ndarray:
-    """The tokens of consecutive segments, with their separators: (tokens,) int64."""
+    """Returns the tokens of consecutive segments, with their separators: (tokens,) int64."""
     separator = np.array(tokenizer.separator, dtype=np.int64)
     parts = [np.empty(0, dtype=np.int64)]
     for segment in segments:
@@ -40,8 +40,8 @@ def encode_segments(tokenizer: Tokenizer, segments: Iterable[Segment]) -> np.nda
 
 
 class Encoder:
-    """Encodes lists of segments in the background: in `processes` children, which load the tokenizer from
-    `folder`, or in a thread of this process if that is 0."""
+    """Encodes lists of segments in the background: in `processes` children, which load the tokenizer from `folder`, or
+    in a thread of this process if that is 0."""
 
     def __init__(self, tokenizer: Tokenizer, folder: Path, processes: int):
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ class Encoder:
         self._threads = ThreadPoolExecutor(max(1, processes))
 
     def submit(self, segments: Sequence[Segment]) -> Future[np.ndarray]:
-        """Start encoding; the result is (tokens,). A process that dies makes the future raise RunError."""
+        """Starts encoding; the result is (tokens,). A process that dies makes the future raise RunError."""
         return self._threads.submit(self._encode, segments)
 
     def __enter__(self) -> Encoder:
@@ -60,7 +60,7 @@ class Encoder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         for process in self._processes:
-            process.kill()  # nothing is lost: whatever it works on has not been written, and will not be
+            process.kill()  # nothing is lost: its current work has not been written, and will not be
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.close()
@@ -76,8 +76,8 @@ class Encoder:
 
 
 class _EncoderProcess:
-    """One child that encodes. Request: a line of JSON, [[text, separated], …]. Reply: a line with the number of
-    tokens, then the tokens as little-endian uint32. It ends when its standard input does, so it cannot outlive us."""
+    """A child process that encodes. Request: a line of JSON, [[text, separated], …]. Reply: a line with the number of
+    tokens, then the tokens as little-endian uint32. It exits when its standard input closes."""
 
     def __init__(self, folder: Path):
         self._child = subprocess.Popen(
@@ -118,7 +118,7 @@ class _EncoderProcess:
 
 
 def serve(folder: str) -> None:
-    """What a child does: answer requests until standard input ends."""
+    """Answers requests until standard input ends: the main function of a child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
     tokenizer = Tokenizer.load(Path(folder))
     for line in sys.stdin.buffer:

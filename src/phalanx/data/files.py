@@ -1,4 +1,4 @@
-"""Writing files that are never half written, and a lock between processes."""
+"""Atomic file writes, and a lock between processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TEMPORARY = ".tmp"
-"""Suffix of files that are being written; a leftover belongs to a process that was killed."""
+"""Suffix of files being written; a leftover belongs to a killed process."""
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write `content` so that `path` holds either its old content or all of the new one, even after a crash."""
+    """Writes `content` so that `path` holds either its old content or all of the new one, even after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
@@ -33,9 +33,9 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; calls `waiting(holder's pid)` once if another process holds it.
+    """Holds an exclusive lock on `path`; calls `waiting(holder's pid)` once if another process holds it.
 
-    The kernel drops the lock when its holder dies, however it dies, so a lock file that was left behind blocks nobody.
+    The kernel releases the lock when its holder dies, so a leftover lock file blocks nobody.
     """
     with path.open("a+", encoding="ascii") as file:
         try:

@@ -1,7 +1,7 @@
-"""From token shards to the micro-batches of each step.
+"""Reads the micro-batches of each step from token shards.
 
-Which sample a step reads follows from its global sample number alone (see order.py): the same at any number of ranks,
-and resuming is `first_sample`. Every rank maps all shards into memory but touches only its own samples.
+A global sample number alone determines its sample (see order.py): the result is the same at any number of ranks, and
+resuming needs only `first_sample`. Every rank memory-maps all shards but touches only its own samples.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from phalanx.errors import DataError, JobError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass of one data rank reads."""
+    """The data that one forward pass of one data rank reads."""
 
     tokens: np.ndarray
     """(micro_batch, seq_len) int64."""
     targets: np.ndarray
-    """(micro_batch, seq_len) int64: the next token at every place, or IGNORE."""
+    """(micro_batch, seq_len) int64: the next token at every position, or IGNORE."""
     sample_ids: np.ndarray
     """(micro_batch,) int64: global sample numbers, each used once in a run; -1 for padding."""
     documents: np.ndarray | None = None
-    """(micro_batch, seq_len) int64: the number of each token's document in its sample, from 0; None where attention may
-    cross from one document to another."""
+    """(micro_batch, seq_len) int64: the document number of each token within its sample, from 0; None if attention may
+    cross documents."""
 
 
 class TokenData:
-    """The samples of one split of a prepared folder. Sample i is the tokens from i × seq_len to (i + 1) × seq_len, both
-    included: the inputs, and one more, because the targets are the inputs shifted by one. With `document_mask` micro-
-    batches tell which document each of their tokens belongs to.
+    """The samples of one split of a prepared folder. Sample i is the tokens from i × seq_len to (i + 1) × seq_len
+    inclusive: the inputs, and one more, because the targets are the inputs shifted by one. With `document_mask`,
+    micro-batches contain the document number of each token.
 
-    Raises DataError if the folder is damaged (`verify` reads everything to find out) or holds not even one sample, and
-    with `document_mask` if nothing stands between two documents.
+    Raises DataError if the folder is damaged (`verify` reads everything to check) or holds less than one sample, and
+    with `document_mask` if the tokenizer puts no separator between documents.
     """
 
     def __init__(self, folder: Path, split: str, seq_len: int, *, verify: bool = False, document_mask: bool = False):
@@ -65,13 +65,13 @@ class TokenData:
         self.document_mask = document_mask
         if document_mask and not self.tokenizer.separator:
             raise DataError(
-                f"data.document_mask: the tokenizer in {folder} puts nothing between two documents; nearest legal: "
+                f"data.document_mask: the tokenizer in {folder} puts no separator between documents; nearest legal: "
                 "data.document_mask=false, or a tokenizer with an end-of-text token, such as data.tokenizer=bpe"
             )
 
     @property
     def vocab_size(self) -> int:
-        """Tokens are below this."""
+        """The exclusive upper bound of token ids."""
         return self.index.vocab_size
 
     @property
@@ -81,12 +81,12 @@ class TokenData:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the shards. Raises DataError if another lies in its place."""
+        """The tokenizer that made the shards. Raises DataError if the folder contains a different one."""
         check_tokenizer(self.folder, self.index)
         return Tokenizer.load(self.folder)
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """The tokens first .. first+count-1 of the split, across shards: (count,) of the shards' dtype."""
+        """Returns the tokens first .. first+count-1 of the split, across shards: (count,) of the shards' dtype."""
         if first < 0 or count < 1 or first + count > self.tokens:
             raise ValueError(f"{count} tokens from {first} on, of {self.tokens}")
         parts = []
@@ -98,7 +98,7 @@ class TokenData:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def samples(self, ids: np.ndarray) -> np.ndarray:
-        """The samples' tokens: (n, seq_len + 1) int64. Raises DataError for a token outside the vocabulary."""
+        """Returns the samples' tokens: (n, seq_len + 1) int64. Raises DataError for a token outside the vocabulary."""
         length = self.seq_len + 1
         out = np.empty((len(ids), length), dtype=np.int64)
         for row, sample in zip(out, ids, strict=True):
@@ -111,8 +111,8 @@ class TokenData:
         return out
 
     def documents(self, ids: np.ndarray) -> np.ndarray:
-        """The number of each input token's document in its sample, from 0: (n, seq_len) int64. A document ends with
-        the last token of a separator, which may begin in the sample before."""
+        """Returns the document number of each input token within its sample, from 0: (n, seq_len) int64. A document
+        ends with the last token of a separator, which may begin in the sample before."""
         separator = self.tokenizer.separator
         before = len(separator) - 1
         tokens = np.full((len(ids), before + self.seq_len), -1, dtype=np.int64)
@@ -127,7 +127,7 @@ class TokenData:
 
 
 class Batches:
-    """The micro-batches of one data rank, step by step and without end, read ahead in a background thread.
+    """The infinite stream of one data rank's micro-batches, one list per step, read ahead in a background thread.
 
     Step s takes the global samples first_sample + s × global_batch and the global_batch - 1 after it; rank r takes the
     r-th of `ranks` equal parts of them, in order, as global_batch / (ranks × micro_batch) micro-batches. `prefetch`
@@ -177,19 +177,19 @@ class Batches:
         self.close()
 
     def close(self) -> None:
-        """Stop reading ahead. May be called twice; the next step is then a StopIteration."""
+        """Stops reading ahead. May be called twice; afterwards the next step raises StopIteration."""
         self._steps.close()
 
 
 def evaluation_batches(
     data: TokenData, *, samples: int, micro_batch: int, rank: int, ranks: int
 ) -> Iterator[MicroBatch]:
-    """`samples` samples (the whole split at most), spread evenly over the split, shared out to `ranks`.
+    """Yields micro-batches of `samples` samples (at most the split), spaced evenly over the split, for one of `ranks`.
 
-    Spread, because neighbours come from one document: the first few hundred would measure that one.
+    They are spread because neighbours come from one document: the first few hundred would measure only that one.
 
-    Every rank gets equally many micro-batches, as a collective needs; what is too much is padding, whose targets are
-    IGNORE, so that sums over valid targets are exact at any number of ranks. A micro-batch may be all padding.
+    Every rank gets the same number of micro-batches, as a collective requires; surplus rows are padding, whose targets
+    are IGNORE, so sums over valid targets are exact at any number of ranks. A micro-batch may be all padding.
     """
     samples = min(samples, data.sample_count)
     for first in range(0, samples, ranks * micro_batch):

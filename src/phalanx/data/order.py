@@ -3,7 +3,7 @@ resuming needs one integer and no rank holds a list of indices.
 
 The permutation is the generalised Feistel cipher of J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains"
 (CT-RSA 2002), method 3, on pairs (left, right) of numbers below a = ceil(sqrt(n)); results in [n, a²) are enciphered
-again until they fall below n (method 2, cycle walking). It shuffles; it is not meant to keep a secret.
+again until they fall below n (method 2, cycle walking). It is not cryptographically secure.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import math
 import numpy as np
 
 ROUNDS = 8
-"""Feistel rounds, each with a 64-bit key: together one blake2b digest."""
+"""Feistel rounds, each with a 64-bit key: together they use one blake2b digest."""
 
 
 def order_key(seed: int, epoch: int) -> bytes:
-    """The 64-byte key of one epoch's order, hashed from (seed, "order", epoch)."""
+    """Returns the 64-byte key of one epoch's order, hashed from (seed, "order", epoch)."""
     return hashlib.blake2b(f"{seed}/order/{epoch}".encode(), digest_size=8 * ROUNDS).digest()
 
 
 def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
-    """Where the permutation of [0, n) chosen by `key` (64 bytes) takes each `index` (any shape); int64, same shape.
+    """Returns the images of `index` (any shape) under the permutation of [0, n) chosen by `key` (64 bytes), in int64.
 
     Raises ValueError if an index lies outside [0, n).
     """
@@ -41,7 +41,7 @@ def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
 
 
 def sample_ids(first: int, count: int, n: int, seed: int) -> np.ndarray:
-    """The samples, of `n`, that the global sample numbers first .. first+count-1 stand for: (count,) int64.
+    """Returns which of `n` samples the global sample numbers first .. first+count-1 stand for: (count,) int64.
 
     Global sample number g lies in epoch g // n; every epoch visits each of the n samples once, in its own order.
     """
@@ -62,7 +62,7 @@ def _encipher(values: np.ndarray, side: np.uint64, keys: np.ndarray) -> np.ndarr
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): every input bit reaches every output bit."""
+    """Applies the finalizer of SplitMix64 (Steele, Lea, Flood 2014): every input bit affects every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

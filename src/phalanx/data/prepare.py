@@ -1,7 +1,7 @@
-"""Making token shards of a corpus: `phalanx data prepare`.
+"""Builds token shards from a corpus: `phalanx data prepare`.
 
-Every shard is written whole and then entered in the index, so a preparation that was stopped, however, goes on where
-it was. What the shards hold depends on the corpus and the settings alone, not on the number of processes.
+Every shard is written atomically and then entered in the index, so an interrupted preparation resumes where it stopped.
+The contents of the shards depend on the corpus and the settings alone, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer
 from phalanx.errors import DataError
 
 SHARD_CHARACTERS = 1 << 21
-"""A shard takes segments until it holds at least this many characters …"""
+"""Minimum number of characters per shard …"""
 MAX_SHARDS = 4096
-"""… or this fraction of the corpus, so that a large corpus does not end in countless files."""
+"""… or at least this fraction of the corpus, which limits the number of files."""
 RANDOM_SHARD_TOKENS = 1 << 22
 BPE_CHARACTERS = 100_000_000
-"""BPE is trained on at most this much of the training part: more costs hours and hardly changes the merges."""
+"""Characters of training text for BPE: more would take hours and hardly change the merges."""
 
 
 def prepare(data: Data, *, force: bool = False, progress: Progress | None = None) -> Path:
-    """Make the token shards of `data`, or find them made, and return their folder.
+    """Builds the token shards of `data` where they are missing, and returns their folder.
 
-    A call that finds everything in place returns at once; one that finds a part makes the rest; `force` makes all of
-    it again. Several processes may call at once: one works, the others wait for it.
+    A call returns at once if everything is in place, builds the rest if some shards exist, and rebuilds all with
+    `force`. Several processes may call at once: one works, the others wait for it.
 
-    Raises JobError for settings that mean nothing, DataError for a corpus or a folder that cannot be used.
+    Raises JobError for invalid settings, DataError for a corpus or a folder that cannot be used.
     """
     show = progress or silent
     folder = prepared_path(data)
@@ -49,7 +49,7 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
         return folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / ".lock", lambda pid: show(f"waiting for process {pid}, which makes {folder}", 0, 0)):
+        with locked(folder / ".lock", lambda pid: show(f"waiting for process {pid}, which prepares {folder}", 0, 0)):
             if force:
                 (folder / INDEX).unlink(missing_ok=True)
             if not _is_ready(folder, data):
@@ -57,13 +57,13 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
     except OSError as error:
         raise DataError(
             f"preparing {folder} stopped: {error.filename or 'writing'}: {error.strerror}. Finished shards are kept; "
-            "when the cause is gone, run the same command again"
+            "fix the cause, then run the same command again"
         ) from error
     return folder
 
 
 def _is_ready(folder: Path, data: Data) -> bool:
-    """Whether the folder holds all shards of `data`. Raises DataError if the corpus changed since they were made."""
+    """Returns whether the folder holds all shards of `data`. Raises DataError if the corpus changed since then."""
     if not (folder / INDEX).exists():
         return False
     index = read_index(folder)
@@ -75,7 +75,7 @@ def _is_ready(folder: Path, data: Data) -> bool:
     try:
         files = corpus.sources(data)
     except DataError:
-        return True  # only the shards were brought to this machine, and they are all that is needed
+        return True  # only the shards were copied to this machine, and only they are needed
     if corpus.stamp(files) == index.corpus.stamp:
         return True
     found = corpus.scan(corpus.segments(files, data))
@@ -83,7 +83,7 @@ def _is_ready(folder: Path, data: Data) -> bool:
         raise DataError(
             f"{folder}: the corpus ({index.corpus.description}) changed since these shards were made: expected "
             f"{index.corpus.characters:,} characters with sha256 {index.corpus.sha256}, found {found.characters:,} "
-            f"with {found.sha256}. Bring the old corpus back, or make new shards with: {repair_command(folder, index)}"
+            f"with {found.sha256}. Restore the old corpus, or make new shards with: {repair_command(folder, index)}"
         )
     return True
 
@@ -141,7 +141,7 @@ def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress)
 
 
 def _stored_tokenizer(folder: Path, old: Index | None, record: CorpusRecord) -> Tokenizer | None:
-    """The tokenizer of an interrupted preparation of the same text, so that it need not be trained again."""
+    """Returns the tokenizer of an interrupted preparation of the same text, so that it need not be trained again."""
     if old is None or old.corpus.sha256 != record.sha256:
         return None
     try:
@@ -167,7 +167,6 @@ def _make_tokenizer(
 
 
 def _begin(folder: Path, data: Data, record: CorpusRecord, tokenizer: Tokenizer) -> Index:
-    """Store the tokenizer and return the index of no shards yet."""
     tokenizer.save(folder)
     return Index(
         settings=tuple(overrides(data)),
@@ -181,7 +180,7 @@ def _begin(folder: Path, data: Data, record: CorpusRecord, tokenizer: Tokenizer)
 
 
 def _split(segments: Iterable[Segment], cut: int) -> Iterator[tuple[str, Segment]]:
-    """The segments with their split: the first `cut` characters of the corpus are for training, the rest is val."""
+    """Yields the segments with their split: the first `cut` characters of the corpus for training, the rest for val."""
     train, val = SPLITS
     left = cut
     for segment in segments:
@@ -197,7 +196,7 @@ def _split(segments: Iterable[Segment], cut: int) -> Iterator[tuple[str, Segment
 
 
 def _group(parts: Iterable[tuple[str, Segment]], size: int) -> Iterator[tuple[str, list[Segment]]]:
-    """What each shard is made of: consecutive segments of one split until they hold `size` characters."""
+    """Yields the contents of each shard: consecutive segments of one split, up to `size` characters."""
     group: list[Segment] = []
     held, of_split = 0, ""
     for split, segment in parts:
@@ -221,7 +220,7 @@ def _training_texts(parts: Iterable[tuple[str, Segment]]) -> Iterator[str]:
 
 
 def _watched(segments: Iterable[Segment], files: list[Path], progress: Progress) -> Iterator[Segment]:
-    """The segments, while the progress of reading is shown, in bytes of the files taken as characters."""
+    """Yields the segments while showing the progress of reading, in bytes of the files, taken as characters."""
     total = sum(file.stat().st_size for file in files)
     done = 0
     for segment in segments:

@@ -1,4 +1,4 @@
-"""How far long work has come: a bar on a terminal, a plain line now and then elsewhere; always on standard error."""
+"""Progress of long operations: a bar on a terminal, otherwise an occasional plain line; always on standard error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is; (text, 0, 0) only tells something."""
+"""Callback with the current activity, the amount done, and the total; (text, 0, 0) only prints a message."""
 
 LINE_EVERY_S = 2.0
 
 
 @contextmanager
 def stderr_progress() -> Iterator[Progress]:
-    """A Progress that shows itself on standard error while the block runs."""
+    """Provides a Progress that shows itself on standard error inside the `with` block."""
     if sys.stderr.isatty():
         with _bar() as progress:
             yield progress
@@ -24,7 +24,7 @@ def stderr_progress() -> Iterator[Progress]:
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """A Progress that shows nothing."""
+    """Shows nothing; a Progress for callers that want none."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Reading an iterator ahead in a background thread."""
+"""Reads an iterator ahead in a background thread."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _End:
-    """The last thing in the queue: the items ended, were closed, or raised."""
+    """The last entry of the queue: the items ended, were closed, or raised."""
 
     error: BaseException | None = None
 
 
 class ReadAhead(Generic[T]):
-    """An iterator over `items`, of which at most `depth` are ready before they are asked for.
+    """An iterator over `items` that prefetches at most `depth` of them.
 
-    What `items` raises is raised here, in its turn. `close` ends the thread as soon as the item it works on is made;
-    so does dropping the last reference.
+    An exception raised by `items` is raised here, in its turn. `close`, or dropping the last reference, ends the thread
+    as soon as the item in progress is done.
     """
 
     def __init__(self, items: Iterator[T], depth: int):
@@ -50,7 +50,7 @@ class ReadAhead(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Stop reading and wait for the thread; what was read ahead is dropped, and the next item is StopIteration."""
+        """Stops reading, waits for the thread and drops prefetched items; the next item raises StopIteration."""
         self._signal()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Preparing a job's data for a person or a script: makes the token shards, and says what they are."""
+"""Prepares a job's data and reports the result as text or JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SAMPLE_CHARACTERS = 60
 
 
 def prepare_and_report(data: Data, *, force: bool, verify: bool, as_json: bool) -> int:
-    """Prepare `data` (again, with `force`), check every digest with `verify`, and print what there is. Returns 0.
+    """Prepares `data` (again, with `force`), checks every digest with `verify`, and prints a summary. Returns 0.
 
-    Raises JobError and DataError as prepare does. A KeyboardInterrupt goes on to the caller.
+    Raises JobError and DataError as prepare does. A KeyboardInterrupt propagates to the caller.
     """
     started = time.monotonic()
     try:
@@ -74,7 +74,6 @@ def _print(folder: Path, index: Index, *, verified: bool, seconds: float) -> Non
 
 
 def _beginning(folder: Path, index: Index) -> str:
-    """The first characters, decoded from the tokens."""
     shards = (shard for split in SPLITS for shard in index.splits[split] if shard.tokens)
     tokens = map_shard(folder, index, next(shards))[:SAMPLE_CHARACTERS]
     return Tokenizer.load(folder).decode(tokens)[:SAMPLE_CHARACTERS]

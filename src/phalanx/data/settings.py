@@ -1,4 +1,4 @@
-"""What a job's data settings mean for its shards: whether they make sense, and in which folder the shards lie."""
+"""Checks a job's data settings, and derives from them the folder of the shards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TOKENIZERS = ("char", "byte", "bpe")
 
 
 def prepared_path(data: Data) -> Path:
-    """The folder where the shards of `data` lie or would lie: data.dir/<corpus>-<tokenizer>-<key>, where the key is
-    hashed from everything in the settings that shapes the tokens.
+    """Returns the folder of the shards of `data`, which may not exist yet: data.dir/<corpus>-<tokenizer>-<key>, where
+    the key is hashed from all settings that affect the tokens.
 
-    Raises JobError for settings that mean nothing, and DataError for a tokenizer that cannot be read.
+    Raises JobError for invalid settings, and DataError for a tokenizer that cannot be read.
     """
     if problems := [f"{path}: {message}" for path, message in data_problems(data)]:
         raise JobError(problems)
-    # Tiny Shakespeare is the same wherever it lies.
+    # Tiny Shakespeare is the same text in any location.
     shaping = [s for s in overrides(data) if data.corpus == "text" or not s.startswith("data.path=")]
     content: dict[str, object] = {"version": VERSION, "settings": shaping}
     names = [data.corpus, data.tokenizer]
@@ -45,7 +45,7 @@ def prepared_path(data: Data) -> Path:
 
 
 def overrides(data: Data) -> list[str]:
-    """The settings that shape the shards of `data`, as one would type them."""
+    """Returns the settings that affect the shards of `data`, as command-line overrides."""
     used = {"corpus", "val_fraction"}
     if data.corpus == "random":
         used |= {"random_tokens", "random_vocab"}
@@ -58,7 +58,7 @@ def overrides(data: Data) -> list[str]:
 
 
 def tokenizer_path(data: Data) -> Path:
-    """The file that data.tokenizer names. Raises DataError if there is none."""
+    """Returns the file that data.tokenizer names. Raises DataError if there is none."""
     path = Path(data.tokenizer).expanduser()
     if not path.exists():
         raise DataError(

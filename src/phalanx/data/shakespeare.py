@@ -1,4 +1,4 @@
-"""Tiny Shakespeare (karpathy/char-rnn), the corpus of nanoGPT's published marks: found or downloaded, and checked."""
+"""Tiny Shakespeare (karpathy/char-rnn), the corpus of nanoGPT's published results: found or downloaded, and checked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TIMEOUT_S = 30
 
 
 def find_shakespeare(path: str, data_dir: Path) -> Path:
-    """The checked file: `path` if given, else `data_dir/downloads/tinyshakespeare.txt`, downloaded when absent.
+    """Returns the verified file: `path` if given, else `data_dir/downloads/tinyshakespeare.txt`, downloaded if absent.
 
-    Raises DataError if it cannot be had or is another text.
+    Raises DataError if it is not available or its text differs.
     """
     file = Path(path).expanduser() if path else data_dir / "downloads" / "tinyshakespeare.txt"
     if file.is_file():

@@ -1,4 +1,4 @@
-"""Token shards: the format of a folder of prepared tokens, how it is read, checked and refused. See docs/data.md."""
+"""Token shards: the file format of prepared tokens, with its reader, writer and validation. See docs/data.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens. `file` has no folder in it."""
+    """One file of tokens. `file` is its name without a folder."""
 
     file: str
     tokens: int
@@ -37,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class CorpusRecord:
-    """What the shards were made of."""
+    """The corpus and settings that the shards were made from."""
 
     name: str
     description: str
@@ -46,15 +46,15 @@ class CorpusRecord:
     bytes: int
     sha256: str
     stamp: str
-    """corpus.stamp of the source files; empty where the corpus is fixed by its name."""
+    """corpus.stamp of the source files; empty if the corpus is determined by its name."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """What index.json says: all there is to know about a folder of shards."""
+    """The content of index.json: a full description of a folder of shards."""
 
     settings: tuple[str, ...]
-    """The data.* overrides that make these shards."""
+    """The data.* overrides that produce these shards."""
     corpus: CorpusRecord
     tokenizer: str
     """Fingerprint of the tokenizer.json beside the index."""
@@ -62,52 +62,52 @@ class Index:
     dtype: str
     splits: dict[str, tuple[Shard, ...]]
     complete: bool
-    """False while shards are still to be made."""
+    """False until all shards are written."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one token."""
+        """Bytes per token."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) over the tokenizer and the tokens of all splits: equal fingerprints train alike."""
+        """sha256 (hex) over the tokenizer and the tokens of all splits: equal fingerprints mean equal training data."""
         digests = [[shard.sha256 for shard in self.splits[split]] for split in SPLITS]
         return hashlib.sha256(json.dumps([self.tokenizer, self.vocab_size, digests]).encode()).hexdigest()
 
     def tokens(self, split: str) -> int:
-        """Tokens of a split."""
+        """Returns the number of tokens in a split."""
         return sum(shard.tokens for shard in self.splits[split])
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The smallest dtype that holds every id."""
+    """Returns the smallest dtype that holds every id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def shard_file(split: str, number: int) -> str:
-    """The file name of a split's shard."""
+    """Returns the file name of a split's shard."""
     return f"{split}-{number:05d}.bin"
 
 
 def write_shard(folder: Path, file: str, tokens: np.ndarray, dtype: str) -> Shard:
-    """Write one shard whole or not at all, and return its record."""
+    """Writes one shard atomically, and returns its record."""
     content = tokens.astype(DTYPES[dtype]).tobytes()
     write_atomic(folder / file, content)
     return Shard(file, tokens.size, len(content), hashlib.sha256(content).hexdigest())
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write index.json."""
+    """Writes index.json."""
     stored = {"format": FORMAT, "version": VERSION, **asdict(index)}
     write_atomic(folder / INDEX, (json.dumps(stored, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def open_shards(folder: Path, *, verify: bool = False) -> Index:
-    """The index of a finished folder of shards, after checking the size of every shard; with `verify` also the
+    """Returns the index of a finished folder of shards, after checking the size of every shard; with `verify` also the
     digests, the tokens' range and the tokenizer.
 
-    Raises DataError, naming the file, what was expected, what was found, and the command that repairs it.
+    Raises DataError with the file, the expected and the actual value, and the command that repairs it.
     """
     index = read_index(folder)
     if not index.complete:
@@ -124,7 +124,7 @@ def open_shards(folder: Path, *, verify: bool = False) -> Index:
 
 
 def read_index(folder: Path) -> Index:
-    """The index as it stands in `folder`, checked in itself but not against the shards. Raises DataError."""
+    """Returns the index of `folder`, checked for consistency but not against the shards. Raises DataError."""
     path = folder / INDEX
     try:
         stored = json.loads(path.read_bytes().decode())
@@ -149,7 +149,7 @@ def read_index(folder: Path) -> Index:
 
 
 def damage(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | None:
-    """What is wrong with a shard's file, or None."""
+    """Returns a description of the damage to a shard's file, or None."""
     path = folder / shard.file
     if not path.is_file():
         return f"{path}: the shard is missing (expected {shard.bytes:,} bytes)"
@@ -169,7 +169,7 @@ def damage(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | N
 
 
 def check_tokenizer(folder: Path, index: Index) -> None:
-    """Raise DataError unless the tokenizer.json in `folder` is the one that made the shards."""
+    """Raises DataError unless the tokenizer.json in `folder` is the one that made the shards."""
     found = Tokenizer.load(folder).fingerprint
     if found != index.tokenizer:
         raise DataError(
@@ -179,7 +179,7 @@ def check_tokenizer(folder: Path, index: Index) -> None:
 
 
 def map_shard(folder: Path, index: Index, shard: Shard) -> np.ndarray:
-    """A shard's tokens, memory-mapped and read-only: (tokens,)."""
+    """Returns a shard's tokens, memory-mapped and read-only: (tokens,)."""
     dtype = DTYPES[index.dtype]
     if not shard.tokens:  # an empty file cannot be mapped
         return np.empty(0, dtype)
@@ -187,13 +187,13 @@ def map_shard(folder: Path, index: Index, shard: Shard) -> np.ndarray:
 
 
 def repair_command(folder: Path, index: Index | None, *, force: bool = True) -> str:
-    """The command that makes the shards of `folder` (again)."""
+    """Returns the command that builds the shards of `folder` (again)."""
     settings = [*index.settings, f"data.dir={folder.parent}"] if index else ["JOB.yaml"]
     return shlex.join(["phalanx", "data", "prepare", *(["--force"] if force else []), *settings])
 
 
 def _parse(stored: dict[str, Any]) -> Index:
-    """The index of parsed JSON. Raises ValueError in words."""
+    """Returns the index of parsed JSON. Raises ValueError with a readable message."""
     vocab_size, dtype = _field(stored, "vocab_size", int), _field(stored, "dtype", str)
     if dtype not in DTYPES or vocab_size < 1:
         raise ValueError(f"dtype {dtype!r}, vocab_size {vocab_size}: expected one of {list(DTYPES)} and at least 1")

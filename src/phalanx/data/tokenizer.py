@@ -1,6 +1,6 @@
-"""Tokenizers: text to token ids and back. Characters, bytes, numbers, and whatever the `tokenizers` library can load.
+"""Tokenizers: text to token ids and back, by characters, bytes, numbers, or a tokenizer of the `tokenizers` library.
 
-A tokenizer is stored as one file, tokenizer.json: the library's own format, or a small JSON object of ours that says
+A tokenizer is stored as one file, tokenizer.json: in the library's own format, or as a small JSON object with
 `"format": "phalanx-tokenizer"`.
 """
 
@@ -24,32 +24,32 @@ VERSION = 1
 MAX_CHARACTERS = 256
 """A char vocabulary larger than this keeps its 255 most frequent characters and one id for all others."""
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""What known tokenizers call the token between two documents, in the order in which they are looked for."""
+"""End-of-document tokens of known tokenizers, in order of preference."""
 REPLACEMENT = 0xFFFD
-"""The code point that stands for what cannot be decoded."""
+"""The code point of undecodable input."""
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     vocab_size: int
     """Ids are 0 .. vocab_size - 1."""
     separator: tuple[int, ...]
     """The ids put between two documents of a corpus."""
     slow = False
-    """Whether encoding costs more than sending the text to another process."""
+    """True if encoding costs more than sending the text to another process."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """The token ids of a text: (tokens,) int64. Raises DataError for text outside the vocabulary."""
+        """Returns the token ids of a text: (tokens,) int64. Raises DataError for text outside the vocabulary."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """The text of token ids; ids that stand for no text become U+FFFD."""
+        """Returns the text of token ids; ids without text become U+FFFD."""
 
     @abstractmethod
     def definition(self) -> str:
-        """All that determines this tokenizer, as JSON text."""
+        """Returns everything that determines this tokenizer, as JSON text."""
 
     @property
     def fingerprint(self) -> str:
@@ -57,12 +57,12 @@ class Tokenizer(ABC):
         return hashlib.sha256(self.definition().encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write `folder/tokenizer.json`."""
+        """Writes `folder/tokenizer.json`."""
         write_atomic(folder / FILE, self.definition().encode())
 
     @staticmethod
     def load(path: Path) -> Tokenizer:
-        """Read a tokenizer.json, ours or of the `tokenizers` library, from a file or from the folder that holds it.
+        """Reads a tokenizer.json, in this project's or the `tokenizers` library's format; `path` may be its folder.
 
         Raises DataError if it is missing or is no tokenizer.
         """
@@ -80,13 +80,13 @@ class Tokenizer(ABC):
 
 
 class CharTokenizer(Tokenizer):
-    """One id a character, in the order of the code points; with `unknown`, one more for every other character."""
+    """One id per character, in the order of the code points; with `unknown`, one more id for every other character."""
 
     def __init__(self, characters: str, unknown: bool):
         codes = code_points(characters)
         self.characters, self.unknown = characters, unknown
         self.vocab_size = len(characters) + unknown
-        # len(characters) means "none of them"; the last entry is met by every code point beyond the table.
+        # len(characters) means "none of them"; every code point beyond the table gets the last entry.
         self._ids = np.full(int(codes.max(initial=0)) + 2, len(characters), dtype=np.int64)
         self._ids[codes] = np.arange(codes.size)
         self._codes = np.append(codes, np.uint32(REPLACEMENT))
@@ -95,7 +95,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def of_counts(cls, counts: np.ndarray) -> CharTokenizer:
-        """The vocabulary of a text whose code point c occurs counts[c] times: (0x110000,) int64."""
+        """Returns the tokenizer of a text in which code point c occurs counts[c] times: (0x110000,) int64."""
         codes = np.flatnonzero(counts)
         unknown = codes.size > MAX_CHARACTERS
         if unknown:  # stable: of two equally frequent characters the one with the smaller code point stays
@@ -120,7 +120,7 @@ class CharTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8."""
+    """One id per byte of UTF-8: 256 in all."""
 
     vocab_size = 256
     separator = (ord("\n"),)
@@ -138,7 +138,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NumberTokenizer(Tokenizer):
-    """Tokens without text, written as numbers: "5 0 17". For corpus random."""
+    """Tokens without text, written as numbers: "5 0 17". It is used with corpus random."""
 
     separator = ()
 
@@ -160,7 +160,7 @@ class NumberTokenizer(Tokenizer):
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library. Truncation, padding and special tokens of its own are not applied."""
+    """A tokenizer of the `tokenizers` library. Its truncation, padding and special tokens are not applied."""
 
     slow = True
 
@@ -183,7 +183,7 @@ class LibraryTokenizer(Tokenizer):
         self.separator = tuple(self.encode("\n").tolist()) if end is None else (end,)
 
     def encode(self, text: str) -> np.ndarray:
-        _encoded(text, "utf-8")  # the library would stop with a TypeError
+        _encoded(text, "utf-8")  # the library would raise a TypeError
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64)
 
@@ -195,7 +195,7 @@ class LibraryTokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
-    """Train byte-level BPE (as GPT-2's) of at most `vocab_size` tokens: <|endoftext|>, the 256 bytes, and merges."""
+    """Trains byte-level BPE (like GPT-2's) of at most `vocab_size` tokens: <|endoftext|>, the 256 bytes, and merges."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -236,4 +236,4 @@ def _encoded(text: str, encoding: str) -> bytes:
     try:
         return text.encode(encoding)
     except UnicodeEncodeError as error:
-        raise DataError(f"the text holds half a surrogate pair at {error.start}: it is not valid Unicode") from error
+        raise DataError(f"the text contains half a surrogate pair at {error.start}: it is not valid Unicode") from error

@@ -1,4 +1,4 @@
-"""How many tokens a job's vocabulary has, without reading its corpus."""
+"""The vocabulary size of a job, without reading its corpus."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from phalanx.errors import DataError, JobError
 
 
 def vocabulary_size(job: Job) -> int:
-    """`model.vocab_size`, or what the data's settings say, or what the prepared shards say.
+    """Returns `model.vocab_size`, or the size given by the data's settings, or that of the prepared shards.
 
-    Raises JobError where only the corpus itself would say it."""
+    Raises JobError if only reading the corpus would tell."""
     data = job.data
     if job.model.vocab_size:
         return job.model.vocab_size

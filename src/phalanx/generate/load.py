@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a run's checkpoint, ready to generate."""
+"""Loads a model and its tokenizer from a run's checkpoint for generation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """What generation needs."""
+    """The model and tokenizer of a run."""
 
     model: Transformer
     tokenizer: Tokenizer
@@ -35,10 +35,10 @@ class LoadedRun:
     step: int
 
     def text(self, prompt: str, *, on_text: Callable[[str], None] | None = None, **options: Any) -> str:
-        """The prompt with generated text behind it; `options` are those of `sampling.generate`.
+        """Returns the prompt followed by generated text; `options` are those of `sampling.generate`.
 
-        `on_text` gets each new piece of text as soon as it is whole (a character may be made of several tokens).
-        Raises JobError on an empty prompt and options that make no sense.
+        `on_text` gets each new piece of text as soon as it is whole (a character may consist of several tokens). Raises
+        JobError on an empty prompt and invalid options.
         """
         ids = self.tokenizer.encode(prompt)
         if not len(ids):
@@ -59,14 +59,14 @@ class LoadedRun:
         return self.tokenizer.decode(done[0].tolist())
 
     def tokens(self, prompt: Tensor, *, on_token: Callable[[Tensor], None] | None = None, **options: Any) -> Tensor:
-        """The same from tokens (batch, prompt) to tokens, as `sampling.generate`."""
+        """Continues the tokens (batch, prompt) like `sampling.generate`."""
         return generate(self.model, prompt, on_token=on_token, **options)
 
 
 def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
-    """The model of a run as its checkpoint of `step` (0: the newest whole one) holds it.
+    """Returns the model of a run from its checkpoint of `step` (0: the newest whole one).
 
-    Raises CheckpointError where there is no run, no such checkpoint, or a damaged one.
+    Raises CheckpointError if there is no run, no such checkpoint, or a damaged one.
     """
     manifest = find(path, step)
     model = empty_model(manifest)
@@ -76,9 +76,9 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
 
 
 def find(path: Path, step: int = 0, verify: bool = True) -> Manifest:
-    """A run's checkpoint of `step` (0: the newest whole one), without `verify` by its files' sizes alone.
+    """Returns a run's checkpoint of `step` (0: the newest whole one); without `verify` only file sizes are checked.
 
-    Raises CheckpointError as `load_run` does."""
+    Raises CheckpointError in the same cases as `load_run`."""
     directory = RunDirectory(path)
     directory.require()
     root = directory.checkpoints
@@ -93,7 +93,7 @@ def find(path: Path, step: int = 0, verify: bool = True) -> Manifest:
 
 
 def empty_model(manifest: Manifest) -> Transformer:
-    """The model of a checkpoint on the meta device: it takes no memory until it is filled."""
+    """Returns the model of a checkpoint on the meta device, where it takes no memory until it is filled."""
     job = job_of(manifest)
     with torch.device("meta"):
         return Transformer(job.model, manifest.meta["vocab_size"]).to(DTYPES[job.train.precision])
@@ -101,8 +101,8 @@ def empty_model(manifest: Manifest) -> Transformer:
 
 @torch.no_grad()
 def fill(model: Transformer, manifest: Manifest, device: torch.device) -> None:
-    """Move a model, or what a pipeline stage keeps of it, from meta to `device` with its checkpoint's parameters, read
-    one at a time. Raises CheckpointError where the checkpoint does not fit."""
+    """Moves a model, or a pipeline stage's part of it, from meta to `device` with its checkpoint's parameters, read one
+    at a time. Raises CheckpointError if the checkpoint does not match."""
     model.to_empty(device=device)
     with checkpoint.Reader(manifest, "model") as tensors:
         tensors.require(parameter_shapes(model.config, manifest.meta["vocab_size"]))

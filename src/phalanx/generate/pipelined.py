@@ -1,8 +1,7 @@
-"""Generates text from a model that no single process holds: each rank of a pipeline has some of its layers, and their
-keys and values.
+"""Generates text from a model that no single process holds: each pipeline rank has some layers and their KV cache.
 
-Hidden states go from rank to rank; the last one chooses the token, with the same code and the same draws as one process
-(sampling.py), and tells it to all. So the text is the one that one process generates.
+Hidden states go from rank to rank; the last one chooses the token, with the same code and random draws as one process
+(sampling.py), and broadcasts it. So the text equals that of one process.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from phalanx.train.run_directory import job_of
 
 @dataclass(frozen=True)
 class PipelinedRun(LoadedRun):
-    """What one rank needs. `model` has this rank's layers alone; the ranks of the pipeline call `text` or `tokens`
+    """One rank's part of a run. `model` has only this rank's layers; the ranks of the pipeline call `text` or `tokens`
     together, with the same arguments, and each gets the whole text."""
 
     stage: Stage
@@ -52,7 +51,7 @@ class PipelinedRun(LoadedRun):
     vocab: int
 
     def tokens(self, prompt: Tensor, *, on_token: Callable[[Tensor], None] | None = None, **options: Any) -> Tensor:
-        """As `sampling.generate`, token for token."""
+        """Continues the prompt like `sampling.generate`, token for token."""
         return extend(self._follow, prompt, self.model.config, self.vocab, Sampling(**options), on_token)
 
     def _follow(self, tokens: Tensor, cache: Cache | None, choose: Choose) -> Tensor:
@@ -78,13 +77,13 @@ class PipelinedRun(LoadedRun):
 
 
 def launch(argv: list[str], run: Path, step: int, pp: int) -> int:
-    """Starts `pp` ranks with a command line by which each calls `joined`, and returns the exit code of the launch.
+    """Starts `pp` ranks with a command line that makes each call `joined`, and returns the exit code of the launch.
 
-    Raises, before any is started, JobError where they do not suit the model, CheckpointError as `load_run`."""
+    Before it starts any, it raises JobError if `pp` does not suit the model, and the errors of `load_run`."""
     manifest = find(run, step, verify=False)  # the ranks verify it
     _stages(job_of(manifest).model, manifest.meta["vocab_size"], pp, rank=0)
-    logs = Path(tempfile.mkdtemp(prefix="phalanx_generate_"))  # not in the run, which may be another user's
-    # One rank computes while the others wait for it, so each gets all cores, as one process would.
+    logs = Path(tempfile.mkdtemp(prefix="phalanx_generate_"))  # not in the run, which may belong to another user
+    # Only one rank computes at a time, so each gets all cores, as one process would.
     threads, stopped = devices.threads_for(0, 1), "while {} of {} ranks were generating."
     code = launch_local(argv, processes=pp, log_dir=logs, threads=threads, all_ranks=False, stopped=stopped)
     if code == 0:
@@ -94,8 +93,8 @@ def launch(argv: list[str], run: Path, step: int, pp: int) -> int:
 
 @contextmanager
 def joined(ranks: Ranks, run: Path, step: int, device: str, pp: int) -> Iterator[PipelinedRun]:
-    """One rank's part of a run, in a process group of `pp` ranks. Arguments and errors are those of `load_run`; raises
-    JobError too where the ranks are not as many, or do not suit the model."""
+    """Provides one rank's part of a run, in a process group of `pp` ranks. Arguments and errors are those of
+    `load_run`; also raises JobError if the number of ranks differs or does not suit the model."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait until a message has come
     target = devices.choose(device, ranks.local_rank)
     with process_group(ranks, device=target, timeout_s=RunOptions().timeout_s):
@@ -103,7 +102,7 @@ def joined(ranks: Ranks, run: Path, step: int, device: str, pp: int) -> Iterator
 
 
 def load_part(run: Path, step: int, device: torch.device, pp: int) -> PipelinedRun:
-    """The same where there is a process group. One rank verifies the checkpoint, each reads its own tensors of it."""
+    """Loads one rank's part inside a process group. One rank verifies the checkpoint, each reads its own tensors."""
     manifest = checkpoint.check(Path(on_rank_zero(lambda: str(find(run, step).path))), verify=False)
     axis = meshes.build(Layout(pp=pp), device.type).axis("pp")
     model = empty_model(manifest)
@@ -116,7 +115,7 @@ def load_part(run: Path, step: int, device: torch.device, pp: int) -> PipelinedR
 
 
 def _stages(model: ModelConfig, vocab: int, pp: int, rank: int) -> Stages:
-    """One stage a rank, cut by cost. Raises JobError where there is not a layer for each."""
+    """Returns one stage per rank, cut by cost. Raises JobError if there are fewer layers than ranks."""
     layers = model.n_layers
     if not 1 <= pp <= layers:
         raise JobError(

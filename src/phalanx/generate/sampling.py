@@ -15,15 +15,15 @@ from phalanx.model.seeding import derive_seed
 from phalanx.model.transformer import Transformer
 
 Choose = Callable[[Tensor], Tensor]
-"""New tokens (batch,) from logits (batch, vocab)."""
+"""Chooses new tokens (batch,) from logits (batch, vocab)."""
 Follow = Callable[[Tensor, Cache | None, Choose], Tensor]
-"""The tokens (batch,) that follow: from tokens (batch, seq) and the cache of those before them, if they count as well.
-Chooses among its logits by what it is given."""
+"""Computes the next tokens (batch,) from tokens (batch, seq) and the cache of earlier ones, if any, and the function
+that chooses among the logits."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How many tokens are generated and how each is chosen: the options of `generate`."""
+    """The options of `generate`: how many tokens, and how each is chosen."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -43,14 +43,14 @@ def generate(
     seed: int = Sampling.seed,
     on_token: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """The prompts with `max_new_tokens` more tokens each, (batch, prompt + new), from `prompt_tokens` (batch, prompt).
+    """Returns the prompts `prompt_tokens` (batch, prompt) with `max_new_tokens` more tokens: (batch, prompt + new).
 
-    `temperature` divides the logits; 0 takes the likeliest token. `top_k` keeps that many of the likeliest tokens
-    (0: all), `top_p` the fewest whose probabilities reach it (1: all; Holtzman et al. 2020). The same seed gives the
-    same text. `on_token` is called with each new token, (batch,), as soon as it is known.
+    `temperature` divides the logits; 0 takes the likeliest token. `top_k` keeps that many of the likeliest tokens (0:
+    all), `top_p` the fewest whose probabilities reach it (1: all; Holtzman et al. 2020). The same seed gives the same
+    text. `on_token` is called with each new token, (batch,), as soon as it is known.
 
-    Once the text is longer than the model's seq_len, the model sees its last seq_len tokens.
-    Raises JobError on values that make no sense."""
+    Once the text is longer than the model's seq_len, the model sees its last seq_len tokens. Raises JobError on invalid
+    values."""
 
     def follow(tokens: Tensor, cache: Cache | None, choose: Choose) -> Tensor:
         return choose(model(tokens, cache=cache)[:, -1])
@@ -68,9 +68,9 @@ def extend(
     options: Sampling,
     on_token: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """What `generate` returns, where `follow` computes with a model of this shape, on one process or on several."""
+    """Returns the result of `generate` with `follow` as the model's forward pass, on one process or on several."""
     _check(prompt_tokens, vocab, options)
-    # Drawn on the CPU: the text is then the same whatever device computes the logits.
+    # Drawn on the CPU: so the text does not depend on the device that computes the logits.
     generator = torch.Generator().manual_seed(derive_seed(options.seed, "generate"))
 
     def choose(logits: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def extend(
         if tokens.shape[1] <= model.seq_len:
             new = follow(tokens[:, cache.length :], cache, choose)
         else:
-            # The window slides, so every token has a new position and nothing that was cached holds any more.
+            # The window slides: every token has a new position, which invalidates the cache.
             new = follow(tokens[:, -model.seq_len :], None, choose)
         tokens = torch.cat((tokens, new[:, None]), dim=1)
         if on_token:
@@ -91,7 +91,7 @@ def extend(
 
 
 def next_token(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
-    """One token for each row of `logits` (batch, vocab): (batch,). The arguments are those of `generate`."""
+    """Returns one token per row of `logits` (batch, vocab): (batch,). The arguments are those of `generate`."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.double() / temperature
@@ -113,7 +113,7 @@ def _check(prompt: Tensor, vocab: int, options: Sampling) -> None:
         problems.append(f"the prompt has shape {tuple(prompt.shape)}: it needs (batch, tokens) with at least one token")
     elif prompt.min() < 0 or prompt.max() >= vocab:
         problems.append(
-            f"the prompt holds tokens {int(prompt.min())} to {int(prompt.max())}, but the model's are 0 to "
+            f"the prompt contains tokens {int(prompt.min())} to {int(prompt.max())}, but the model's are 0 to "
             f"{vocab - 1}: encode it with the tokenizer that the model was trained with"
         )
     if options.max_new_tokens < 0:

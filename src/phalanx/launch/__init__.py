@@ -1,1 +1,1 @@
-"""Starting the processes of a run and joining them: ranks, local launcher, process group, warm pool."""
+"""Starts the processes of a run and joins them: ranks, local launcher, process group, warm pool."""

@@ -13,52 +13,52 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.supervisor import Supervisor
 
-_MAX_RESTARTS = 0  # restarting is for later: it goes here, and into RankAgent, which then judges each attempt
+_MAX_RESTARTS = 0  # a restart of ranks would be configured here and decided in RankAgent
 _POLL_S = 0.1
 
 
 class LoneNode(RendezvousHandler):
-    """The meeting of one agent with itself.
+    """A rendezvous of a single agent.
 
-    torch's own ways to meet listen on all interfaces, pickle their state, or wait for others; one machine needs none
-    of it. The ranks meet through a file of their own (environment.STORE), not through the agent.
+    torch's rendezvous backends listen on all interfaces, pickle their state, or wait for other nodes; one machine needs
+    none of that. The ranks meet through their own file (environment.STORE), not through the agent.
     """
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers get no store from the agent."""
+        """Returns False: the workers get no store from the agent."""
         return False
 
     def get_backend(self) -> str:
-        """The name of this way to meet."""
+        """Returns the name of this rendezvous backend."""
         return "lone-node"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Node 0 of 1, with a store inside this process. Port 0: nothing listens."""
+        """Returns node 0 of 1, with a store inside this process. Port 0: nothing listens."""
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
-        """Never: nobody else could close it."""
+        """Returns False: no other node could close it."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody to tell."""
+        """Does nothing: there is no other node."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody comes late."""
+        """Returns 0: no node joins late."""
         return 0
 
     def get_run_id(self) -> str:
-        """The id that workers see as TORCHELASTIC_RUN_ID."""
+        """Returns the id that workers see as TORCHELASTIC_RUN_ID."""
         return "phalanx"
 
     def shutdown(self) -> bool:
-        """Nothing to close."""
+        """Returns True: there is nothing to close."""
         return True
 
 
 class RankAgent(LocalElasticAgent):
-    """The elastic agent, which asks the supervisor first and acts only when every rank has ended."""
+    """The elastic agent, which asks the supervisor first and acts only after every rank has ended."""
 
     def __init__(self, command: Sequence[str], processes: int, logs: AttemptLogs, supervisor: Supervisor):
         spec = WorkerSpec(
@@ -66,7 +66,7 @@ class RankAgent(LocalElasticAgent):
             local_world_size=processes,
             rdzv_handler=LoneNode(),
             entrypoint=sys.executable,
-            # The agent fills in ${local_rank} and makes $ of $$: what the user wrote has to survive that.
+            # The agent substitutes ${local_rank} and turns $$ into $: the user's text must survive that.
             args=tuple(word.replace("$", "$$") for word in command),
             max_restarts=_MAX_RESTARTS,
             monitor_interval=_POLL_S,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 LAUNCHER_PID = "PHALANX_LAUNCHER_PID"
-"""The process that has to be the rank's parent."""
+"""Process id that the rank's parent must have."""
 LOG_DIR = "PHALANX_LOG_DIR"
 """Directory of the rank's logs and of its outcome.json."""
 STORE = "PHALANX_STORE"
 """File through which the ranks of one attempt find each other."""
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Keeps every socket of ranks on one machine on that machine, whatever the user's settings for many machines say."""
+"""Keeps all sockets of single-machine ranks on the loopback interface, overriding the user's multi-node settings."""
 
 
 def thread_environment(threads: int, env: Mapping[str, str]) -> dict[str, str]:
-    """OpenMP's and MKL's threads for one rank; a user's own setting in `env` stays."""
+    """Returns OpenMP's and MKL's thread variables for one rank; a user's own setting in `env` wins."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
     return {name: env.get(name, env.get("OMP_NUM_THREADS", str(threads))) for name in names}

@@ -1,4 +1,4 @@
-"""A rank must not outlive its launcher: an orphan keeps the device and goes on writing checkpoints."""
+"""Ensures that a rank does not outlive its launcher: an orphan would occupy the device and keep writing checkpoints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent ends, however the parent ends.
+    """Makes the kernel kill this process when its parent ends, for whatever reason.
 
-    SIGKILL, because a rank inside a collective does not get round to anything milder. A parent that was gone before
-    the request was made sends nothing any more, hence the second look.
+    The signal is SIGKILL, because a rank inside a collective does not handle milder ones. A parent that ended before
+    the request triggers nothing, hence the check afterwards.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a command on this machine, waits for them, and returns the one true exit code."""
+"""Starts the ranks of a command on this machine, waits for them, and returns a single exit code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.launch.environment import LAUNCHER_PID, LOOPBACK, thread_environmen
 from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.supervisor import Exit, Supervisor
-from phalanx.launch.verdict import SAVES, End, verdict
+from phalanx.launch.verdict import BEFORE_CHECKPOINT, End, verdict
 
 _LAST_LINES = 10
 
@@ -31,25 +31,25 @@ def launch_local(
     all_ranks: bool,
     grace_s: float = 30.0,
     module: str = "phalanx.cli.rank",
-    stopped: str = SAVES,
+    stopped: str = BEFORE_CHECKPOINT,
 ) -> int:
     """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
 
-    To be called in the main thread: it takes the signals, and a rank dies with the thread that started it.
+    Must be called in the main thread: it handles the signals, and a rank dies with the thread that started it.
 
     Args:
         argv: the command line that every rank gets.
         processes: number of ranks.
-        log_dir: where attempt_<k>/rank_<r>/ are made.
+        log_dir: parent directory of attempt_<k>/rank_<r>/.
         threads: CPU threads of each rank, unless the user has set OMP_NUM_THREADS.
-        all_ranks: show the output of every rank, with the rank in front.
-        grace_s: seconds that the ranks get to write a checkpoint after a signal.
-        module: what to run; it calls phalanx.launch.worker.main.
-        stopped: how `verdict` words that a signal stopped the ranks.
+        all_ranks: show the output of every rank, prefixed with the rank.
+        grace_s: seconds for the ranks to write a checkpoint after a signal.
+        module: the module to run; it calls phalanx.launch.worker.main.
+        stopped: the wording of `verdict` for ranks stopped by a signal.
 
     Returns:
         0, or the code of the rank that failed first, or 75 when the ranks stopped with a checkpoint, or 128 + n when
-        signal n ended them before that. What happened has been told on standard error.
+        signal n ended them before that. The message has been printed to standard error.
 
     Raises:
         RunError: the ranks could not be started.
@@ -61,7 +61,7 @@ def launch_local(
     with tempfile.TemporaryDirectory(prefix="phalanx_") as store_dir:  # mode 0700
         logs = AttemptLogs(log_dir.absolute(), Path(store_dir), environment, all_ranks)
         supervisor = Supervisor(lambda rank: Outcome.read(logs.rank_dir(rank)), grace_s)
-        # -P: a torch.py in the current directory is not for the ranks to import
+        # -P keeps the ranks from importing a torch.py of the current directory
         agent = RankAgent(["-P", "-m", module, *argv], processes, logs, supervisor)
         try:
             with _quiet_agent(), supervisor.handling_signals():
@@ -77,14 +77,12 @@ def launch_local(
 def _say_whose_threads(threads: int) -> None:
     theirs = os.environ.get("OMP_NUM_THREADS")
     if theirs not in (None, str(threads)):
-        print(
-            f"phalanx: OMP_NUM_THREADS={theirs} is set and kept, instead of {threads} threads per rank", file=sys.stderr
-        )
+        print(f"phalanx: OMP_NUM_THREADS={theirs} is set and overrides {threads} threads per rank", file=sys.stderr)
 
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """The agent neither takes signals (the supervisor does) nor logs (the verdict says what happened, once)."""
+    """Keeps the agent from handling signals (the supervisor does) and from logging (the verdict is printed once)."""
     signals, before = "TORCHELASTIC_SIGNALS_TO_HANDLE", os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torchelastic-events-null")]
     propagate = [logger.propagate for logger in loggers]
@@ -106,7 +104,7 @@ def _quiet_agent() -> Iterator[None]:
 
 
 def _end(rank: int, ended: Exit, directory: Path) -> End:
-    """Both sides of a rank's end; its traceback goes to its own log too, where one would look for it."""
+    """Returns a rank's end as seen and as reported; also writes its traceback to its own log."""
     outcome, log = Outcome.read(directory), directory / "stderr.log"
     last_words = ""
     if outcome and outcome.traceback:

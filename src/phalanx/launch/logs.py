@@ -1,4 +1,4 @@
-"""Where the ranks of one attempt write: attempt_<k>/rank_<r>/{stdout,stderr}.log."""
+"""The log files of the ranks of one attempt: attempt_<k>/rank_<r>/{stdout,stderr}.log."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from phalanx.launch.environment import LOG_DIR, STORE
 
-_TERMINAL = ""  # the agent's word for "inherit the launcher's stream"
+_TERMINAL = ""  # means "inherit the launcher's stream" to the agent
 
 
 class AttemptLogs(LogsSpecs):
-    """Makes the directories of an attempt when the agent starts one, and hands the ranks their environment.
+    """Creates the directories of an attempt when the agent starts one, and sets the ranks' environment.
 
-    Local rank 0 keeps the terminal, so that it can draw on it; the others write to files.
+    Local rank 0 keeps the terminal for its progress bar; the others write to files.
 
     Args:
         log_dir: parent of the attempts; a resumed run finds the next number, so older logs stay.
@@ -34,15 +34,15 @@ class AttemptLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Parent of the attempts."""
+        """The parent directory of the attempts."""
         return str(self._root_log_dir)
 
     def rank_dir(self, rank: int) -> Path:
-        """Directory of one rank in the latest attempt."""
+        """Returns the directory of one rank in the latest attempt."""
         return self.attempt_dir / f"rank_{rank}"
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by the agent for every attempt, with the variables of each local rank, which it may extend."""
+        """Creates an attempt's directories. The agent passes the variables of each local rank, to which it may add."""
         self.attempt_dir = next_attempt(Path(self.root_log_dir))
         destination = LogsDest()
         for local_rank, env in envs.items():
@@ -62,7 +62,7 @@ class AttemptLogs(LogsSpecs):
 
 
 def next_attempt(log_dir: Path) -> Path:
-    """Makes log_dir/attempt_<k> for the first k that is not taken, also against others who look for one now."""
+    """Creates log_dir/attempt_<k> for the first free k, safely against concurrent callers."""
     log_dir.mkdir(parents=True, exist_ok=True)
     number = 0
     while True:

@@ -1,4 +1,4 @@
-"""How a rank ended, in its own words: outcome.json in the rank's log directory, read by the launcher."""
+"""The outcome of a rank as reported by itself: outcome.json in the rank's log directory, read by the launcher."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Outcome:
 
     rank: int
     code: int
-    """Exit code; the table stands in phalanx.errors."""
+    """Exit code; phalanx.errors has the table."""
     message: str
-    """What to tell the user; empty when all went well."""
+    """Message for the user; empty on success."""
     traceback: str | None
-    """Set for a bug only: a user's mistake is shown as a message."""
+    """Set only for a bug: a user's mistake is shown as a message."""
     time: float
-    """Seconds since the epoch; the first to fail is the one to look at."""
+    """Seconds since the epoch; the earliest failure is the cause."""
 
     def write(self, directory: Path) -> None:
-        """Writes directory/outcome.json, whole or not at all."""
+        """Writes directory/outcome.json atomically."""
         temporary = directory / f".{_FILE}.{os.getpid()}"
         with temporary.open("w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
@@ -38,7 +38,7 @@ class Outcome:
 
     @classmethod
     def read(cls, directory: Path) -> Outcome | None:
-        """The outcome in `directory`, or None when the rank ended without writing one."""
+        """Returns the outcome in `directory`, or None if the rank ended without writing one."""
         try:
             return cls(**json.loads((directory / _FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def describe(error: BaseException) -> tuple[int, str, str | None]:
-    """Exit code, message and traceback of what a run raised."""
+    """Returns exit code, message and traceback of an exception that ended a run."""
     if isinstance(error, PhalanxError):
         return error.exit_code, str(error), None
     if isinstance(error, KeyboardInterrupt):

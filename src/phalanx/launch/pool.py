@@ -1,7 +1,7 @@
-"""A pool of warm rank processes: runs a function on a group of ranks, again and again, for milliseconds per call.
+"""A pool of warm rank processes: runs functions on a group of ranks at milliseconds per call.
 
-For tests and `phalanx verify`, which compare many layouts with one process. A launch pays for starting Python and
-importing torch in every rank; here a fork server imports torch once and the ranks are forked from it.
+It serves tests and `phalanx verify`, which compare many layouts with one process. A launch starts Python and imports
+torch in every rank; here a fork server imports torch once and the ranks are forked from it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from phalanx.launch.ranks import Ranks
 
 _STACKS_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 0.5
-_PEER_GRACE_S = 0.5  # after one rank's error: when all ranks raise it, all of them are heard and none is killed
-_LONGER_S = 60.0  # a group's own timeout comes after the pool's, which shows where every rank stands
+_PEER_GRACE_S = 0.5  # after one rank's error: if all ranks raise it, all errors are collected and none is killed
+_TIMEOUT_MARGIN_S = 60.0  # a group's own timeout comes after the pool's, which shows where every rank stands
 
 
 class Pool:
@@ -55,9 +55,9 @@ class Pool:
     def __init__(self, max_ranks: int, preload: Sequence[str] = (), device_type: str = "cpu"):
         self.max_ranks, self.device_type = max_ranks, device_type
         if device_type == "cuda":
-            # A fork of a process that has called CUDA cannot use it: torch is to count GPUs through NVML instead.
+            # A fork of a process that has called CUDA cannot use it, so torch must count GPUs through NVML.
             os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-            # A group with a backend per device type has no default one, which torch says at every group.
+            # A group with a backend per device type has no default one, and torch warns of that at every group.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__, *preload])
@@ -67,7 +67,7 @@ class Pool:
         atexit.register(self.close)
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-        """The results of `fn(ranks, *args, **kwargs)` on `world` ranks, by rank.
+        """Returns the results of `fn(ranks, *args, **kwargs)` on `world` ranks, by rank.
 
         Args:
             fn: a function at the top of a module that can be imported; gets its `Ranks` first.
@@ -77,7 +77,7 @@ class Pool:
 
         Raises:
             Exception: what the first failing rank raised, with that rank's traceback as a note.
-            TimeoutError: a rank did not come back; says where every rank stands.
+            TimeoutError: a rank did not return; the message has every rank's stack.
             RuntimeError: a rank died.
         """
         if not 1 <= world <= self.max_ranks:
@@ -90,13 +90,13 @@ class Pool:
             for rank, process in enumerate(processes):
                 ranks = Ranks(rank, world, rank, world, 0, "pool")
                 where = sys.path, str(Path.cwd())
-                process.connection.send((*where, ranks, self.device_type, store, timeout + _LONGER_S, call))
+                process.connection.send((*where, ranks, self.device_type, store, timeout + _TIMEOUT_MARGIN_S, call))
             answers = _collect(processes, deadline)
             results = {rank: answer.value for rank, answer in answers.items() if isinstance(answer, _Result)}
             if len(results) < world:
                 raise _error(fn, processes, answers, timeout)
             for process in processes:
-                process.connection.send(None)  # only now may a rank leave: its peers might still read from it
+                process.connection.send(None)  # a rank may exit only now: its peers might still read from it
             return [pickle.loads(results[rank]) for rank in range(world)]
         except BaseException:  # also when the caller is interrupted: the next call must not read this one's answers
             for rank in range(world):
@@ -127,7 +127,7 @@ class Pool:
 @dataclass(frozen=True)
 class _Result:
     value: bytes
-    """Pickled by value: a tensor sent the multiprocessing way is a handle that dies with the process."""
+    """Pickled by value: tensors sent through multiprocessing are handles that die with the process."""
 
 
 @dataclass(frozen=True)
@@ -139,39 +139,36 @@ class _Raised:
 @dataclass(frozen=True)
 class _Died:
     exit_code: int | None
-    """As multiprocessing has it: -n for a death by signal n."""
+    """As in multiprocessing: -n for a death by signal n."""
 
 
 _Answer = _Result | _Raised | _Died
 
 
 class _PoolProcess:
-    """One rank process as the caller sees it."""
-
     def __init__(self, context: ForkServerContext, directory: Path):
         file, name = tempfile.mkstemp(prefix="stacks_", dir=directory)
         os.close(file)
         self.stacks = Path(name)
-        """Where the process writes the stacks of its threads, when it is asked to or when it dies."""
+        """The file to which the process writes its threads' stacks, on request or when it dies."""
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, name))
         self.process.start()
         theirs.close()
 
     def ask_for_stacks(self) -> None:
-        """Has the process write where it stands, also from inside a collective."""
+        """Makes the process write its stack, even from inside a collective."""
         if self.process.pid and self.process.is_alive():
             os.kill(self.process.pid, _STACKS_SIGNAL)
 
     def kill(self) -> None:
-        """Ends the process and collects it."""
+        """Kills the process and reaps it."""
         self.process.kill()
         self.process.join()
         self.connection.close()
 
 
 def _collect(processes: Sequence[_PoolProcess], deadline: float) -> dict[int, _Answer]:
-    """What the ranks answer before the deadline, in the order in which they do."""
     answers: dict[int, _Answer] = {}
     pending = dict(enumerate(processes))
     while pending and (ready := wait([p.connection for p in pending.values()], deadline - time.monotonic())):
@@ -190,7 +187,6 @@ def _collect(processes: Sequence[_PoolProcess], deadline: float) -> dict[int, _A
 def _error(
     fn: Callable[..., Any], processes: Sequence[_PoolProcess], answers: dict[int, _Answer], timeout: float
 ) -> BaseException:
-    """What to raise for a call that failed."""
     world = len(processes)
     died = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Died)}
     for rank, answer in died.items():  # before the errors of its peers, which only lost the connection
@@ -205,7 +201,7 @@ def _error(
     for process in processes:
         process.ask_for_stacks()
     time.sleep(_STACKS_WAIT_S)
-    lines = [f"{fn.__qualname__} on {world} ranks took longer than {timeout:g} s. Where the ranks stand:"]
+    lines = [f"{fn.__qualname__} on {world} ranks took longer than {timeout:g} s. Stacks of the ranks:"]
     for rank, process in enumerate(processes):
         stacks = "finished" if rank in answers else process.stacks.read_text(errors="replace").rstrip()
         lines.append(f"rank {rank}: {stacks}")
@@ -213,13 +209,13 @@ def _error(
 
 
 def _serve(connection: Connection, stacks: str) -> None:
-    """The life of a rank process: one call after the other, until the caller is gone."""
+    """Serves calls in a rank process until the caller is gone."""
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, which ends this process
     torch.set_num_threads(1)
     if not Path(stacks).exists():
         return  # the caller was interrupted while this process started, and has cleaned up
-    gc.freeze()  # what the fork server imported, which no collection needs to look through
+    gc.freeze()  # exempts the fork server's imports from garbage collection
     with open(stacks, "w", encoding="utf-8") as file, suppress(EOFError):
         faulthandler.enable(file)
         faulthandler.register(_STACKS_SIGNAL, file)
@@ -250,7 +246,7 @@ def _answer(ranks: Ranks, device_type: str, store: str, timeout_s: float, call: 
 
 
 def _launched(ranks: Ranks) -> dict[str, str]:
-    """The variables of a launched rank, for code that looks itself up."""
+    """Returns the environment variables of a launched rank, for code that reads them."""
     return {
         "RANK": str(ranks.rank),
         "WORLD_SIZE": str(ranks.world),
@@ -263,7 +259,7 @@ def _launched(ranks: Ranks) -> dict[str, str]:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error, or its text where it does not survive the way to the caller."""
+    """Returns the error, or its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception as reason:  # whatever its __reduce__ or __init__ may raise

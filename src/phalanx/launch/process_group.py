@@ -1,4 +1,4 @@
-"""Joins the ranks into torch's process group, and leaves it again."""
+"""Joins the ranks into torch's process group, and leaves it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def process_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> It
     """The process group for the length of a `with` block.
 
     After an error the group of several ranks is left as it is: peers may be inside a collective, and waiting for them
-    would hide the error. The process is about to end. A planned stop is no such error, all ranks take it together.
+    would hide the error. The process is about to end. A planned stop is no such error: all ranks stop together.
 
     Raises:
         RunError: as `init`.
@@ -41,7 +41,7 @@ def process_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> It
 def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
     """Initialises the default process group with the backend that `backend_of` names.
 
-    A world of one gets a group too, so that nobody has to ask whether there is one. Ranks of our own launcher meet in
+    A world of one also gets a group, so that callers need not check for one. Ranks of our own launcher meet in
     its file, others at MASTER_ADDR:MASTER_PORT. Where all ranks are on this machine, the sockets stay on loopback.
 
     Args:
@@ -50,7 +50,7 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
         timeout_s: seconds that this and every later collective may wait for a peer.
 
     Raises:
-        RunError: nowhere to meet, or a peer did not come in time.
+        RunError: there is no rendezvous, or a peer did not join in time.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -59,12 +59,12 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
     store = _local_store(ranks)
     if store is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise RunError(
-            f"{ranks.source} started {ranks.world} ranks, but did not say where they meet: set MASTER_ADDR to a "
+            f"{ranks.source} started {ranks.world} ranks, but gave no rendezvous address: set MASTER_ADDR to a "
             "host name of rank 0's node and MASTER_PORT to a free port, the same for every rank."
         )
     try:
-        # Without device_id: torch would bind NCCL's communicator to the device and split groups off it, a call that
-        # every rank of the world has to make, while some of ours are made by their members alone (Mesh.among).
+        # Without device_id: torch would bind NCCL's communicator to the device and split groups off it, which all ranks
+        # must call together, while only their members create some of ours (Mesh.among).
         dist.init_process_group(
             backend_of(ranks, device),
             init_method="env://" if store is None else None,
@@ -78,35 +78,35 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
 
 
 def backend_of(ranks: Ranks, device: torch.device) -> str:
-    """The backend: gloo for CPU tensors; for those of a GPU NCCL, or gloo where ranks of a node share a GPU."""
+    """Returns the backend: gloo for CPU tensors; for GPU tensors NCCL, or gloo where ranks of a node share a GPU."""
     if device.type == "cpu":
         return "gloo"
     shared = (ranks.local_world or 1) > torch.cuda.device_count()
-    # Not plainly "gloo": beside a default group of that name torch 2.11's DeviceMesh makes groups of NCCL.
+    # Not just "gloo": beside a default group of that name torch 2.11's DeviceMesh creates NCCL groups.
     return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
 
 
 def device_of(ranks: Ranks, device_type: str) -> torch.device:
-    """The device of a rank: the CPU, or the GPU numbered by the rank's place on its node, modulo the node's GPUs."""
+    """Returns the device of a rank: the CPU, or the GPU with the rank's number on its node, modulo the node's GPUs."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
 
 
 def shutdown() -> None:
-    """Leaves the process group, and what holds it: the threads of a group that is held run on, and one whose peer is
-    gone can take a whole core."""
+    """Destroys the process group and drops all references to it: the threads of a referenced group keep running, and
+    one whose peer is gone can occupy a whole core."""
     dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 
-        # DTensor remembers how it sharded what, and with every answer a mesh and its groups.
+        # DTensor caches sharding decisions, each with a mesh and its groups.
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     gc.collect()  # objects that refer to each other in a circle
 
 
 def _local_store(ranks: Ranks) -> Store | None:
-    """Where ranks of one machine meet without a port: our launcher's file, or nothing but memory for a lone rank."""
+    """Returns the store of ranks of one machine, without a port: our launcher's file, or memory for a lone rank."""
     if STORE in os.environ:
         store = FileStore(os.environ[STORE], ranks.world)
         store.set(_joined(ranks.rank), "yes")
@@ -119,8 +119,8 @@ def _joined(rank: int) -> str:
 
 
 def _no_group(ranks: Ranks, store: Store | None, timeout_s: float, error: RuntimeError) -> str:
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    failed = f"Rank {ranks.rank} of {ranks.world} could not join the others (waited at most {timeout_s:g} s): {said}"
+    message = str(error).splitlines()[0] if str(error) else type(error).__name__
+    failed = f"Rank {ranks.rank} of {ranks.world} could not join the others (waited at most {timeout_s:g} s): {message}"
     if store is None:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         return (

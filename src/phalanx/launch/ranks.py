@@ -1,7 +1,7 @@
-"""Who am I? The place of this process in the group, read from the environment that a launcher left behind.
+"""The rank of this process in its group, read from the environment variables of a launcher.
 
-A launcher is a row of names. A row counts only when all of its parts are there, and rows are never mixed: a
-rank of one launcher with the world of another is how N processes become N solo runs that write one directory.
+Each launcher has a set of variables. A set counts only if it is complete, and sets are never mixed: taking the rank of
+one launcher and the world size of another is how N processes become N solo runs that write one directory.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ class Ranks:
     """The place of one process in the group."""
 
     rank: int
-    """Place among all processes, 0 … world - 1."""
+    """Index among all processes, 0 … world - 1."""
     world: int
     """Number of processes."""
     local_rank: int
-    """Place among the processes of this node; also the index of its device."""
+    """Index among the processes of this node; also the index of its device."""
     local_world: int | None
-    """Number of processes on this node; None where the launcher does not say."""
+    """Number of processes on this node; None if the launcher does not report it."""
     node_rank: int | None
-    """Index of this node; None where the launcher does not say."""
+    """Index of this node; None if the launcher does not report it."""
     source: str
-    """The launcher that said so: torchrun, pals, openmpi, mpich, slurm, or single."""
+    """The launcher: torchrun, pals, openmpi, mpich, slurm, or single."""
 
     @property
     def one_node(self) -> bool:
-        """True when every process is known to be on this machine."""
+        """True if every process is known to be on this machine."""
         return self.local_world == self.world
 
 
 SINGLE = Ranks(rank=0, world=1, local_rank=0, local_world=1, node_rank=0, source="single")
-"""A process that nobody launched."""
+"""A process without a launcher."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _LauncherVariables:
     local_world: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    """Further variables without which the row does not count."""
+    """Further variables that must be present for the set to count."""
 
 
 # `phalanx train` starts its ranks with torchrun's variables. RANK alone proves nothing: a Kubernetes
@@ -71,7 +71,7 @@ _SLURM = _LauncherVariables(
     world=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     local_rank=("SLURM_LOCALID",),
     node_rank=("SLURM_NODEID",),
-    needs=("SLURM_STEP_ID",),  # a batch shell has SLURM_PROCID=0 too, but it is no task of a step
+    needs=("SLURM_STEP_ID",),  # a batch shell also has SLURM_PROCID=0, but is not a task of a step
 )
 _SCHEDULERS = (
     _LauncherVariables(
@@ -102,9 +102,9 @@ _SCHEDULERS = (
 
 
 def detect(env: Mapping[str, str]) -> Ranks | None:
-    """The place of this process according to `env`, or None when nobody launched it.
+    """Returns the place of this process according to `env`, or None if no launcher started it.
 
-    torchrun's variables are explicit and win; of the others all complete rows have to agree.
+    torchrun's variables are explicit and win; of the others all complete sets have to agree.
 
     Raises:
         JobError: two launchers disagree; a launcher says that this is one process of several but not which;
@@ -119,7 +119,7 @@ def detect(env: Mapping[str, str]) -> Ranks | None:
             raise JobError(_conflict(found[0], other, env))
     if found:
         return found[0]
-    _refuse_half_a_row(env)
+    _refuse_incomplete_variables(env)
     _refuse_batch_shell(env)
     return None
 
@@ -135,7 +135,7 @@ def _read(row: _LauncherVariables, env: Mapping[str, str]) -> Ranks | None:
     if not (rank < world and local_rank < (world if local_world is None else local_world) <= world):
         return None
     if row is _SLURM and world == 1:
-        return None  # `srun --pty bash`: the shell is the step's one task, what runs in it was not launched
+        return None  # `srun --pty bash`: the shell is the step's only task; commands in it were not launched
     return Ranks(rank, world, local_rank, local_world, node_rank, row.source)
 
 
@@ -149,7 +149,7 @@ def _first_set(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
 
 
 def _slurm_local_world(env: Mapping[str, str], node_rank: int | None) -> int | None:
-    """Tasks on this node, from Slurm's run lengths: "4(x2),1" is 4, 4, 1."""
+    """Returns the tasks on this node, from Slurm's run lengths: "4(x2),1" is 4, 4, 1."""
     name = _first_set(env, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if name is None or node_rank is None:
         return None
@@ -169,7 +169,7 @@ def _place(ranks: Ranks) -> tuple[int, int, int]:
 
 
 def _shown(row: _LauncherVariables, env: Mapping[str, str]) -> str:
-    """The row's variables with their values; only these, for an environment holds secrets too."""
+    """Returns the set's variables with their values; only these, because an environment also holds secrets."""
     names = [*row.rank, *row.world, *row.local_rank, *row.local_world, *row.node_rank, *row.needs]
     return " ".join(f"{name}={env[name]}" for name in names if name in env)
 
@@ -190,8 +190,8 @@ def _conflict(one: Ranks, other: Ranks, env: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _refuse_half_a_row(env: Mapping[str, str]) -> None:
-    """One of several, but not said which one: N such processes would each train alone into one directory."""
+def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
+    """Raises JobError for one of N processes without a known rank: each would train alone into one directory."""
     for row in (_TORCHRUN, *_SCHEDULERS):
         rank, world = _first_set(env, row.rank), _first_set(env, row.world)
         if rank is None or world is None or _number(env, row.world) == 1:
@@ -201,7 +201,7 @@ def _refuse_half_a_row(env: Mapping[str, str]) -> None:
         missing = [name for name in row.needs if name not in env]
         if _first_set(env, row.local_rank) is None:
             missing.append(" or ".join(row.local_rank))
-        reason = f"{', '.join(missing)} not set" if missing else "the numbers make no sense together"
+        reason = f"{', '.join(missing)} not set" if missing else "the numbers are inconsistent"
         hint = (
             "Start it with torchrun (in Kubernetes: one torchrun in each pod), or unset RANK and WORLD_SIZE."
             if row is _TORCHRUN

@@ -1,8 +1,8 @@
-"""Watches the ranks of one machine: passes signals on, notes how each rank ends, ends those that cannot go on.
+"""Watches the ranks of one machine: forwards signals, records how each rank ends, kills those that cannot continue.
 
-Knows nothing of torch. The elastic agent asks it at every poll (see agent.py), before the agent looks itself: the
-agent would meet any non-zero exit with SIGTERM to all, also while the peers still write the checkpoint on which they
-and the rank had agreed.
+It does not depend on torch. The elastic agent asks it at every poll (see agent.py), before the agent itself checks: the
+agent would answer any non-zero exit with SIGTERM to all, even while the peers still write the checkpoint that they and
+the rank had agreed on.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGHUP: signal.SIGTERM,  # the terminal went away: nobody is left to press Ctrl-C
+    signal.SIGHUP: signal.SIGTERM,  # the terminal is gone: Ctrl-C is no longer possible
 }
-"""Signal to the launcher → signal to every rank."""
+"""Signals to the launcher → signals to every rank."""
 
 _SAME_REQUEST_S = 0.5  # `timeout` and wrappers like it send a signal to the child and again to its group
-_PEER_GRACE_S = 3.0  # for the peers of a rank that broke: long enough to notice by themselves and say so
+_PEER_GRACE_S = 3.0  # for the peers of a failed rank: long enough to notice and report it
 
 
 @dataclass(frozen=True)
 class Exit:
-    """How the process of a rank ended."""
+    """The end of a rank's process."""
 
     code: int
-    """As a shell shows it: 128 + n for a death by signal n."""
+    """Exit code as in a shell: 128 + n for a death by signal n."""
     time: float
-    """Seconds since the epoch at which it was seen."""
+    """Seconds since the epoch when the exit was observed."""
     killed: bool
-    """Ended by the launcher, so no reason for anything."""
+    """True if the launcher killed it, so that it is not a cause."""
 
 
 class Supervisor:
@@ -54,7 +54,7 @@ class Supervisor:
     def __init__(self, outcome: Callable[[int], Outcome | None], grace_s: float):
         self.exits: dict[int, Exit] = {}
         self.stop_signal: signal.Signals | None = None
-        """The signal that was passed on to the ranks."""
+        """The signal that was forwarded to the ranks."""
         self._outcome = outcome
         self._grace_s = grace_s
         self._requests: list[tuple[signal.Signals, float]] = []
@@ -63,7 +63,7 @@ class Supervisor:
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Takes the launcher's signals; only the main thread may do this."""
+        """Handles the launcher's signals inside the `with` block; only the main thread may do this."""
         before = {number: signal.getsignal(number) for number in FORWARDED}
         taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # nohup stays
         for number in taken:
@@ -80,7 +80,7 @@ class Supervisor:
             self._requests.append((signal.Signals(number), now))
 
     def watch(self, pids: Mapping[int, int]) -> bool:
-        """One look at the ranks, `pids` by rank; True while one of them runs."""
+        """Polls the ranks once, `pids` by rank; returns whether one of them is running."""
         self._note_exits(pids)
         running = {rank: pid for rank, pid in pids.items() if rank not in self.exits}
         self._pass_signal_on(running)
@@ -90,7 +90,7 @@ class Supervisor:
 
     def _note_exits(self, pids: Mapping[int, int]) -> None:
         for rank in pids.keys() - self.exits.keys():
-            # WNOWAIT: the process stays for the agent to collect
+            # WNOWAIT leaves the process for the agent to reap
             status = os.waitid(os.P_PID, pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is None:
                 continue
@@ -112,11 +112,10 @@ class Supervisor:
             self._allow(0)
 
     def _allow(self, seconds: float) -> None:
-        """The running ranks get at most `seconds` from now."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _kill(self, running: Mapping[int, int], pids: Mapping[int, int]) -> None:
         self._killed.update(running)
-        for pid in pids.values():  # each rank leads a process group: what the ended ones left behind goes too
+        for pid in pids.values():  # each rank leads a process group: children of ended ranks are killed too
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""From the ends of all ranks to one exit code and one message: which rank failed first, and why."""
+"""Combines the ends of all ranks into one exit code and one message: which rank failed first, and why."""
 
 from __future__ import annotations
 
@@ -10,49 +10,53 @@ from phalanx.errors import StoppedError
 from phalanx.launch.outcome import Outcome
 
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL remote process exited")
-"""What a rank says that failed only because another one had."""
+"""Error texts of ranks that failed only because of another one."""
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of one rank as the launcher saw it and as the rank told it."""
+    """The end of one rank as observed by the launcher and as reported by the rank."""
 
     rank: int
     code: int
-    """As a shell shows it: 128 + n for a death by signal n."""
+    """Exit code as in a shell: 128 + n for a death by signal n."""
     time: float
     """Seconds since the epoch."""
     killed: bool
-    """The launcher ended it."""
+    """True if the launcher killed it."""
     outcome: Outcome | None
-    """None when the rank had no time to say anything."""
+    """None if the rank had no time to report."""
     last_words: str = ""
-    """The end of its standard error, where that went to a file."""
+    """The end of its standard error, if that went to a file."""
 
     @property
-    def said(self) -> Outcome | None:
-        """What it said about this end; None too when it died of something else on its way out."""
+    def report(self) -> Outcome | None:
+        """The rank's report of this end; None also if it died of something else while exiting."""
         return self.outcome if self.outcome and self.outcome.code == self.code else None
 
     @property
     def lost_peer(self) -> bool:
-        """True when it failed only because another rank was gone."""
+        """True if it failed only because another rank was gone."""
         return self.outcome is not None and any(words in self.outcome.message for words in _LOST_PEER)
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sorts the cause before its consequences. A killed rank says nothing, and its peers may report the
-        lost connection before its death is seen: hence those come last."""
+        """The sort key that puts causes before consequences. A killed rank reports nothing, and its peers may report
+        the lost connection before its death is seen: hence those come last."""
         return self.lost_peer, self.outcome.time if self.outcome else self.time
 
 
-SAVES = "before {} of {} ranks could write a checkpoint; the same command resumes from the last complete one."
-"""What to say of ranks that were stopped: how many of how many had not come to their end."""
+BEFORE_CHECKPOINT = (
+    "before {} of {} ranks could write a checkpoint; the same command resumes from the last complete one."
+)
+"""Message about stopped ranks: how many of how many did not finish."""
 
 
-def verdict(ends: Sequence[End], stop_signal: signal.Signals | None, stopped: str = SAVES) -> tuple[int, str]:
-    """Exit code of the launch and what to tell the user (empty when all went well). `stopped` is the end of "Stopped by
-    SIGNAL ..." where ranks did not come to theirs."""
+def verdict(
+    ends: Sequence[End], stop_signal: signal.Signals | None, stopped: str = BEFORE_CHECKPOINT
+) -> tuple[int, str]:
+    """Returns the exit code of the launch and the message for the user (empty on success). `stopped` ends the sentence
+    "Stopped by SIGNAL ..." if ranks did not finish."""
     by_signal = 128 + stop_signal if stop_signal else None
     planned = (0, StoppedError.exit_code, by_signal)
     failures = [end for end in ends if not end.killed and end.code not in planned]
@@ -69,10 +73,10 @@ def verdict(ends: Sequence[End], stop_signal: signal.Signals | None, stopped: st
 
 
 def _failure(first: End, failures: Sequence[End], ends: Sequence[End]) -> str:
-    said = first.said
-    same = [end for end in failures if said and end.said and end.said.message == said.message]
-    if said and said.traceback is None and len(same) == len(ends):
-        return said.message  # every rank found the user's mistake: no rank needs to be named
+    report = first.report
+    same = [end for end in failures if report and end.report and end.report.message == report.message]
+    if report and report.traceback is None and len(same) == len(ends):
+        return report.message  # every rank found the user's mistake: no rank needs to be named
     lines = [_reason(first, len(ends))]
     if len(same) > 1:
         lines.append(f"{_others(len(same) - 1)} stopped by the same error.")
@@ -83,8 +87,8 @@ def _failure(first: End, failures: Sequence[End], ends: Sequence[End]) -> str:
 
 def _reason(end: End, world: int) -> str:
     who = f"Rank {end.rank} of {world}"
-    if end.said:
-        return f"{who} failed: {end.said.traceback or end.said.message}"
+    if end.report:
+        return f"{who} failed: {end.report.traceback or end.report.message}"
     number = end.code - 128
     if number not in set(signal.Signals):
         return f"{who} ended with exit code {end.code} and no message.{_tail(end)}"
@@ -93,7 +97,7 @@ def _reason(end: End, world: int) -> str:
 
 
 def _tail(end: End) -> str:
-    return f" Its last words:\n{end.last_words}" if end.last_words else ""
+    return f" Its standard error ends:\n{end.last_words}" if end.last_words else ""
 
 
 def _others(count: int) -> str:

@@ -1,4 +1,4 @@
-"""The frame of one rank of a local launch: ties it to its launcher, runs it, and notes how it ended.
+"""The entry point of one rank of a local launch: ties it to its launcher, runs it, and records how it ended.
 
 Nothing heavy is imported before the rank has tied its life to the launcher's.
 """
@@ -21,7 +21,7 @@ from phalanx.launch.outcome import Outcome, describe
 
 
 def main(run: Callable[[list[str]], int]) -> NoReturn:
-    """Runs `run(argv)` as a rank: dies with the launcher, notes the outcome, exits with its code."""
+    """Runs `run(argv)` as a rank: dies with the launcher, records the outcome, exits with its code."""
     die_with_parent(int(os.environ[LAUNCHER_PID]))
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
@@ -37,7 +37,7 @@ def main(run: Callable[[list[str]], int]) -> NoReturn:
 
 
 def report(directory: Path, run: Callable[[], int]) -> int:
-    """Exit code of `run()`, whatever it raises; the outcome is written to `directory`.
+    """Returns the exit code of `run()`, also if it raises; writes the outcome to `directory`.
 
     Nothing is printed: the launcher shows one failure for all ranks.
     """

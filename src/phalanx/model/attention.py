@@ -19,16 +19,16 @@ from phalanx.model.window import visible, window_attention
 
 
 class KeysAndValues(Protocol):
-    """Keys and values of tokens before these, which attention sees as well."""
+    """The keys and values of earlier tokens, which attention also sees."""
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of all positions, from those of the new ones: (batch, kv_heads, seq, head_size) each."""
+        """Appends new keys and values, (batch, kv_heads, seq, head_size) each, and returns those of all positions."""
         ...
 
 
 class Attention(nn.Module):
     """Causal self-attention with as many key/value heads as query heads, or fewer (Ainslie et al. 2023). A layout may
-    exchange `project`, by which the matrices that read the input are applied to it."""
+    replace `project`, which applies the matrices that read the input."""
 
     project: Project = staticmethod(project)
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         cache: KeysAndValues | None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """(batch, seq, d_model) to the same."""
+        """Computes attention, (batch, seq, d_model) to the same shape."""
         q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.qkv(x))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
@@ -62,13 +62,13 @@ class Attention(nn.Module):
         return self.wo(self.core(q, k, v, noise, documents).transpose(1, 2).flatten(2))
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model)."""
+        """Returns queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model)."""
         return self.project((self.wq, self.wk, self.wv), x)
 
 
 class CoreAttention(nn.Module):
-    """softmax(q kᵀ / √head_size) v. A module of its own, without parameters, because layouts treat it apart: selective
-    recomputation exchanges `run`, by which `attend` is called, and context parallelism replaces the module."""
+    """softmax(q kᵀ / √head_size) v. It is a parameterless module of its own because layouts treat it separately:
+    selective recomputation replaces `run`, which calls `attend`, and context parallelism replaces the module."""
 
     run: Run = staticmethod(run)
 
@@ -80,15 +80,15 @@ class CoreAttention(nn.Module):
         self.site = f"blocks.{layer}.attn.probabilities"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
-        """Run `attend`."""
+        """Runs `attend`."""
         return self.run(self.attend, q, k, v, noise, documents)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
-        """`q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` likewise to
+        """Maps `q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` in the same form to
         (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys.
 
-        A query sees the last `window` keys up to its own (0: all), with `documents` (batch, at least keys), the number
-        of each token's document, those of its own document alone."""
+        A query sees the last `window` keys up to its own (0: all), and with `documents` (batch, at least keys), the
+        document number of each token, only those of its own document."""
         seq, keys = q.shape[2], k.shape[2]
         grouped = q.shape[1] != k.shape[1]
         if noise is not None and self.dropout > 0:
@@ -104,7 +104,7 @@ class CoreAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise, documents: Tensor | None) -> Tensor:
-        """The same step by step: torch's fused kernels draw dropout masks of their own."""
+        """Computes the same without a fused kernel: torch's fused kernels draw dropout masks of their own."""
         queries_per_key = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
@@ -113,6 +113,6 @@ class CoreAttention(nn.Module):
         return noise.dropout_heads(scores.softmax(dim=-1), self.dropout, self.site, self.n_heads) @ v
 
     def _visible(self, q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor:
-        """Which keys the queries see, (seq, keys), or with documents (batch, 1, seq, keys)."""
+        """Returns which keys the queries see, (seq, keys), or with documents (batch, 1, seq, keys)."""
         places = torch.arange(k.shape[2], device=q.device)
         return visible(places[-q.shape[2] :], places, self.window, documents)

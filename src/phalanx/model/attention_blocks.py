@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Seen:
-    """Which keys of a block its queries see."""
+    """The keys of a block that its queries see."""
 
     causal: bool = False
     """Query number i sees the keys up to number i; there are as many of both."""
@@ -40,9 +40,9 @@ class Seen:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-    """Output (batch, heads, queries, size of v's heads), and log-sum-exp (batch, heads, queries) in at least fp32, of
-    `q` (batch, heads, queries, head_size) over `k` (batch, kv_heads, keys, head_size) and `v`. A query that sees
-    nothing gets zeros and -inf."""
+    """Returns output (batch, heads, queries, size of v's heads), and log-sum-exp (batch, heads, queries) in at least
+    fp32, of `q` (batch, heads, queries, head_size) over `k` (batch, kv_heads, keys, head_size) and `v`. A query that
+    sees nothing gets zeros and -inf."""
     if _fused(q, v, seen):
         padded = _padded(q, k, v)
         kernel = _cpu_forward if q.device.type == "cpu" else _cuda_forward
@@ -62,8 +62,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]
 def gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block adds to the gradients of `q`, `k` and `v`, where `o` and `lse` are those over all keys, also those
-    of other blocks, and `gradient` is that of `o`."""
+    """Returns a block's contributions to the gradients of `q`, `k` and `v`, where `o` and `lse` are those over all
+    keys, also those of other blocks, and `gradient` is that of `o`."""
     if _fused(q, v, seen):
         padded, width = _padded(q, k, v), v.shape[-1]
         size = padded[0].shape[-1]
@@ -88,7 +88,7 @@ def gradients(
 
 
 def _fused(q: Tensor, v: Tensor, seen: Seen) -> bool:
-    """Whether one of torch's kernels computes it."""
+    """Returns whether one of torch's kernels computes it."""
     if seen.keep is not None:
         return False
     if q.device.type == "cpu":
@@ -117,7 +117,7 @@ def _cpu_backward(
 
 
 def _bias(seen: Seen, dtype: torch.dtype) -> Tensor | None:
-    """The mask as the CPU's kernel wants it: added to the scores."""
+    """Returns the mask as the CPU's kernel wants it: added to the scores."""
     if seen.mask is None:
         return None
     return torch.zeros(seen.mask.shape, dtype=dtype).masked_fill_(~seen.mask, float("-inf"))
@@ -141,8 +141,8 @@ def _cuda_backward(
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With heads of one size, as the kernels want them (CUDA's: a multiple of 8). Zeros change neither scores nor what
-    is read of the output."""
+    """Pads heads to one size, as the kernels require (CUDA's: a multiple of 8). Zeros change neither scores nor the
+    part of the output that is read."""
     size = max(q.shape[-1], v.shape[-1])
     if q.device.type == "cuda":
         size = -(-size // 8) * 8
@@ -154,13 +154,13 @@ def _widened(x: Tensor, size: int) -> Tensor:
 
 
 def _runs(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """The queries, in runs of which the scores fit."""
+    """Yields runs of queries whose scores fit."""
     length = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     return (slice(start, start + length) for start in range(0, q.shape[2], length))
 
 
 def _scores(q: Tensor, k: Tensor, seen: Seen, rows: slice) -> Tensor:
-    """In at least fp32, (batch, heads, queries, keys), -inf where nothing is seen. `q` are the queries at `rows`."""
+    """Returns scores in at least fp32, (batch, heads, queries, keys), -inf for unseen keys, of queries `rows`."""
     batch, heads, queries, size = q.shape
     scores = _fold(q * size**-0.5, k.shape[1]) @ k.transpose(-2, -1)
     scores = scores.view(batch, heads, queries, k.shape[2]).to(torch.promote_types(q.dtype, torch.float32))
@@ -171,7 +171,7 @@ def _scores(q: Tensor, k: Tensor, seen: Seen, rows: slice) -> Tensor:
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """In place. Where a query sees nothing at all, zeros."""
+    """Computes probabilities in place. A query that sees nothing gets zeros."""
     return scores.sub_(lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp_()
 
 
@@ -180,6 +180,6 @@ def _dropped(x: Tensor, seen: Seen, rows: slice) -> Tensor:
 
 
 def _fold(x: Tensor, kv_heads: int) -> Tensor:
-    """The queries of the heads that read the same keys one below the other: (batch, kv_heads, many, width). A product
-    with the keys then needs no copies of these, and one over the queries sums over the heads."""
+    """Stacks the queries of heads that read the same keys: (batch, kv_heads, many, width). A product with the keys then
+    needs no copies of these, and one over the queries sums over the heads."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)

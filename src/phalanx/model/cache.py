@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far: generating a token then costs one position, not the whole context."""
+"""The KV cache: with it, generating a token costs one position instead of the whole context."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Cache:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.length = 0
-        """Positions filled. The model moves it on once all its layers have written."""
+        """Positions filled. The model advances it once all its layers have written."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes new keys and values (batch, kv_heads, seq, head_size) of one layer; returns those of all positions,
+        """Appends keys and values (batch, kv_heads, seq, head_size) of one layer; returns those of all positions,
         (batch, kv_heads, length + seq, head_size)."""
         if layer not in self._layers:
             self._layers[layer] = (self._empty(keys), self._empty(values))

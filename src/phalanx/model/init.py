@@ -1,7 +1,7 @@
-"""Initial weights: each parameter from a stream of its own, a function of (seed, name) alone.
+"""Initial weights: each parameter has its own random stream, a function of (seed, name) alone.
 
-So the values do not depend on the order of construction, on the data type, on the device, or on which parameters a
-process holds: a rank that holds a shard draws the whole parameter and takes its part.
+So the values do not depend on the order of construction, the data type, the device, or which parameters a process
+holds: a rank that holds a shard draws the whole parameter and takes its part.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _RESIDUAL_OUTPUTS = ("wo.weight", "down.weight")
 
 
 def initial_value(name: str, shape: Sequence[int], model: ModelConfig, seed: int) -> Tensor:
-    """The value that the parameter `name` of the whole `shape` starts with, in float32 on the CPU.
+    """Returns the initial value of the parameter `name` of the whole `shape`, in float32 on the CPU.
 
-    Norms start at one and biases at zero; the rest is normal with standard deviation init_std, divided by
-    √(2 n_layers) for the matrices that write to the residual stream (Radford et al. 2019, section 2.3)."""
+    Norms start at one and biases at zero; the rest is normal with standard deviation init_std, divided by √(2 n_layers)
+    for the matrices that write to the residual stream (Radford et al. 2019, section 2.3)."""
     if name.endswith("norm.weight"):
         return torch.ones(*shape)
     if name.endswith(".bias"):
@@ -35,8 +35,8 @@ def initial_value(name: str, shape: Sequence[int], model: ModelConfig, seed: int
 
 @torch.no_grad()
 def initialise(module: nn.Module, model: ModelConfig, seed: int) -> None:
-    """Gives every parameter of a `Transformer`, or of a part of one that keeps its names, its initial value in place.
+    """Sets every parameter of a `Transformer`, or of a part of one that keeps its names, to its initial value in place.
 
-    A module built on the meta device is first given memory with `module.to_empty(device=...)`."""
+    A module built on the meta device must first be allocated with `module.to_empty(device=...)`."""
     for name, parameter in module.named_parameters():
         parameter.copy_(initial_value(name, parameter.shape, model, seed))

@@ -1,8 +1,8 @@
-"""Multi-head latent attention: keys and values of all heads are made from one small vector a token (DeepSeek-V2,
-section 2.1; with DeepSeek-V3's norms on the compressed vectors).
+"""Multi-head latent attention: the keys and values of all heads are computed from one small vector per token
+(DeepSeek-V2, section 2.1; with DeepSeek-V3's norms on the compressed vectors).
 
-A query or key head is two parts, [without position | rotary]; the rotary part of the key is one for all heads.
-Shapes: batch, seq (tokens of the input), keys (tokens attended to), d_model, ranks of the compressions.
+A query or key head has two parts, [without position | rotary]; all heads share the rotary part of the key. Shapes:
+batch, seq (tokens of the input), keys (tokens attended to), d_model, ranks of the compressions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from phalanx.model.rotary import rotate
 class LatentAttention(nn.Module):
     """Causal self-attention with compressed queries (where `q_rank` is not 0), keys and values.
 
-    Keys and values are expanded before they are cached or attended to: what the compression saves here is parameters,
-    not memory."""
+    Keys and values are expanded before they are cached or attended to: the compression saves parameters here, not
+    memory."""
 
     def __init__(self, model: ModelConfig, layer: int):
         super().__init__()
@@ -52,7 +52,7 @@ class LatentAttention(nn.Module):
         cache: KeysAndValues | None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """(batch, seq, d_model) to the same."""
+        """Computes attention, (batch, seq, d_model) to the same shape."""
         assert rotary is not None, "latent attention needs rotary positions"
         q, k, v = (heads.transpose(1, 2) for heads in self.heads(x, rotary))
         if cache is not None:
@@ -60,8 +60,8 @@ class LatentAttention(nn.Module):
         return self.wo(self.core(q, k, v, noise, documents).transpose(1, 2).flatten(2))
 
     def heads(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys (batch, seq, heads, head_size) and values (batch, seq, heads, v_head_dim), turned to their
-        positions, of `x` (batch, seq, d_model)."""
+        """Returns queries, keys (batch, seq, heads, head_size) and values (batch, seq, heads, v_head_dim), rotated to
+        their positions, of `x` (batch, seq, d_model)."""
         queries, compressed = self.compress(x)
         queries = self.wq_b(self.q_norm(queries)) if self.compresses_queries else queries
         q, q_turned = queries.unflatten(-1, (-1, sum(self.parts))).split(self.parts, -1)
@@ -71,6 +71,6 @@ class LatentAttention(nn.Module):
         return torch.cat((q, rotate(q_turned, rotary)), -1), torch.cat((k, k_turned), -1), v
 
     def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What is read off `x` (batch, seq, d_model): compressed queries (batch, seq, q_rank), or where there is no
-        such compression the heads' queries, and (batch, seq, kv_rank + rope_head_dim) for keys and values."""
+        """Returns compressed queries (batch, seq, q_rank), or the heads' queries where queries are not compressed, and
+        (batch, seq, kv_rank + rope_head_dim) for keys and values, from `x` (batch, seq, d_model)."""
         return self.wq_a(x) if self.compresses_queries else self.wq(x), self.wkv_a(x)

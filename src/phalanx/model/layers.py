@@ -1,4 +1,4 @@
-"""The layers that blocks are made of: linear layers whose product a layout may exchange, norms, and the MLP."""
+"""The layers of a block: linear layers whose product a layout may replace, norms, and the MLP."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Multiply = Callable[..., Tensor]
 
 
 class Linear(nn.Linear):
-    """x weightᵀ + bias by a product, `multiply`, that a layout may exchange for one with other kernels."""
+    """x weightᵀ + bias through `multiply`, which a layout may replace by a product with other kernels."""
 
     multiply: Multiply = staticmethod(F.linear)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., inputs) to (..., outputs)."""
+        """Maps (..., inputs) to (..., outputs)."""
         return self.multiply(input, self.weight, self.bias)
 
 
 Project = Callable[[Sequence[Linear], Tensor], tuple[Tensor, ...]]
-"""The outputs of linear layers that read the same input, one each: (layers, input)."""
+"""Applies linear layers to the same input: (layers, input) to one output each."""
 
 
 def project(layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
-    """Apply each of `layers` to `x` (..., inputs): (..., outputs) each."""
+    """Applies each of `layers` to `x` (..., inputs): (..., outputs) each."""
     return tuple([layer(x) for layer in layers])
 
 
@@ -38,24 +38,24 @@ Run = Callable[..., Tensor]
 
 
 def run(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return what `compute` makes of `inputs`."""
+    """Returns `compute(*inputs)`."""
     return compute(*inputs)
 
 
 class Activation:
-    """What lies between the matrices of an MLP: GELU, exact or in its tanh form, or a SiLU gate (SwiGLU)."""
+    """The nonlinearity of an MLP: GELU, exact or in its tanh form, or a SiLU gate (SwiGLU)."""
 
     def __init__(self, model: ModelConfig):
         self.gelu = "tanh" if model.activation == "gelu_tanh" else "none"
 
     def __call__(self, wide: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Of the hidden activations, and of the gate's where there is one, to the same shape."""
+        """Applies it to the hidden activations, with those of the gate if there is one; the shape stays the same."""
         return F.gelu(wide, approximate=self.gelu) if gate is None else F.silu(gate) * wide
 
 
 class MLP(nn.Module):
-    """Two matrices around a GELU, or three with a SiLU gate (SwiGLU, Shazeer 2020), of a hidden `width`: by default the
-    model's. A layout may exchange `project`, by which the matrices that read the input are applied to it."""
+    """Two matrices around a GELU, or three with a SiLU gate (SwiGLU, Shazeer 2020), of hidden size `width`: by default
+    the model's. A layout may replace `project`, which applies the matrices that read the input."""
 
     project: Project = staticmethod(project)
 
@@ -69,16 +69,16 @@ class MLP(nn.Module):
         self.down = Linear(width, model.d_model, bias=model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., d_model) to the same."""
+        """Applies the MLP, (..., d_model) to the same shape."""
         return self.down(self.activate(*self.widen(x)))
 
     def widen(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The hidden activations, and the gate's where there is one, each (..., width)."""
+        """Returns the hidden activations, and the gate's if there is one, each (..., width)."""
         return self.project((self.up,) if self.gate is None else (self.up, self.gate), x)
 
 
 def make_norm(model: ModelConfig, width: int | None = None) -> nn.Module:
-    """The model's normalisation over `width` elements, by default d_model."""
+    """Returns the model's normalisation over `width` elements, by default d_model."""
     width = width or model.d_model
     if model.norm == "rmsnorm":
         return nn.RMSNorm(width, eps=model.norm_eps)

@@ -1,4 +1,4 @@
-"""The loss as a sum, with the count to divide it by kept apart: only the trainer knows the global count of tokens."""
+"""The loss as a sum, without the division by the token count: only the trainer knows the global count of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.config.data import IGNORE
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum over valid tokens of -log p(target), in nats: a scalar of at least float32.
+    """Returns the sum over valid tokens of -log p(target), in nats: a scalar of at least float32.
 
     `logits` (batch, seq, vocab), `targets` (batch, seq) with IGNORE where a position does not count."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -18,5 +18,5 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def valid_tokens(targets: Tensor) -> Tensor:
-    """How many of `targets` count, as an integer scalar tensor (on the device: no synchronisation)."""
+    """Returns the number of valid `targets` as an integer scalar tensor (on the device: no synchronisation)."""
     return (targets != IGNORE).sum()

@@ -1,9 +1,9 @@
-"""Mixture of experts: a router sends each token to a few of many experts and adds up what they make of it.
+"""Mixture of experts: a router sends each token to a few of many experts and combines their outputs.
 
-What keeps experts evenly loaded is here too: an auxiliary loss, a balancing bias, a capacity. Each is defined a token
-or a sequence at a time, so that it does not depend on how a batch is split over ranks or micro-batches.
+Load balancing is here too: an auxiliary loss, a balancing bias, a capacity. Each is defined per token or per sequence,
+so that it does not depend on how a batch is split over ranks or micro-batches.
 
-Shapes: batch, seq (tokens of a sequence that are here), top_k (experts of a token), rows (tokens sent to experts, in
+Shapes: batch, seq (tokens of a sequence on this rank), top_k (experts per token), rows (tokens routed to experts, in
 the order of experts), d_model.
 """
 
@@ -24,28 +24,28 @@ from phalanx.model.experts import Experts, Sizes
 from phalanx.model.layers import MLP, Linear
 
 _Key = TypeVar("_Key")
-_NOTING = threading.Lock()
-"""Held while a backward pass notes what it found: threads of one process may run several at once."""
+_STATISTICS_LOCK = threading.Lock()
+"""Held while a backward pass records statistics: threads of one process may run several at once."""
 
 
 class Sequences(Protocol):
-    """What routers need to know of whole sequences, where ranks hold parts of them. Nothing here has a gradient."""
+    """Access to whole sequences for routers whose rank holds only a part of them. Nothing here has a gradient."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """`x`, added up over the ranks that hold parts of the same sequences."""
+        """Returns `x` summed over the ranks that hold parts of the same sequences."""
         ...
 
     def whole(self, x: Tensor) -> Tensor:
-        """(batch, whole sequence, ...) in the order of positions, from the part here, (batch, seq, ...)."""
+        """Returns (batch, whole sequence, ...) in order of position, from the local part, (batch, seq, ...)."""
         ...
 
     def mine(self, x: Tensor) -> Tensor:
-        """The part that is here of such a whole."""
+        """Returns the local part of such a whole."""
         ...
 
 
 class WholeSequences:
-    """Sequences that are all here."""
+    """Sequences that are entirely on this rank."""
 
     def sum(self, x: Tensor) -> Tensor:
         return x
@@ -59,72 +59,73 @@ class WholeSequences:
 
 @dataclass(eq=False)
 class Routing:
-    """What the routers of one model share: what the trainer tells them, and what backward passes note for it."""
+    """The state that a model's routers share: inputs from the trainer, and statistics recorded by backward passes."""
 
     factor: float = 0.0
-    """What a step's loss, summed over tokens, is multiplied by. The trainer sets it before each backward pass; the
-    penalties, sums over tokens too, are multiplied by the same."""
+    """The factor of a step's loss, summed over tokens. The trainer sets it before each backward pass; the penalties,
+    also sums over tokens, use the same factor."""
     share: float = 1.0
-    """Of the penalties' gradients, what this rank adds. Where n ranks all compute them and their gradients are added
-    up, 1/n."""
+    """This rank's fraction of the penalties' gradients: 1/n if n ranks all compute them and their gradients are
+    summed."""
     sequences: Sequences = field(default_factory=WholeSequences)
     loads: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, how many tokens chose each expert, (n_experts,) of int64, in the backward passes since `clear`."""
+    """By layer, the number of tokens that chose each expert, (n_experts,) of int64, in the backward passes since
+    `clear`."""
     penalties: dict[str, Tensor] = field(default_factory=dict)
     """"aux_loss" and "z_loss", coefficients included, summed over layers and tokens since `clear`, in fp64."""
 
     def clear(self) -> None:
-        """Forget what was noted."""
-        with _NOTING:
+        """Forgets the recorded statistics."""
+        with _STATISTICS_LOCK:
             self.loads, self.penalties = {}, {}
 
     def note(self, layer: int, load: Tensor, penalties: dict[str, Tensor]) -> None:
-        """Add what one backward pass of one layer found."""
-        with _NOTING:
+        """Adds the statistics of one layer's backward pass."""
+        with _STATISTICS_LOCK:
             _add(self.loads, layer, load)
             for name, penalty in penalties.items():
                 _add(self.penalties, name, penalty.double())
 
 
 class Routes(NamedTuple):
-    """Where tokens go."""
+    """The routing of tokens to experts."""
 
     chosen: Tensor
     """Each token's experts, (batch, seq, top_k) of int64."""
     gates: Tensor
-    """What the outputs of those are multiplied by, likewise, in at least fp32."""
+    """The factors of those experts' outputs, in the same shape, in at least fp32."""
 
 
 class Slots(NamedTuple):
-    """Which row of the experts' input holds what."""
+    """The assignment of tokens to rows of the experts' input."""
 
     choices: Tensor
-    """The number of a choice among all, (batch × seq × top_k), for each row; that many for a row that is empty."""
+    """The index of each row's choice among all (batch × seq × top_k); that total for an empty row."""
     sizes: Sizes
     """Rows of each expert."""
 
 
 class Router(Linear):
-    """One logit an expert. A bias, where it has one, takes part in choosing only."""
+    """Computes one logit per expert. Its bias, if any, affects only the choice of experts."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Logits (..., n_experts) of (..., d_model)."""
+        """Returns logits (..., n_experts) of (..., d_model)."""
         return self.multiply(input, self.weight)
 
 
 Dispatch = Callable[["MixtureOfExperts", Tensor, Sizes, Tensor], tuple[Tensor, Tensor | None]]
-"""The outputs of a layer's routed and shared experts: (layer, rows, sizes, tokens), as `MixtureOfExperts.compute`."""
+"""Computes a layer's routed and shared experts: (layer, rows, sizes, tokens), as `MixtureOfExperts.compute`."""
 
 
 def compute_here(moe: MixtureOfExperts, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Apply the experts of `moe`, all of which this rank holds."""
+    """Applies the experts of `moe`, all of which this rank holds."""
     return moe.experts(rows, sizes), None if moe.shared is None else moe.shared(tokens)
 
 
 class MixtureOfExperts(nn.Module):
-    """The mixture-of-experts layer of block `layer`: router, routed experts and, where there are any, the shared
-    experts, as one MLP of their common width (DeepSeek-V3, section 2.1.2). A layout may exchange `dispatch`, which
-    brings rows to their experts."""
+    """The mixture-of-experts layer of block `layer`: router, routed experts and, if any, the shared experts, as one MLP
+    of their common width (DeepSeek-V3, section 2.1.2). A layout may replace `dispatch`, which brings rows to their
+    experts."""
 
     dispatch: Dispatch = staticmethod(compute_here)
 
@@ -137,13 +138,13 @@ class MixtureOfExperts(nn.Module):
         self.shared = MLP(model, moe.n_shared * model.expert_ff_size) if moe.n_shared else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, d_model) to the same."""
+        """Applies the layer, (batch, seq, d_model) to the same shape."""
         routes, tokens = self.route(x), x.flatten(0, 1)
         top_k, gates = self.config.moe.top_k, routes.gates.flatten()
         slots = self.slots(routes.chosen)
         padded = tokens
         if self.config.moe.capacity:
-            # An empty row reads zeros, and what the expert makes of them goes to a token that does not exist.
+            # An empty row reads zeros, and its output goes to a token that does not exist.
             padded, gates = F.pad(tokens, (0, 0, 0, 1)), F.pad(gates, (0, 1))
         source = slots.choices // top_k
         routed, shared = self.compute(padded.index_select(0, source), slots.sizes, tokens)
@@ -152,12 +153,12 @@ class MixtureOfExperts(nn.Module):
         return (out if shared is None else out + shared).view_as(x)
 
     def compute(self, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the experts make of `rows` (rows, d_model), sorted by expert, and the shared experts of all `tokens`
-        (batch × seq, d_model). Together, so that a layout that sends rows elsewhere can do so meanwhile."""
+        """Returns the experts' outputs for `rows` (rows, d_model), sorted by expert, and the shared experts' for all
+        `tokens` (batch × seq, d_model): in one call, so that a layout can overlap both with communication."""
         return self.dispatch(self, rows, sizes, tokens)
 
     def route(self, x: Tensor) -> Routes:
-        """The experts of each token of `x` (batch, seq, d_model), and their gates."""
+        """Returns the experts of each token of `x` (batch, seq, d_model), and their gates."""
         moe, bias = self.config.moe, self.router.bias
         logits = self.router(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -168,11 +169,11 @@ class MixtureOfExperts(nn.Module):
             gates = _normalised(gates)
         gates = gates * moe.route_scale
         if torch.is_grad_enabled():
-            gates = self._account(logits, scores, chosen, gates)
+            gates = self._record_loads(logits, scores, chosen, gates)
         return Routes(chosen, gates)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """The top_k experts by `scores` (batch, seq, n_experts), within the best groups where there are several."""
+        """Returns the top_k experts by `scores` (batch, seq, n_experts), within the best groups if there are any."""
         moe = self.config.moe
         if moe.n_groups > 1:
             grouped = scores.unflatten(-1, (moe.n_groups, -1))
@@ -182,8 +183,8 @@ class MixtureOfExperts(nn.Module):
             scores = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(moe.top_k, -1).indices
 
-    def _account(self, logits: Tensor, scores: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
-        """The same gates, whose backward pass also puts in the penalties' gradients and notes them and the loads."""
+    def _record_loads(self, logits: Tensor, scores: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        """Returns the gates; their backward pass adds the penalties' gradients and records penalties and loads."""
         moe, counts = self.config.moe, _counts(chosen.flatten(1), self.config.moe.n_experts)
         penalties: dict[str, Tensor] = {}
         if moe.aux_loss:
@@ -196,11 +197,11 @@ class MixtureOfExperts(nn.Module):
             penalties["z_loss"] = moe.z_loss * logits.logsumexp(-1).square().sum()
         noted = {name: penalty.detach() for name, penalty in penalties.items()}
         penalty = sum(penalties.values(), start=gates.new_zeros(()))
-        note = _Note(self.routing, self.layer, counts.sum(0), noted)
-        return _Account.apply(gates, penalty, self.router.bias, note)
+        note = _LayerStatistics(self.routing, self.layer, counts.sum(0), noted)
+        return _RecordLoads.apply(gates, penalty, self.router.bias, note)
 
     def slots(self, chosen: Tensor) -> Slots:
-        """Rows for the choices (batch, seq, top_k): all of them, or those within the experts' capacity."""
+        """Returns the rows of the choices (batch, seq, top_k): all of them, or those within the experts' capacity."""
         if self.config.moe.capacity:
             return self._within_capacity(chosen)
         flat = chosen.flatten()
@@ -208,7 +209,7 @@ class MixtureOfExperts(nn.Module):
         return Slots(flat.argsort(stable=True), sizes)
 
     def _within_capacity(self, chosen: Tensor) -> Slots:
-        """As many rows for each expert and sequence, whether filled or not, so that no size depends on the data."""
+        """Returns equally many rows per expert and sequence, filled or not, so that no size depends on the data."""
         moe, sequences = self.config.moe, self.routing.sequences
         batch, seq, _ = chosen.shape
         whole = sequences.whole(chosen)
@@ -217,15 +218,15 @@ class MixtureOfExperts(nn.Module):
         rows = min(capacity, seq)
         sequence = torch.arange(batch, device=chosen.device)[:, None, None]
         row = (chosen * batch + sequence) * rows + _places(chosen, kept.long(), moe.n_experts)
-        # What is not kept goes to one row more, which is then cut off.
+        # Dropped choices go to an extra row, which is then cut off.
         row = row.where(kept, moe.n_experts * batch * rows).flatten()
         choices = row.new_full((moe.n_experts * batch * rows + 1,), chosen.numel())
         choices.scatter_(0, row, torch.arange(chosen.numel(), device=chosen.device))
         return Slots(choices[:-1], [batch * rows] * moe.n_experts)
 
 
-class _Note(NamedTuple):
-    """What a layer's backward pass notes, and where."""
+class _LayerStatistics(NamedTuple):
+    """The statistics that a layer's backward pass records, with their destination."""
 
     routing: Routing
     layer: int
@@ -233,12 +234,12 @@ class _Note(NamedTuple):
     penalties: dict[str, Tensor]
 
 
-class _Account(torch.autograd.Function):
-    """Gates, unchanged. On the way back the penalty gets its gradient, the balancing bias the load that its expert has
-    too much, and the loads and penalties are noted: there and not on the way forward, which recomputation repeats."""
+class _RecordLoads(torch.autograd.Function):
+    """Returns the gates unchanged. Its backward pass gives the penalty its gradient and the balancing bias the excess
+    load of its expert, and records loads and penalties: not in the forward pass, which recomputation repeats."""
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, penalty: Tensor, bias: Tensor | None, note: _Note) -> Tensor:
+    def forward(ctx: Any, gates: Tensor, penalty: Tensor, bias: Tensor | None, note: _LayerStatistics) -> Tensor:
         ctx.note = note
         ctx.of_penalty, ctx.of_bias = penalty.dtype, None if bias is None else bias.dtype
         return gates.view_as(gates)
@@ -254,28 +255,28 @@ class _Account(torch.autograd.Function):
 
 
 def _excess(load: Tensor, factor: float) -> Tensor:
-    """How much more than the mean each expert's `load` (n_experts,) is: the gradient by which the bias falls or rises.
+    """Returns by how much each expert's `load` (n_experts,) exceeds the mean: the gradient that moves the bias.
 
-    In units that are a power of two, so that adding such numbers up rounds nothing in whatever order it is done, and
-    small: `factor` being about 1 over a step's tokens, none is much above 1. Zero with factor 0."""
+    The unit is a power of two, so that summing is exact in any order, and small: as `factor` is about 1 / a step's
+    tokens, no value is much above 1. With factor 0 the result is zero."""
     n = len(load)
     unit = 2.0 ** (math.frexp(factor)[1] - n.bit_length()) if factor else 0.0
     return (n * load - load.sum()).double() * unit
 
 
 def _normalised(scores: Tensor) -> Tensor:
-    """The same, to a sum of 1 over the last dimension. Sigmoids may all be 0, and then stay so."""
+    """Scales the scores to a sum of 1 over the last dimension. Sigmoids that are all 0 stay 0."""
     return scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
 
 
 def _counts(chosen: Tensor, n: int) -> Tensor:
-    """How often each of `n` experts is in each row of `chosen` (rows, choices): (rows, n)."""
+    """Returns how often each of `n` experts occurs in each row of `chosen` (rows, choices): (rows, n)."""
     return chosen.new_zeros(len(chosen), n).scatter_add_(1, chosen, torch.ones_like(chosen))
 
 
 def _places(chosen: Tensor, counted: Tensor, n: int) -> Tensor:
-    """For each choice of `n` experts (batch, seq, top_k), how many of the tokens before it in its sequence chose the
-    same expert, of the choices that are `counted` (1 or 0)."""
+    """Returns for each choice of `n` experts (batch, seq, top_k) how many earlier tokens of its sequence chose the same
+    expert, among the choices that are `counted` (1 or 0)."""
     of_expert = chosen.new_zeros(*chosen.shape[:2], n).scatter_(2, chosen, counted)
     return (of_expert.cumsum(1) - of_expert).gather(2, chosen)
 

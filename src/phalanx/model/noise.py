@@ -2,7 +2,7 @@
 
 The mask of a site (a place in the model, such as `blocks.3.attn.residual`) for one sample is a function of the run's
 seed, the step and the sample's number alone. However a global batch is split over ranks and micro-batches, each sample
-meets the same masks; and a recomputed forward pass meets them again without any saved generator state.
+gets the same masks, and a recomputed forward pass gets them again without saved generator state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOWEST_INT64 = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True)
 class Noise:
-    """What the masks of one forward pass derive from. Dropout is active exactly where a Noise is given."""
+    """The inputs of the dropout masks of one forward pass. Dropout is active only where a Noise is given."""
 
     seed: int
     step: int
@@ -30,19 +30,19 @@ class Noise:
     sample_ids: Sequence[int]
     """Number of each sample of the batch within the global batch or the epoch."""
     heads: tuple[int, int] = (0, 1)
-    """Which of how many equal parts of the attention heads are held here (tensor parallelism)."""
+    """(index, parts): this rank's part of the attention heads (tensor parallelism)."""
     tokens: tuple[int, int] = (0, 1)
-    """Which of how many equal parts of the batch's tokens, in the order (sample, position), lie between the matrices
-    here (sequence parallelism)."""
+    """(index, parts): this rank's part of the batch's tokens, in the order (sample, position), between the matrices
+    (sequence parallelism)."""
     places: Tensor | None = None
-    """Positions, within their sequences, of the tokens that are here, (seq,) of int64, where those are not all: slices
-    of sequences (a pipeline's), or a context-parallel rank's share."""
+    """Positions, within their sequences, of this rank's tokens, (seq,) of int64, if it does not have all: slices of
+    sequences (of a pipeline), or a context-parallel rank's tokens."""
     seq_len: int = 0
-    """With `places`: tokens of a whole sequence."""
+    """Tokens of a whole sequence; set with `places`."""
 
     def dropout(self, x: Tensor, p: float, site: str) -> Tensor:
-        """Drops elements of `x` (batch, seq, d_model) with probability `p` and scales up the others. Where a rank has
-        a part of the tokens, seq is that much shorter."""
+        """Drops elements of `x` (batch, seq, d_model) with probability `p` and scales the others up. Where a rank has
+        only part of the tokens, seq is correspondingly shorter."""
         part, parts = self.tokens
         samples = len(self.sample_ids)
         if self.places is not None:
@@ -57,8 +57,8 @@ class Noise:
         return self._drop(x, p, _part(keep, 0, start, samples * x.shape[1]).unflatten(0, (samples, x.shape[1])))
 
     def dropout_heads(self, probabilities: Tensor, p: float, site: str, n_heads: int) -> Tensor:
-        """The same for attention probabilities (batch, local heads, queries, keys) of a model with `n_heads` heads,
-        where the keys are those of all positions so far."""
+        """Drops attention probabilities (batch, local heads, queries, keys) of a model with `n_heads` heads, where the
+        keys are those of all positions so far."""
         queries, keys = probabilities.shape[2:]
         places = None if self.places is None else (self.places, torch.arange(keys, device=probabilities.device))
         of_heads = (self.seq_len or queries, self.seq_len or keys)
@@ -74,8 +74,8 @@ class Noise:
         device: torch.device,
         places: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Which attention probabilities stay: boolean, (batch, local heads, queries, keys), of `whole` many queries and
-        keys, or of those at `places` of them. What stays is multiplied by `scale(p)`."""
+        """Returns the boolean mask of attention probabilities to keep, (batch, local heads, queries, keys), for a
+        `whole` of (queries, keys), or for those at `places` of it. Kept elements are to be multiplied by `scale(p)`."""
         part, parts = self.heads
         keep = self._keep(site, (n_heads, *whole), p, device)
         keep = _part(keep, 1, n_heads * part // parts, n_heads // parts)
@@ -88,16 +88,16 @@ class Noise:
         # Without this check one sample's mask would be broadcast over the batch.
         if x.shape != keep.shape:
             raise ValueError(f"dropout mask {tuple(keep.shape)} for activations {tuple(x.shape)}: sample_ids or heads")
-        # A boolean mask takes one byte an element until the backward pass; the scale is that of the rounded p.
+        # A boolean mask takes one byte per element until the backward pass; the scale is that of the rounded p.
         return (x * keep).mul_(scale(p))
 
     def _keep(
         self, site: str, shape: Sequence[int], p: float, device: torch.device, first: int = 0, last: int | None = None
     ) -> Tensor:
-        """Boolean mask (samples, *shape) of the samples from `first` to before `last`, true where an element stays.
+        """Returns the boolean mask (samples, *shape) of samples `first` to before `last`, true for kept elements.
 
-        Each element compares 16 random bits with p, four elements to a 64-bit draw: some ten times faster on a CPU
-        than torch's dropout, and independent of the data type. p is thereby rounded to a multiple of 2^-16."""
+        Each element compares 16 random bits with p, four elements per 64-bit draw: about ten times faster on a CPU than
+        torch's dropout, and independent of the data type. p is thereby rounded to a multiple of 2^-16."""
         size = prod(shape)
         generator = torch.Generator(device)
         samples = self.sample_ids[first:last]
@@ -110,16 +110,15 @@ class Noise:
 
 
 def scale(p: float) -> float:
-    """What elements that stay are multiplied by, where others are dropped with probability `p`, so that the mean is
-    kept."""
+    """Returns the factor of kept elements at dropout probability `p`, which preserves the mean."""
     return _LEVELS / (_LEVELS - round(p * _LEVELS))
 
 
 def _part(keep: Tensor, dim: int, start: int, size: int) -> Tensor:
-    """A part of a mask: a copy, since a view would hold on to the whole mask until the backward pass."""
+    """Returns a part of a mask as a copy: a view would keep the whole mask alive until the backward pass."""
     return keep if size == keep.shape[dim] else keep.narrow(dim, start, size).clone()
 
 
 def dropout(x: Tensor, p: float, noise: Noise | None, site: str) -> Tensor:
-    """`x` (batch, ...) with elements dropped with probability `p`, or `x` itself where there is no noise."""
+    """Returns `x` (batch, ...) with elements dropped with probability `p`, or `x` itself without noise."""
     return x if noise is None or p == 0 else noise.dropout(x, p, site)

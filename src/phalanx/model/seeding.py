@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 
 def derive_seed(seed: int, role: str, *key: str | int) -> int:
-    """A 64-bit seed for one stream: the one seed of the run, the stream's role ("init", "dropout", ...) and whatever
-    tells its uses apart (parameter name, site, step, sample)."""
+    """Returns the 64-bit seed of one stream, from the run's seed, the stream's role ("init", "dropout", ...) and the
+    `key` that distinguishes its uses (parameter name, site, step, sample)."""
     text = "/".join(map(str, (seed, role, *key)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

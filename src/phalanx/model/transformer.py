@@ -1,11 +1,11 @@
-"""A decoder-only transformer of the GPT-2 kind, the Llama kind or the DeepSeek kind, as one device would run it.
+"""A decoder-only transformer of the GPT-2, Llama or DeepSeek kind, as one device would run it.
 
-Nothing here knows of other devices. What a layout changes, it changes from outside and by name: `embed`, `positions`,
-`blocks`, `final_norm`, `head`; in a block `attn` with `wq`, `wk`, `wv`, `core`, `wo` (latent.py has names of its own),
-and `mlp` with `up`, `gate`, `down`, or in its place `moe` with `router`, `experts`, `shared`. Numbers of heads and of
-experts are read off the weights, so that a shard of a layer computes with what it has, and blocks are keyed by their
-layer, so that a pipeline stage keeps the names of the blocks it holds. Layers that read the same input are called
-together (`qkv`, `widen`), so that what they share in a layout is done once.
+Nothing here knows of other devices. A layout changes parts from outside and by name: `embed`, `positions`, `blocks`,
+`final_norm`, `head`; in a block `attn` with `wq`, `wk`, `wv`, `core`, `wo` (latent.py has names of its own), and `mlp`
+with `up`, `gate`, `down`, or in its place `moe` with `router`, `experts`, `shared`. The weights' shapes give the
+numbers of heads and experts, so that a shard of a layer computes with its own part, and blocks are keyed by their
+layer, so that a pipeline stage keeps the names of its blocks. Layers that read the same input are called together
+(`qkv`, `widen`), so that a layout communicates once for all of them.
 
 Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more with a cache), d_model, head_size.
 """
@@ -34,9 +34,9 @@ from phalanx.model.rotary import rotary_table
 class Transformer(nn.Module):
     """The whole model: embeddings, blocks, final norm and head.
 
-    `vocab_size` is the tokenizer's, used where the model's shape leaves it open. The parameters are exactly those of
-    `phalanx.blocks.parameters.parameter_shapes`; `phalanx.model.init.initialise` gives them their values.
-    Raises JobError for a shape that makes no sense."""
+    `vocab_size` is the tokenizer's, used if the model's shape leaves it open. The parameters are exactly those of
+    `phalanx.blocks.parameters.parameter_shapes`; `phalanx.model.init.initialise` sets their values. Raises JobError for
+    an invalid shape."""
 
     def __init__(self, model: ModelConfig, vocab_size: int | None = None):
         super().__init__()
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Logits (batch, seq, vocab) of `tokens` (batch, seq). The arguments are those of `hidden`."""
+        """Returns logits (batch, seq, vocab) of `tokens` (batch, seq). The arguments are those of `hidden`."""
         x = self.hidden(tokens, noise=noise, cache=cache, positions=positions, documents=documents)
         return self.logits(self.normed(x))
 
@@ -74,11 +74,11 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """What the last block writes, (batch, seq, d_model), for `tokens` (batch, seq).
+        """Returns the last block's output, (batch, seq, d_model), for `tokens` (batch, seq).
 
-        `noise` switches dropout on; `cache` holds the tokens before these and takes these in; `positions` (seq,) are
-        the tokens' places in their sequence, by default those that follow the cache; `documents` (batch, whole
-        sequence) tells which document each token belongs to, where attention is not to cross from one to another."""
+        `noise` switches dropout on; `cache` holds the earlier tokens and appends these; `positions` (seq,) are the
+        tokens' positions in their sequence, by default those after the cache; `documents` (batch, whole sequence) is
+        the document number of each token, where attention must not cross documents."""
         if positions is None:
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
@@ -96,18 +96,18 @@ class Transformer(nn.Module):
         cache: KeysAndValues | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """What the blocks of some layers make of `x` (batch, seq, d_model), one after the other."""
+        """Applies the blocks of `layers` in order to `x` (batch, seq, d_model)."""
         rotary = self.rotary(positions, x.dtype)
         for layer in layers:
             x = self.blocks[layer](x, rotary, noise, cache, documents)
         return x
 
     def normed(self, x: Tensor) -> Tensor:
-        """What the head reads, (batch, seq, d_model), from what the last block wrote."""
+        """Returns the head's input, (batch, seq, d_model), from the last block's output."""
         return self.final_norm(x)
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor, noise: Noise | None) -> Tensor:
-        """What the first block reads, (batch, seq, d_model)."""
+        """Returns the first block's input, (batch, seq, d_model)."""
         x = self.embed(tokens)
         if self.positions is not None:
             if len(positions) > self.config.seq_len:
@@ -119,11 +119,11 @@ class Transformer(nn.Module):
         return dropout(x, self.config.dropout, noise, "embed")
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What the blocks need to rotate queries and keys of `positions` (seq,); None for learned positions."""
+        """Returns the table that rotates queries and keys at `positions` (seq,); None for learned positions."""
         return rotary_table(self.config, positions, dtype) if self.config.positions == "rope" else None
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., vocab) from what `normed` gave, (..., d_model)."""
+        """Returns (..., vocab) from the output of `normed`, (..., d_model)."""
         return self.head(x, self.embed.weight if self.config.tied else None)
 
 
@@ -131,14 +131,14 @@ class PositionEmbedding(nn.Embedding):
     """Learned positions: a vector (d_model,) for each of seq_len positions."""
 
     def forward(self, input: Tensor, shape: torch.Size) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return what is added to the embeddings of tokens of `shape` (batch, seq) at positions `input` (seq,):
-        (seq, d_model), the same for every sequence."""
+        """Returns the position embedding (seq, d_model) of tokens of `shape` (batch, seq) at positions `input` (seq,),
+        the same for every sequence."""
         return super().forward(input)
 
 
 class Block(nn.Module):
     """One layer: attention, then MLP or experts, each on a normalised copy of the residual stream and added to it. A
-    layout may exchange `run`, by which `compute` is called."""
+    layout may replace `run`, which calls `compute`."""
 
     run: Run = staticmethod(run)
 
@@ -163,7 +163,7 @@ class Block(nn.Module):
         cache: KeysAndValues | None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Run `compute`."""
+        """Runs `compute`."""
         return self.run(self.compute, x, rotary, noise, cache, documents)
 
     def compute(
@@ -174,7 +174,7 @@ class Block(nn.Module):
         cache: KeysAndValues | None,
         documents: Tensor | None,
     ) -> Tensor:
-        """(batch, seq, d_model) to the same."""
+        """Applies the block, (batch, seq, d_model) to the same shape."""
         attended = self.attn(self.attn_norm(x), rotary, noise, cache, documents)
         x = x + dropout(attended, self.dropout, noise, f"{self.site}.attn.residual")
         wide = self.moe if self.has_experts else self.mlp
@@ -182,7 +182,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits from the final hidden states, by a matrix of its own or, where tied, by the embedding's."""
+    """Computes logits from the final hidden states, with its own matrix or, where tied, the embedding's."""
 
     multiply: Multiply = staticmethod(F.linear)
 
@@ -191,7 +191,7 @@ class Head(nn.Module):
         self.weight = None if model.tied else nn.Parameter(torch.empty(vocab, model.d_model))
 
     def forward(self, x: Tensor, embedding: Tensor | None) -> Tensor:
-        """(batch, seq, vocab) from `x` (batch, seq, d_model) and, where tied, `embedding` (vocab, d_model)."""
+        """Returns (batch, seq, vocab) from `x` (batch, seq, d_model) and, where tied, `embedding` (vocab, d_model)."""
         weight = embedding if self.weight is None else self.weight
         assert weight is not None, "a tied head needs the embedding's weight"
         return self.multiply(x, weight)

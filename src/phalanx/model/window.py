@@ -17,8 +17,8 @@ from phalanx.partition.sequence import window_blocks
 
 
 def visible(queries: Tensor, keys: Tensor, window: int = 0, documents: Tensor | None = None) -> Tensor:
-    """Return which keys queries see, both given by position (one dimension each): their own and those before, at most
-    the last `window` (0: all), of their own document where `documents` (batch, positions) are given. Boolean,
+    """Returns which keys queries see, both given by position (one dimension each): their own and those before, at most
+    the last `window` (0: all), within their own document where `documents` (batch, positions) are given. Boolean,
     (queries, keys), or with documents (batch, 1, queries, keys)."""
     seen = queries[:, None] >= keys
     if window:
@@ -29,9 +29,9 @@ def visible(queries: Tensor, keys: Tensor, window: int = 0, documents: Tensor | 
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None = None) -> Tensor:
-    """`q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` likewise to (batch, heads,
-    seq, size of v's heads). The queries are those of the last `seq` of the keys; each sees the last `window` keys up
-    to its own, of its own document where `documents` (batch, at least keys) are given."""
+    """Maps `q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` in the same form to
+    (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys; each sees the last
+    `window` keys up to its own, within its own document where `documents` (batch, at least keys) are given."""
     return _WindowAttention.apply(q, k, v, window, documents)  # pyright: ignore[reportReturnType]
 
 
@@ -64,7 +64,7 @@ class _WindowAttention(torch.autograd.Function):
 
 
 def _blocks(q: Tensor, k: Tensor, window: int, documents: Tensor | None) -> Iterator[tuple[slice, slice, Seen]]:
-    """Runs of queries and of keys, and which of these they see."""
+    """Yields runs of queries and of keys, and which of these they see."""
     keys, earlier = k.shape[2], k.shape[2] - q.shape[2]
     for queries, reach in window_blocks(range(earlier, keys), range(keys), window):
         of_q, of_k = (torch.arange(run.start, run.stop, device=q.device) for run in (queries, reach))

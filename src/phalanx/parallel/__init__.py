@@ -1,1 +1,1 @@
-"""How a plain model becomes a parallel one. `apply.py` lists the techniques in the order in which they compose."""
+"""Turns a plain model into a parallel one. `apply.py` lists the techniques in the order in which they compose."""

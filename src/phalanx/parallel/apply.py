@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 
 
 def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Replica:
-    """Apply the job's techniques to `model`, which lies on the meta device, and put it, initialised, on `device`.
+    """Applies the job's techniques to `model`, which is on the meta device, and initialises it on `device`.
 
-    Each technique does nothing where the job does not ask for it, and is one log line of rank 0 where it does. Those
-    that remove or cut layers come first, then those that exchange a layer's kernels, then what wraps blocks, then what
-    spreads the whole over the data ranks. Raises JobError for threads on a device that is no CPU.
+    Each technique does nothing unless the job asks for it, and otherwise logs one line on rank 0. Techniques that
+    remove or cut layers come first, then those that replace a layer's kernels, then wrappers of blocks, then data
+    parallelism. Raises JobError for threads on a device other than a CPU.
     """
     parts = Construction(model, job, mesh, device)
     parts.log("mesh: %s", mesh)
@@ -67,39 +67,39 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
 
 @dataclass
 class Construction:
-    """A model on its way from a plain one to a parallel one, and what one technique leaves for those after it."""
+    """A model under construction: the state that one technique passes to the next."""
 
     model: Transformer
     job: Job
     mesh: Mesh
     device: torch.device
     vocab: int = field(init=False)
-    """Tokens of the vocabulary, without padding."""
+    """Vocabulary size in tokens, without padding."""
     dtype: torch.dtype = field(init=False)
     """The parameters' type."""
     stages: Stages | None = None
-    """The part of the pipeline that this rank holds."""
+    """This rank's part of the pipeline."""
     p2p_groups: tuple[Axis, Axis] | None = None
     """The pipeline's process groups for messages, Mesh.p2p_groups("pp"); None without a pipeline."""
     deferred: DeferredWeightGrads | None = None
-    """Takes weight gradients, where backward passes are cut in halves."""
+    """Takes weight gradients if backward passes are split."""
     tensor_slices: TensorSlices = field(default_factory=dict)
     partials: list[PartialGradients] = field(default_factory=list)
     plain_names: dict[str, str] = field(default_factory=dict)
-    """Names in the plain model of the parameters that have another one: those of tiles."""
+    """Plain-model names of the parameters that are renamed: those of tiles."""
     deferring: set[nn.Module] = field(default_factory=set)
-    """Linear layers that leave their weight gradients to `deferred` already."""
+    """Linear layers that already leave their weight gradients to `deferred`."""
 
     def __post_init__(self) -> None:
         self.vocab, self.dtype = self.model.embed.num_embeddings, self.model.embed.weight.dtype
 
     def log(self, line: str, *values: object) -> None:
-        """Log a line once for all ranks."""
+        """Logs a line once for all ranks."""
         log.log(logging.INFO if self.mesh.axis("world").rank == 0 else logging.DEBUG, line, *values)
 
 
 def apply_pipeline(parts: Construction) -> None:
-    """Take the layers of other ranks' stages out of the model."""
+    """Removes the layers of other ranks' stages from the model."""
     job, mesh, vocab = parts.job, parts.mesh, parts.vocab
     if job.layout.pp == 1:
         return
@@ -110,23 +110,23 @@ def apply_pipeline(parts: Construction) -> None:
     parts.stages.keep(parts.model)
     # All ranks of the axis make these groups, so before those that only some of them make.
     parts.p2p_groups = mesh.p2p_groups("pp")
-    # Where no backward pass is cut in halves, autograd's own way is some 2 % faster.
+    # If no backward pass is split, autograd's own accumulation is about 2 % faster.
     parts.deferred = DeferredWeightGrads() if schedule.splits else None
     costs = layer_costs(job.model, vocab)
     parts.log("pipeline: %s, %d micro-batches, %s", schedule.name, accumulation, describe(cut, costs))
 
 
 def apply_tensor_parallel(parts: Construction) -> None:
-    """Cut matrices over the tp axis, with `sp` the tokens between them as well."""
+    """Cuts matrices over the tp axis, and with `sp` also the tokens between them."""
     model, mesh, layout, tp = parts.model, parts.mesh, parts.job.layout, parts.mesh.axis("tp")
     slices = parts.tensor_slices = tensor.cut_parameters(model, tp)
     if tp.size == 1:
         return
     n_layers = parts.job.model.n_layers
-    # A block that is computed again gathers its inputs then.
+    # A recomputed block gathers its inputs at that time.
     keeps = [layer for layer in model.blocks if recompute_of(layout, int(layer), n_layers) == "full"]
-    how = tensor.TensorParallel(tp, layout.sp, layout.sp_regather, parts.deferred)
-    parts.deferring |= tensor.connect(model, how, keeps)
+    parallel = tensor.TensorParallel(tp, layout.sp, layout.sp_regather, parts.deferred)
+    parts.deferring |= tensor.connect(model, parallel, keeps)
     line = [f"tensor parallel: {tp.size} ranks"]
     if padding := padded_vocabulary(parts.vocab, tp.size) - parts.vocab:
         line.append(f"vocabulary {parts.vocab} + {padding} padding")
@@ -143,7 +143,7 @@ def apply_tensor_parallel(parts: Construction) -> None:
 
 
 def apply_context_parallel(parts: Construction) -> None:
-    """Give each cp rank a share of every sequence's tokens."""
+    """Gives each cp rank a part of every sequence's tokens."""
     layout = parts.job.layout
     if layout.cp == 1:
         return
@@ -156,7 +156,7 @@ def apply_context_parallel(parts: Construction) -> None:
 
 
 def apply_expert_parallel(parts: Construction) -> None:
-    """Give each ep rank some of the routed experts."""
+    """Gives each ep rank some of the routed experts."""
     if parts.job.layout.ep == 1:
         return
     ep, experts = parts.mesh.axis("ep"), parts.job.model.moe.n_experts
@@ -166,8 +166,8 @@ def apply_expert_parallel(parts: Construction) -> None:
 
 
 def sum_between_stages(parts: Construction) -> None:
-    """Sum the gradients of parameters that several ranks of a pipeline hold: of the embedding where it is the head's as
-    well, and with a second direction of all."""
+    """Sums the gradients of parameters that several pipeline ranks hold: of a tied embedding, and with a second
+    direction of all parameters."""
     if parts.stages is None:
         return
     names: dict[tuple[int, ...], set[str]] = {}
@@ -179,7 +179,7 @@ def sum_between_stages(parts: Construction) -> None:
 
 
 def apply_tiling(parts: Construction) -> None:
-    """Run the MLP's matrices in tiles."""
+    """Runs the MLP's matrices in tiles."""
     tiles = parts.job.layout.tiles
     if tiles > 1:
         parts.tensor_slices, parts.plain_names = tile(parts.model, parts.tensor_slices, tiles)
@@ -187,7 +187,7 @@ def apply_tiling(parts: Construction) -> None:
 
 
 def apply_onednn(parts: Construction) -> None:
-    """Exchange the product of linear layers, on CPUs where oneDNN's is faster."""
+    """Replaces the product of linear layers, on CPUs where oneDNN's is faster."""
     train = parts.job.train
     chosen = train.cpu_linear == "auto" and not train.compile and onednn_is_faster(parts.device, parts.dtype)
     if chosen or train.cpu_linear == "onednn":
@@ -195,24 +195,24 @@ def apply_onednn(parts: Construction) -> None:
 
 
 def apply_deferred_weight_grads(parts: Construction) -> None:
-    """Have layers leave the gradients of their weights to the second half of the backward pass, where it has two."""
+    """Makes layers leave their weight gradients to the second half of the backward pass, if it has two."""
     if parts.deferred is None:
         return
     deferring = set(parts.deferring)
     if parts.job.layout.loss_chunk:
-        deferring.add(parts.model.head)  # it works through its tokens in chunks, and has one gradient all the same
+        deferring.add(parts.model.head)  # it processes its tokens in chunks but has a single gradient
     defer_weight_grads((module for module in parts.model.modules() if module not in deferring), parts.deferred)
 
 
 def apply_recompute(parts: Construction) -> None:
-    """Save only the inputs of blocks, or of their attention cores."""
+    """Saves only the inputs of blocks, or of their attention cores."""
     layout = parts.job.layout
     if written(layout) != "none":
         parts.log("recompute: %s, %d modules here", written(layout), recompute(parts.model, layout))
 
 
 def apply_compile(parts: Construction) -> None:
-    """Compile every block on its own."""
+    """Compiles every block separately."""
     if parts.job.train.compile:
         for block in parts.model.blocks.values():
             block.compile()
@@ -220,7 +220,7 @@ def apply_compile(parts: Construction) -> None:
 
 
 def apply_loss(parts: Construction) -> Objective:
-    """Put the loss after the model: over a vocabulary that is cut, and with `loss_chunk` for some tokens at a time."""
+    """Adds the loss to the model: over a cut vocabulary if needed, and with `loss_chunk` for some tokens at a time."""
     tp, chunk = parts.mesh.axis("tp"), parts.job.layout.loss_chunk
     loss: Loss = cross_entropy_sum
     if tp.size > 1:
@@ -232,12 +232,12 @@ def apply_loss(parts: Construction) -> Objective:
 
 
 def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
-    """Spread the model over the data ranks in the layout's form, and give it memory."""
+    """Distributes the model over the data ranks in the layout's form, and allocates it."""
     job, layout, mesh, device = parts.job, parts.job.layout, parts.mesh, parts.device
     model = LocalModel(objective, parts.tensor_slices, mesh.axis("tp"), parts.partials, parts.plain_names, parts.stages)
     sums = GradientSum(
         shard=mesh.axis("shard"),
-        # Replicas that agree by other means (train/sync) do not sum their gradients.
+        # Replicas that synchronize otherwise (train/sync) do not sum their gradients.
         replicate=Axis("dp_replicate") if layout.independent_replicas > 1 else mesh.axis("dp_replicate"),
         dtype=torch.float32 if job.train.gradients == "fp32" else None,
         every_micro_batch=layout.accumulate == "sharded",
@@ -268,7 +268,7 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
 
 
 def run_by_schedule(parts: Construction, replica: Replica) -> None:
-    """Have the replica's micro-batches run by the pipeline's schedule."""
+    """Makes the pipeline's schedule run the replica's micro-batches."""
     if parts.stages is None or parts.p2p_groups is None:
         return
     token_parts = parts.mesh.axis("tp").size if parts.job.layout.sp else 1
@@ -278,11 +278,11 @@ def run_by_schedule(parts: Construction, replica: Replica) -> None:
 
 
 def initialise(parts: Construction, replica: Replica) -> None:
-    """Draw one whole parameter after the other on every rank, which takes its share; replicas take the first's."""
-    for name, fragments in by_whole(replica.fragments).items():
-        whole = initial_value(name, fragments[0].tensor_slice.whole, parts.job.model, parts.job.train.seed)
-        for fragment in fragments:
-            fragment.assign(whole)
-            if fragment.value.numel():
-                parts.mesh.axis("dp_replicate").broadcast(fragment.value.detach()).wait()
+    """Draws one whole parameter after the other on every rank, which keeps its shard; other replicas copy the first."""
+    for name, shards in by_whole(replica.shards).items():
+        whole = initial_value(name, shards[0].tensor_slice.whole, parts.job.model, parts.job.train.seed)
+        for shard in shards:
+            shard.assign(whole)
+            if shard.value.numel():
+                parts.mesh.axis("dp_replicate").broadcast(shard.value.detach()).wait()
     replica.publish()

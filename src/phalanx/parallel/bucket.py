@@ -1,8 +1,8 @@
-"""A bucket: parameters whose gradients lie in one flat buffer and travel in one collective.
+"""A bucket: parameters whose gradients share one flat buffer and one collective.
 
 The layout is that of Megatron's distributed optimizer: on an axis of N ranks, rank r owns the r-th N-th of the buffer,
-whatever parameters lie there; the gradient's share comes by one reduce-scatter, the updated parameters go back by one
-all-gather.
+whatever parameters are there; one reduce-scatter produces the gradient's shard, one all-gather returns the updated
+parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Slot:
     parameter: nn.Parameter
     start: int
     filled: bool = False
-    """The buffer holds this step's gradient of an earlier micro-batch."""
+    """True if the buffer holds this step's gradient of an earlier micro-batch."""
 
     @property
     def stop(self) -> int:
@@ -34,24 +34,24 @@ class Slot:
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients are reduced together, and how far their reduction has come."""
+    """Parameters whose gradients are reduced together, with the progress of the reduction."""
 
     slots: list[Slot]
     shard: Axis
     replicate: Axis
     transient: bool
-    """The whole gradient exists only until it is reduced (ZeRO-2)."""
+    """True if the whole gradient exists only until it is reduced (ZeRO-2)."""
     dtype: torch.dtype
-    """The type in which gradients are added up and sent."""
+    """The type in which gradients are accumulated and sent."""
     waiting: int = 0
-    """Gradients of the present micro-batch that are still to come."""
+    """Number of the current micro-batch's gradients still missing."""
     parameters: Tensor = field(init=False)
-    """All parameters, flat and padded to a multiple of the ranks; empty where they are not sharded."""
+    """All parameters, flat and padded to a multiple of the ranks; empty if they are not sharded."""
     gradients: Tensor | None = None
     reduced: Tensor | None = None
-    """This rank's share of the summed gradient: a view of `gradients`, or where those are transient, its own tensor."""
+    """This rank's shard of the summed gradient: a view of `gradients`, or its own tensor if those are transient."""
     arriving: Tensor | None = None
-    """The tensor in which a share arrives that has to be added to an earlier one."""
+    """The tensor that receives a shard to be added to an earlier one."""
     work: Pending | None = None
     gathering: Pending | None = None
 
@@ -71,11 +71,11 @@ class Bucket:
             slot.parameter.data = view.view_as(slot.parameter)
 
     def expect(self) -> None:
-        """Get ready for the gradients of another micro-batch."""
+        """Prepares for the gradients of another micro-batch."""
         self.waiting = len(self.slots)
 
     def take(self, slot: Slot) -> None:
-        """Move a parameter's new gradient into the buffer, where later micro-batches add to it by themselves."""
+        """Moves a parameter's new gradient into the buffer, where autograd accumulates those of later micro-batches."""
         view = self._buffer()[slot.start : slot.stop].view_as(slot.parameter)
         gradient = slot.parameter.grad
         assert gradient is not None, "the hook runs after a gradient came"
@@ -90,16 +90,15 @@ class Bucket:
         self.waiting -= 1
 
     def _buffer(self) -> Tensor:
-        """Room for all gradients."""
         if self.gradients is None:
             self.gradients = self.slots[0].parameter.new_empty(self.length, dtype=self.dtype)
         return self.gradients
 
     def reduce(self) -> None:
-        """Start summing over the data ranks. Afterwards this rank's share is in `reduced`."""
+        """Starts summing over the data ranks. Afterwards this rank's shard is in `reduced`."""
         gradients = self._buffer()
         for slot in self.slots:
-            # A backward pass in halves may have brought some gradients with an earlier one.
+            # A split backward pass may have produced some gradients with an earlier one.
             if not slot.filled:
                 gradients[slot.start : slot.stop] = 0
         if self.shard.size == 1:
@@ -118,7 +117,7 @@ class Bucket:
         self.work = self.shard.reduce_scatter(share, gradients)
 
     def settle(self) -> None:
-        """Wait for the sum."""
+        """Waits for the sum."""
         assert self.work is not None, "settle follows reduce"
         self.work.wait()
         self.work = None
@@ -131,25 +130,25 @@ class Bucket:
                 slot.filled = False
 
     def gather(self) -> None:
-        """Start bringing every rank's share of the parameters to all."""
-        self.arrive()  # what is still under way from before would write into the same memory
+        """Starts all-gathering the parameters."""
+        self.arrive()  # an all-gather still in flight would write into the same memory
         self.gathering = self.shard.all_gather(self.parameters, self.parameters[self.share])
 
     def arrive(self) -> None:
-        """Wait until the parameters are whole."""
+        """Waits until the parameters are whole."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
 
     def clear(self) -> None:
-        """Forget the gradients. The buffer stays, unless it is transient: its values are replaced, not added to."""
+        """Discards the gradients. The buffer stays, unless it is transient: its values are replaced, not added to."""
         self.reduced = None
         for slot in self.slots:
             slot.parameter.grad = None
             slot.filled = False
 
     def owned(self) -> Iterator[tuple[Slot, int, int]]:
-        """Every parameter with the range of the buffer that is both the parameter's and this rank's (may be empty)."""
+        """Yields each parameter with the range of the buffer that is the parameter's and this rank's, maybe empty."""
         first, last = (self.share.start, self.share.stop) if self.shard.size > 1 else (0, self.length)
         for slot in self.slots:
             start = min(max(slot.start, first), slot.stop)

@@ -1,8 +1,8 @@
-"""Context parallelism: the ranks along the cp axis each hold a part of every sequence, and meet in attention.
+"""Context parallelism: the ranks along the cp axis each hold a part of every sequence, and communicate in attention.
 
-Of a grid of ring × ulysses ranks (Fang and Zhao 2024, USP), those of one place of the ring exchange heads for tokens
-(ulysses.py), and between the places keys and values travel (ring.py). partition/sequence.py says which positions a rank
-holds. Everything else in a model works on single tokens, except what a mixture of experts counts over whole sequences.
+In a grid of ring × ulysses ranks (Fang and Zhao 2024, USP), those at one place of the ring exchange heads for tokens
+(ulysses.py), and between the places keys and values are sent (ring.py). partition/sequence.py says which positions a
+rank holds. Everything else in a model works on single tokens, except for experts' counts over whole sequences.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from phalanx.partition.sequence import rank_positions
 
 
 def connect(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
-    """Have the attention of `model`, which gets a share of every sequence's tokens, see those of all cp ranks."""
+    """Lets the attention of `model`, which gets a part of every sequence's tokens, see those of all cp ranks."""
     ring, ulysses = mesh.axis("ring"), mesh.axis("ulysses")
     replace_modules(model, CoreAttention, lambda core: ContextAttention(core, layout, ring, ulysses))
 
 
 class ContextAttention(CoreAttention):
-    """The attention core of a rank that has a share of every sequence's tokens."""
+    """The attention core of a rank that has a part of every sequence's tokens."""
 
     def __init__(self, core: CoreAttention, layout: Layout, ring: Axis, ulysses: Axis):
         nn.Module.__init__(self)
@@ -38,7 +38,7 @@ class ContextAttention(CoreAttention):
         self.layout, self.ring, self.ulysses = layout, ring, ulysses
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
-        """Compute what CoreAttention.attend does, for `q` (batch, heads, tokens here, head_size), `k` and `v` of the
+        """Computes the same as CoreAttention.attend, for `q` (batch, heads, tokens here, head_size), `k` and `v` of the
         tokens here, of all slices of a sequence so far, and `documents` (batch, whole sequence)."""
         ring, ulysses, slices = self.ring, self.ulysses, k.shape[2] // q.shape[2]
         if ulysses.size > 1:
@@ -60,20 +60,20 @@ class ContextAttention(CoreAttention):
 
 
 class SplitSequences:
-    """Sequences of which every cp rank holds its share, for those that need numbers of the whole: a mixture of experts'
-    routers. Nothing here has gradients."""
+    """Access to whole sequences, of which every cp rank holds a part, for the routers of a mixture of experts. Nothing
+    here has gradients."""
 
     def __init__(self, layout: Layout, cp: Axis):
         self.layout, self.cp = layout, cp
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the cp ranks."""
+        """Returns the sum over the cp ranks."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
         self.cp.all_reduce(total).wait()
         return total
 
     def whole(self, x: Tensor) -> Tensor:
-        """Gather all tokens, (batch, sequence, ...) in the order of position, from those here, (batch, tokens, ...)."""
+        """Gathers all tokens, (batch, sequence, ...) in order of position, from those here, (batch, tokens, ...)."""
         parts = x.new_empty(self.cp.size, *x.shape)
         self.cp.all_gather(parts.view(-1), x.detach().contiguous().view(-1)).wait()
         seq_len = self.cp.size * x.shape[1]
@@ -83,7 +83,7 @@ class SplitSequences:
         return whole
 
     def mine(self, x: Tensor) -> Tensor:
-        """Select the tokens here, (batch, tokens, ...), from `x` (batch, sequence, ...) of all."""
+        """Selects the tokens here, (batch, tokens, ...), from `x` (batch, sequence, ...) of all."""
         return x[:, self._places(x.shape[1], self.cp.rank, x.device)]
 
     def _places(self, seq_len: int, rank: int, device: torch.device) -> Tensor:

@@ -24,47 +24,47 @@ from phalanx.parallel.stages import Stages
 from phalanx.partition.tensor_slices import TensorSlice
 
 TensorSlices = Mapping[str, tuple[TensorSlice, ...]]
-"""By parameter name, what each tensor rank holds."""
+"""By parameter name, the tensor slice of each tensor rank."""
 
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """Parameters that several ranks hold alike, but of whose gradient each computes only its own tokens' or heads'
-    part: the parts are summed over `axis` once per step."""
+    """Parameters replicated on several ranks that each compute only part of the gradient, that of their own tokens or
+    heads: the parts are summed over `axis` once per step."""
 
     axis: Axis
     names: frozenset[str]
-    """Names of parameters in the plain model."""
+    """Parameter names in the plain model."""
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The model with its loss as this rank holds it: what data parallelism spreads over the data ranks."""
+    """This rank's part of the model with its loss: the input of data parallelism."""
 
     objective: Objective
     tensor_slices: TensorSlices
-    """For every parameter of the objective's model."""
+    """Slices of all parameters of the objective's model."""
     tp: Axis
     partials: Sequence[PartialGradients] = ()
     plain_names: Mapping[str, str] = field(default_factory=dict)
-    """Names in the plain model, where a parameter has another one here: those of tiles."""
+    """Plain-model names of the parameters that are renamed: those of tiles."""
     stages: Stages | None = None
     """This rank's part of a pipeline; None without one."""
 
     def plain_name(self, name: str) -> str:
-        """The name in the plain model of the parameter that is called `name` here."""
+        """Returns the plain model's name of the parameter that is called `name` here."""
         return self.plain_names.get(name, name)
 
     def users(self, name: str) -> list[int]:
-        """The stages on this rank that compute with a parameter: [0] without a pipeline."""
+        """Returns the stages on this rank that compute with a parameter: [0] without a pipeline."""
         return [0] if self.stages is None else self.stages.users(self.plain_name(name))
 
     def holders(self, name: str) -> list[int]:
-        """The ranks of the pipeline that hold a parameter, that which counts it first: [0] without a pipeline."""
+        """Returns the pipeline ranks that hold a parameter, the one that counts it first: [0] without a pipeline."""
         return [0] if self.stages is None else self.stages.holders(self.plain_name(name))
 
     def shard(self, name: str, start: int, value: Tensor) -> ParameterShard:
-        """This rank's share `value` of a parameter, from element `start` of the tensor slice on."""
+        """Returns this rank's shard `value` of a parameter, from element `start` of the tensor slice on."""
         copy = self.stages is not None and self.holders(name)[0] != self.stages.rank
         slices, plain = self.tensor_slices[name], self.plain_name(name)
         return ParameterShard(name, slices, self.tp.rank, start, value, copy=copy, whole_name=plain)
@@ -72,30 +72,30 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class GradientSum:
-    """How the data ranks sum their gradients."""
+    """The way the data ranks sum their gradients."""
 
     shard: Axis
     """The ranks that share the state."""
     replicate: Axis
     """The ranks that hold the same state."""
     dtype: torch.dtype | None = None
-    """The type in which gradients are added up and sent; None for the parameters'."""
+    """The type in which gradients are accumulated and sent; None for the parameters' type."""
     every_micro_batch: bool = False
     """Reduce sharded gradients after every micro-batch instead of once per step: less memory, more traffic."""
     experts: tuple[Axis, Axis] | None = None
-    """With expert parallelism, ep, whose ranks hold different experts, and edp, which takes the place of `shard` for
-    the experts' state."""
+    """With expert parallelism, ep, whose ranks hold different experts, and edp, which replaces `shard` for the experts'
+    state."""
 
 
 class Runner(Protocol):
-    """Runs a replica's micro-batches in another order than one after the other: a pipeline (parallel/pipeline.py)."""
+    """Runs a replica's micro-batches in an order other than sequential: a pipeline (parallel/pipeline.py)."""
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
-        """Compute as Replica.gradients does. The loss is zero on ranks that do not compute it."""
+        """Computes the same as Replica.gradients. The loss is zero on ranks that do not compute it."""
         ...
 
     def loss(self, micro: MicroTensors) -> Tensor:
-        """Compute as Replica.loss does. The loss is zero on ranks that do not compute it."""
+        """Computes the same as Replica.loss. The loss is zero on ranks that do not compute it."""
         ...
 
 
@@ -106,22 +106,22 @@ class Replica:
 
     def __init__(self, model: LocalModel):
         self.model, self.objective = model, model.objective
-        self.fragments = self._fragments()
+        self.shards = self._shards()
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
-        """Compute `factor` × the gradient of the micro-batches' summed loss. Returns that loss, in fp64, detached.
+        """Computes `factor` × the gradient of the micro-batches' summed loss. Returns that loss, in fp64, detached.
 
-        Afterwards every fragment's gradient is the sum over all data ranks."""
+        Afterwards every parameter shard's gradient is the sum over all data ranks."""
         if self.runner is not None:
             return self.runner.gradients(micros, factor)
         losses = [self.forward_backward(m, factor, last=n == len(micros) - 1) for n, m in enumerate(micros)]
         return torch.stack(losses).double().sum()
 
     def forward_backward(self, micro: MicroTensors, factor: float, *, last: bool) -> Tensor:
-        """Add `factor` × the gradient of one micro-batch's summed loss to what earlier micro-batches left.
+        """Adds `factor` × the gradient of one micro-batch's summed loss to the accumulated gradients.
 
-        Returns the loss summed over the micro-batch's tokens, detached. After the call with `last`, every fragment's
-        gradient is the sum over all data ranks.
+        Returns the loss summed over the micro-batch's tokens, detached. After the call with `last`, every parameter
+        shard's gradient is the sum over all data ranks.
         """
         self.begin_backward(0, last=last)
         loss = self.objective(micro)
@@ -132,45 +132,45 @@ class Replica:
         return loss.detach()
 
     def begin_backward(self, stage: int, *, last: bool) -> None:
-        """Prepare a stage's parameters for the gradients of another micro-batch, which may be the `last` one."""
+        """Prepares a stage's parameters for the gradients of another micro-batch, which may be the `last` one."""
 
     def end_backward(self, stage: int, *, last: bool) -> None:
-        """Note that a stage's parameters have the micro-batch's gradients."""
+        """Records that a stage's parameters have the micro-batch's gradients."""
 
     def arrived(self, weight: Tensor) -> None:
-        """Note that a gradient was added to weight.grad, past autograd's hooks."""
+        """Records that a gradient was added to weight.grad, bypassing autograd's hooks."""
 
     def finish(self) -> None:
-        """Give the fragments their gradients: the last micro-batch has been back everywhere."""
+        """Gives the parameter shards their gradients, after the last micro-batch's backward pass on all stages."""
         self.collect()
         self._sum_partials()
 
     def collect(self) -> None:
-        """Bring this rank's gradients, summed over the data ranks, to the fragments."""
-        for fragment in self.fragments:
-            fragment.gradient = fragment.value.grad
+        """Moves this rank's gradients, summed over the data ranks, to the parameter shards."""
+        for shard in self.shards:
+            shard.gradient = shard.value.grad
 
     def loss(self, micro: MicroTensors) -> Tensor:
-        """Return the loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
+        """Returns the loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
         with torch.no_grad():
             micro = replace(micro, noise=None)
             return self.objective(micro) if self.runner is None else self.runner.loss(micro)
 
     def publish(self) -> None:
-        """Bring what the optimizers changed to every rank that computes with it."""
+        """All-gathers the parameters that the optimizers changed."""
 
     def clear(self) -> None:
-        """Forget the gradients."""
-        for fragment in self.fragments:
-            fragment.gradient = None
+        """Discards the gradients."""
+        for shard in self.shards:
+            shard.gradient = None
         self.objective.zero_grad(set_to_none=True)
 
-    def _fragments(self) -> list[ParameterShard]:
+    def _shards(self) -> list[ParameterShard]:
         return [self.model.shard(name, 0, parameter) for name, parameter in self._parameters()]
 
     def _sum_partials(self) -> None:
         for partial in self.model.partials:
-            gradients = [f.gradient for f in self.fragments if f.whole_name in partial.names and f.gradient is not None]
+            gradients = [f.gradient for f in self.shards if f.whole_name in partial.names and f.gradient is not None]
             if not gradients or not (flat := torch.cat([g.flatten() for g in gradients])).numel():
                 continue
             partial.axis.all_reduce(flat).wait()
@@ -182,7 +182,7 @@ class Replica:
 
 
 class ThreadReplicas(Replica):
-    """All replicas in one process, each a thread over its share of the micro-batch, on shared parameters."""
+    """All replicas in one process, each a thread over its part of the micro-batch, on shared parameters."""
 
     def __init__(self, model: LocalModel, replicas: int):
         super().__init__(model)

@@ -1,9 +1,9 @@
-"""Expert parallelism: every rank holds a part of the routed experts, and tokens travel to them and back.
+"""Expert parallelism: every rank holds some of the routed experts; tokens are dispatched to them and combined again.
 
-A token's row goes to the rank that holds its expert, is worked on there, and comes back (GShard, Lepikhin et al. 2021,
-section 3): an all-to-all on the way out and one on the way back, and the same two the other way in the backward pass.
-The shared experts, which need nothing from others, compute while rows are on their way out; in the backward pass their
-gradients are computed while those of the rows travel home.
+A token's row goes to the rank that holds its expert, is processed there, and comes back (GShard, Lepikhin et al. 2021,
+section 3): an all-to-all for dispatch and one for combine, and the same two reversed in the backward pass. The shared
+experts, which need no communication, compute during dispatch; in the backward pass their gradients are computed while
+those of the rows are in flight.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from phalanx.partition.tensor_slices import experts_of
 
 
 def cut_experts(model: nn.Module, ep: Axis) -> None:
-    """Replace the parameters of routed experts in `model` (on the meta device) by those of the experts held here.
+    """Replaces the parameters of routed experts in `model` (on the meta device) by those of the local experts.
 
-    The layout has been checked: the experts divide by the ranks."""
+    The layout has been checked: the number of experts is divisible by the ranks."""
     for module in model.modules():
         if isinstance(module, GroupedLinear):
             for name, stack in list(module.named_parameters(recurse=False)):
@@ -34,7 +34,7 @@ def cut_experts(model: nn.Module, ep: Axis) -> None:
 
 
 def connect(model: nn.Module, ep: Axis) -> None:
-    """Have the mixtures of experts in `model`, whose experts are dealt out, exchange rows with each other."""
+    """Makes the mixtures of experts in `model`, whose experts are cut over `ep`, exchange rows with each other."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             module.dispatch = ExpertExchange(ep)
@@ -42,33 +42,33 @@ def connect(model: nn.Module, ep: Axis) -> None:
 
 @dataclass(frozen=True)
 class ExpertExchange:
-    """Brings rows to the ranks that hold their experts, and back: the `dispatch` of a mixture of experts."""
+    """Dispatches rows to the ranks that hold their experts, and combines: the `dispatch` of a mixture of experts."""
 
     ep: Axis
 
     def __call__(
         self, moe: MixtureOfExperts, rows: Tensor, sizes: Sizes, tokens: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply the experts, wherever they are, to `rows` (rows, d_model), and the shared experts to `tokens`.
+        """Applies the experts, wherever they are, to `rows` (rows, d_model), and the shared experts to `tokens`.
 
         `rows` are sorted by expert, `sizes` of them for each; a list of sizes is the same on all ranks."""
-        ep, table = self.ep, _sizes_of_all(self.ep, sizes)
+        ep, table = self.ep, _gather_sizes(self.ep, sizes)
         mine = experts_of(len(table[0]), ep.size, ep.rank)
         by_rank = [line[mine.start : mine.stop] for line in table]
         by_expert = [list(column) for column in zip(*by_rank, strict=True)]
-        given, taken = _parts(table[ep.rank], ep.size), [sum(line) for line in by_rank]
-        out, back = _ExchangeRows(ep, given, taken), _ExchangeRows(ep, taken, given)
+        sent_rows, received_rows = _parts(table[ep.rank], ep.size), [sum(line) for line in by_rank]
+        out, back = _ExchangeRows(ep, sent_rows, received_rows), _ExchangeRows(ep, received_rows, sent_rows)
 
         received = out.start(rows)
         shared = None if moe.shared is None else moe.shared(tokens)
-        # The same name twice: what arrived is gone before the experts run.
-        received = _turned(out.wait(received), by_rank)
+        # Reusing the name frees the received rows before the experts run.
+        received = _transpose_blocks(out.wait(received), by_rank)
         computed = moe.experts(received, [sum(line) for line in by_expert])
-        return back.wait(back.start(_turned(computed, by_expert))), shared
+        return back.wait(back.start(_transpose_blocks(computed, by_expert))), shared
 
 
-def _sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:
-    """How many rows each rank has for each expert."""
+def _gather_sizes(ep: Axis, sizes: Sizes) -> list[list[int]]:
+    """Returns the number of rows that each rank has for each expert."""
     if not isinstance(sizes, Tensor):
         return [list(sizes)] * ep.size
     every = sizes.new_empty(ep.size, len(sizes))
@@ -77,14 +77,14 @@ def _sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:
 
 
 def _parts(sizes: Sequence[int], ep: int) -> list[int]:
-    """Rows for each rank, from rows for each expert."""
+    """Returns rows per rank, from rows per expert."""
     return [sum(sizes[expert] for expert in experts_of(len(sizes), ep, rank)) for rank in range(ep)]
 
 
-def _turned(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
-    """Rows in another order: their blocks, of so many rows each, lie line after line, and then column after column.
+def _transpose_blocks(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
+    """Reorders rows, given as blocks of `blocks` rows each, from row-major to column-major order of the blocks.
 
-    Splitting and joining keep nothing for the backward pass, where an index would keep itself."""
+    Splitting and concatenating save nothing for the backward pass; an index would save itself."""
     columns = len(blocks[0])
     if len(blocks) == 1 or columns == 1:
         return rows
@@ -94,49 +94,49 @@ def _turned(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
 
 @dataclass
 class _ExchangeRows:
-    """One all-to-all of rows, started and waited for apart, and the one of their gradients in the backward pass.
+    """One all-to-all of rows with separate start and wait, and the one of their gradients in the backward pass.
 
-    Autograd runs the nodes that are ready in the opposite order of their making: what is computed between start and
-    wait has its backward pass between the wait and the start."""
+    Autograd runs ready nodes in reverse order of creation: operations between start and wait have their backward pass
+    between the wait and the start."""
 
     ep: Axis
-    given: list[int]
-    """Rows to each rank."""
-    taken: list[int]
-    """Rows from each rank."""
-    under_way: tuple[Tensor, Pending] | None = field(default=None, init=False)
-    """The tensor in which rows, or gradients of rows, are arriving, and the collective to wait for."""
+    sent_rows: list[int]
+    """Rows sent to each rank."""
+    received_rows: list[int]
+    """Rows received from each rank."""
+    in_flight: tuple[Tensor, Pending] | None = field(default=None, init=False)
+    """The tensor that receives rows, or gradients of rows, and the collective to wait for."""
 
     def start(self, rows: Tensor) -> Tensor:
-        """Start sending. Returns the tensor (sum of `taken`, d_model) that holds the others' rows after `wait`."""
+        """Starts sending. Returns the tensor (sum of `taken`, d_model) that holds the received rows after `wait`."""
         return _Start.apply(rows, self)  # pyright: ignore[reportReturnType]
 
     def wait(self, arriving: Tensor) -> Tensor:
-        """The rows from the others."""
+        """Returns the received rows."""
         return _Wait.apply(arriving, self)  # pyright: ignore[reportReturnType]
 
-    def begin(self, rows: Tensor, given: list[int], taken: list[int]) -> Tensor:
-        """Send rows on their way, and return where others' arrive."""
-        arriving = rows.new_empty(sum(taken), *rows.shape[1:])
-        self.under_way = arriving, self.ep.all_to_all(arriving, rows.contiguous(), taken, given)
+    def begin(self, rows: Tensor, sent_rows: list[int], received_rows: list[int]) -> Tensor:
+        """Starts sending rows, and returns the tensor that receives the others'."""
+        arriving = rows.new_empty(sum(received_rows), *rows.shape[1:])
+        self.in_flight = arriving, self.ep.all_to_all(arriving, rows.contiguous(), received_rows, sent_rows)
         return arriving
 
     def finish(self) -> Tensor:
-        """The others' rows, once they are there."""
-        assert self.under_way is not None, "begun before"
-        arriving, pending = self.under_way
-        self.under_way = None
+        """Waits for the received rows and returns them."""
+        assert self.in_flight is not None, "begun before"
+        arriving, pending = self.in_flight
+        self.in_flight = None
         pending.wait()
         return arriving
 
 
 class _Start(torch.autograd.Function):
-    """Rows leave; in the backward pass their gradients have come home."""
+    """Starts sending rows; its backward pass waits for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _ExchangeRows) -> Tensor:
         ctx.exchange = exchange
-        return exchange.begin(rows, exchange.given, exchange.taken)
+        return exchange.begin(rows, exchange.sent_rows, exchange.received_rows)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
@@ -144,7 +144,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Rows have come; in the backward pass their gradients leave."""
+    """Waits for rows; its backward pass starts sending their gradients."""
 
     @staticmethod
     def forward(ctx: Any, arriving: Tensor, exchange: _ExchangeRows) -> Tensor:
@@ -155,6 +155,6 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
         exchange: _ExchangeRows = ctx.exchange
-        exchange.begin(grad_outputs[0], exchange.taken, exchange.given)
-        # Autograd takes gradients of the shape that arrived here; those that come home wait for `_Start` in `exchange`.
+        exchange.begin(grad_outputs[0], exchange.received_rows, exchange.sent_rows)
+        # Autograd expects gradients of the shape received here; those in flight wait for `_Start` in `exchange`.
         return grad_outputs[0], None

@@ -1,10 +1,10 @@
 """ZeRO-3 / FSDP and its hybrid form (HSDP) by torch's FSDP2: parameters are whole only while a block computes.
 
-Zhao et al. 2023; ZeRO-3: Rajbhandari et al. 2020, section 5.3. Each block is one group, what lies around the blocks
+Zhao et al. 2023; ZeRO-3: Rajbhandari et al. 2020, section 5.3. Each block is one group, the non-block parameters
 another; with `layout.tiles` each tile of a large matrix is one as well (parallel/tiling.py). A group's parameters are
-all-gathered before its forward pass and, where they were given up after it, again before its backward pass; its
-gradients leave by a reduce-scatter. FSDP2's collectives go through the mesh's axes, so that they are counted, and on
-gloo take the faster way.
+all-gathered before its forward pass and, if they were resharded after it, again before its backward pass; its gradients
+leave by a reduce-scatter. FSDP2's collectives go through the mesh's axes, so that they are counted, and on gloo take
+the faster way.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.tiling import Tile
-from phalanx.parallel.zero import before
+from phalanx.parallel.zero import preceding
 
 
 class ShardedReplica(Replica):
-    """One of the ranks that hold the parameters among them.
+    """One of the ranks over which the parameters are sharded.
 
-    `objective`'s parameters may lie on the meta device: each rank then gets memory for its shares alone."""
+    `objective`'s parameters may be on the meta device: each rank then allocates only its shards."""
 
     def __init__(self, model: LocalModel, sums: GradientSum, mesh: Mesh, layout: Layout, device: torch.device):
-        """`layout` says how far ahead to gather parameters, and whether to give them up between the passes."""
+        """Shards the model; `layout` sets the prefetch depth, and whether to reshard between the passes."""
         objective, shard, replicate = model.objective, sums.shard, sums.replicate
         self.shard, self.experts, self.every_micro_batch = shard, sums.experts, sums.every_micro_batch
         self.groups = _shard(objective, mesh, replicate.size > 1, layout, sums.dtype)
         self.root = self.groups[-1]
         objective.to_empty(device=device)
-        # A processor has no streams for FSDP2 to overlap by: there collectives go on by themselves.
+        # A CPU has no streams for FSDP2 to overlap on: there collectives are asynchronous by themselves.
         defers = shard.gloo and replicate.size == 1 and not sums.every_micro_batch and sums.dtype is None
         dense = of_experts = _ReduceScatter(shard, defers)
         if sums.experts is not None:
@@ -59,9 +59,9 @@ class ShardedReplica(Replica):
             group.set_custom_all_gather(_AllGather(scatter.shard))
             group.set_custom_reduce_scatter(scatter)
             if replicate.size > 1:
-                # FSDP2 sums over replicas (HSDP) by itself, whether or not it had to reduce and scatter before.
+                # FSDP2 sums over replicas (HSDP) itself, with or without a reduce-scatter before.
                 group.set_all_reduce_hook(partial(replicate.count, "all_reduce"))
-            # Plain sums: what they are divided by is the trainer's concern.
+            # Plain sums: the trainer divides.
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
         self.stages: dict[int, list[FSDPModule]] = {}
@@ -80,12 +80,12 @@ class ShardedReplica(Replica):
             self.root.set_is_last_backward(last)
         for module in self.stages.get(stage, [self.root]):
             module.set_requires_gradient_sync(last or self.every_micro_batch)
-            # After the other, which says the same of both: replicas sum their shares once, when they are complete.
+            # Replicas sum their shards once, when they are complete. This call comes last, as the other sets both.
             module.set_requires_all_reduce(last)
 
     def end_backward(self, stage: int, *, last: bool) -> None:
         for module in self.stages.get(stage, ()):
-            # Gradients of weights that were put off come when autograd, and FSDP2 with it, is through.
+            # Deferred weight gradients arrive after autograd, and with it FSDP2, has finished.
             fsdp_private.take_in_gradients(module)
             if last or self.every_micro_batch:
                 fsdp_private.fill_missing_gradients(module)
@@ -94,7 +94,7 @@ class ShardedReplica(Replica):
 
     def collect(self) -> None:
         if self.stages:
-            # What lies around the blocks may be several stages': it is reduced when all are done.
+            # Non-block parameters may belong to several stages, and are reduced after all of them.
             self.root.set_requires_gradient_sync(True)
             self.root.set_is_last_backward(True)
             fsdp_private.take_in_gradients(self.root)
@@ -104,13 +104,13 @@ class ShardedReplica(Replica):
             self._expect()
         for scatter in self.scatters:
             scatter.settle()
-        for fragment, (_, parameter) in zip(self.fragments, self._parameters(), strict=True):
+        for shard, (_, parameter) in zip(self.shards, self._parameters(), strict=True):
             gradient = parameter.grad
             assert isinstance(gradient, DTensor), "after the last backward pass every gradient is sharded"
-            fragment.gradient = gradient.to_local()
+            shard.gradient = gradient.to_local()
 
     def _expect(self) -> None:
-        """Tell FSDP2 that no backward pass of a pipeline's step is its last: `collect` does what follows that."""
+        """Tells FSDP2 that no backward pass of a pipeline's step is its last: `collect` does the final work."""
         if self.stages:
             self.root.set_requires_gradient_sync(False)
             self.root.set_is_last_backward(False)
@@ -118,20 +118,20 @@ class ShardedReplica(Replica):
 
     def loss(self, micro: MicroTensors) -> Tensor:
         loss = super().loss(micro)
-        self.root.reshard()  # otherwise done in the backward pass, which does not come here
+        self.root.reshard()  # otherwise done in the backward pass, which is absent here
         return loss
 
-    def _fragments(self) -> list[ParameterShard]:
+    def _shards(self) -> list[ParameterShard]:
         shards = []
         for name, parameter in self._parameters():
             assert isinstance(parameter, DTensor), "fully_shard replaced every parameter"
             local = parameter.to_local().detach()
-            # Rows are dealt out as torch.chunk does: equally many to each rank, the last ones fewer or none.
+            # Rows are distributed as by torch.chunk: equally many per rank, the last ones fewer or none.
             rows = parameter.shape[0]
-            # Not parameter.device_mesh: torch may hand out an equal mesh of process groups that are no more.
+            # Not parameter.device_mesh: torch may return an equal mesh whose process groups no longer exist.
             over = self.experts[1] if self.experts and is_expert(name) else self.shard
             above = -(-rows // over.size) * over.rank
-            start = min(above, rows) * (parameter.numel() // rows) + before(name, parameter.numel(), self.experts)
+            start = min(above, rows) * (parameter.numel() // rows) + preceding(name, parameter.numel(), self.experts)
             shards.append(self.model.shard(name, start, local.requires_grad_()))
         return shards
 
@@ -139,8 +139,8 @@ class ShardedReplica(Replica):
 def _shard(
     objective: Objective, mesh: Mesh, hybrid: bool, layout: Layout, gradient_dtype: torch.dtype | None
 ) -> list[FSDPModule]:
-    """Apply fully_shard to each tile, to experts that ranks deal out among them, to each block and to the rest. Returns
-    the groups, the root last."""
+    """Applies fully_shard to each tile, to experts cut over ranks, to each block and to the rest. Returns the groups,
+    the root last."""
     assert mesh.devices is not None, "a sharded layout has a mesh"
     outer = ("dp_replicate",) if hybrid else ()
     devices = mesh.devices[*outer, "shard"]
@@ -149,15 +149,15 @@ def _shard(
     groups: list[FSDPModule] = []
     for tile in tiles:
         group = fully_shard(tile, mesh=devices, reshard_after_forward=layout.reshard, mp_policy=policy)
-        # Told nothing of what to gather ahead in the backward pass, FSDP2 gathers the next group: two tiles at once.
+        # By default FSDP2 prefetches the next group in the backward pass: two tiles at once.
         group.set_modules_to_backward_prefetch([group])
         if layout.reshard:
-            # A forward pass that is repeated in the backward pass would leave all tiles whole.
+            # A recomputed forward pass would leave all tiles whole.
             tile.register_forward_hook(_give_up)
         groups.append(group)
     for module in objective.model.modules():
         if isinstance(module, GroupedLinear):
-            # FSDP2 deals out rows: of all experts' matrices, since experts may be fewer than the ranks.
+            # FSDP2 shards rows, here of all experts' matrices, since there may be fewer experts than ranks.
             module.weight = nn.Parameter(module.weight.detach().flatten(0, 1))
     blocks: list[list[FSDPModule]] = []
     for block in objective.model.blocks.values():
@@ -171,7 +171,7 @@ def _shard(
                 for module, over in meshes
             ]
         )
-    # The head is needed again as soon as the backward pass begins: it is not given up in between.
+    # The head is needed at once in the backward pass: it is not resharded in between.
     root = fully_shard(objective, mesh=devices, reshard_after_forward=False, mp_policy=policy)
     for number, (*_, block) in enumerate(blocks):
         after = blocks[number + 1 : number + 1 + layout.prefetch]
@@ -187,7 +187,7 @@ def _give_up(module: nn.Module, *_: Any) -> None:
 
 
 class _Allocates:
-    """Memory for a collective, as FSDP2 asks for it."""
+    """Allocates a collective's memory through FSDP2's interface."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -208,7 +208,7 @@ class _AllGather(_Allocates, fsdp_private.AllGather):
 
 
 class _Arriving(dist.Work):
-    """A collective under way, as FSDP2 waits for it."""
+    """A collective in flight, with FSDP2's interface for waiting."""
 
     def __init__(self, pending: Pending):
         super().__init__()
@@ -220,25 +220,25 @@ class _Arriving(dist.Work):
 
 
 class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
-    """`defers`: nothing reads a group's gradient before the backward pass ends (it is not added to another, not cast,
-    not reduced again), so it may arrive while the next group is computed."""
+    """Sends gradients. `defers`: nothing reads a group's gradient before the backward pass ends (it is not added to
+    another, not cast, not reduced again), so it may arrive while the next group is computed."""
 
     def __init__(self, shard: Axis, defers: bool):
         self.shard, self.defers = shard, defers
-        self.under_way: Pending | None = None
+        self.in_flight: Pending | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         work = self.shard.reduce_scatter(output_tensor, input_tensor)
         if self.defers:
-            self.settle()  # one at a time: each keeps a group's whole gradient
-            self.under_way = work
+            self.settle()  # one at a time, since each holds a group's whole gradient
+            self.in_flight = work
         else:
             work.wait()
 
     def settle(self) -> None:
-        """Wait for the last one."""
-        if self.under_way is not None:
-            self.under_way.wait()
-            self.under_way = None
+        """Waits for the last one."""
+        if self.in_flight is not None:
+            self.in_flight.wait()
+            self.in_flight = None

@@ -30,13 +30,13 @@ __all__ = [
 
 
 def start_gathers_early(module: FSDPModule, enabled: bool) -> None:
-    """Have the all-gathers of `module`'s group go on by themselves, and be waited for where the parameters are used."""
+    """Makes the all-gathers of `module`'s group asynchronous, waited for where the parameters are used."""
     module._set_unshard_async_op(enabled)
 
 
 def take_in_gradients(module: FSDPModule) -> None:
-    """Add the gradients that autograd did not bring to those that FSDP2 adds up, in the type in which it adds them up:
-    it sends those of a group together, and they have to be of one type."""
+    """Adds gradients that did not come from autograd to FSDP2's accumulated ones, in its accumulation type: it sends
+    those of a group together, so they must have one type."""
     for group in _groups(module):
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
@@ -44,10 +44,10 @@ def take_in_gradients(module: FSDPModule) -> None:
 
 
 def fill_missing_gradients(module: FSDPModule) -> None:
-    """Give zero gradients to the parameters of a group without any, where others of the group have one.
+    """Gives zero gradients to parameters without one if others of the group have one.
 
-    A backward pass in halves may have brought some with an earlier one; but replicas add up the shares of
-    micro-batches, which have to be alike."""
+    A split backward pass may have produced some with an earlier micro-batch; but replicas sum the shards per
+    micro-batch, so these must match."""
     for group in _groups(module):
         empty = [
             p for p in group.fsdp_params if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None
@@ -59,23 +59,23 @@ def fill_missing_gradients(module: FSDPModule) -> None:
 
 
 def reduce_gradients(module: FSDPModule) -> None:
-    """Start reducing the gradients of `module`'s group over the data ranks, as the end of its backward pass would."""
+    """Starts reducing the gradients of `module`'s group over the data ranks, as the end of its backward pass would."""
     for group in _groups(module):
         group.post_backward()
 
 
 def finish_backward(root: FSDPModule) -> None:
-    """Do for the whole model what FSDP2 does when its last backward pass ends: every gradient is reduced afterwards."""
+    """Does what FSDP2 does at the end of the last backward pass of a model: afterwards all gradients are reduced."""
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def is_whole(module: FSDPModule) -> bool:
-    """Whether the parameters of `module`'s group are gathered now."""
+    """Returns whether the parameters of `module`'s group are gathered now."""
     return any(not group.is_sharded for group in _groups(module))
 
 
 def _groups(module: FSDPModule) -> list[Any]:
-    """The groups of parameters that `module` gathers: one, or none where it has no parameters of its own."""
+    """Returns the parameter groups that `module` gathers: one, or none if it has no parameters of its own."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups

@@ -2,7 +2,7 @@
 
 torch multiplies fp32 matrices on x86 with MKL, which takes its AVX-512 path on Intel's processors only. On an AMD EPYC
 with AVX-512 oneDNN makes a whole training step 1.5 times faster (benchmarks/results/throughput.md). oneDNN's kernel is
-reached through an operator that torch's own compiler uses; where a version of torch lacks it, MKL stays.
+reached through an operator of torch's own compiler; where a version of torch lacks it, MKL stays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Product = tuple[Multiply | GroupedProduct, Tensor, Tensor, Tensor]
 
 
 def onednn_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this machine's fp32 products should go through oneDNN: AVX-512, but not Intel's."""
+    """Returns whether this machine's fp32 products should go through oneDNN: AVX-512, but not Intel's."""
     if device.type != "cpu" or dtype != torch.float32 or not _available():
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -36,7 +36,7 @@ def onednn_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def use_onednn(model: Transformer) -> int:
-    """Have every linear layer of `model` and its head multiply through oneDNN. Returns how many layers that are."""
+    """Makes every linear layer of `model` and its head multiply through oneDNN. Returns the number of layers."""
     layers = [module for module in model.modules() if isinstance(module, (Linear, Head))]
     for layer in layers:
         layer.multiply = linear
@@ -44,12 +44,12 @@ def use_onednn(model: Transformer) -> int:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weightᵀ + bias, as F.linear: (..., inputs) by (outputs, inputs) to (..., outputs), in fp32 on a CPU."""
+    """Returns x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs), in fp32 on a CPU."""
     return _Linear.apply(x, weight, bias, _multiply)
 
 
 def defer_weight_grads(modules: Iterable[nn.Module], deferred: DeferredWeightGrads) -> None:
-    """Have linear layers, those of experts, and heads leave the gradients of their weights to `deferred`."""
+    """Makes linear layers, those of experts, and heads leave their weight gradients to `deferred`."""
     for module in modules:
         if isinstance(module, GroupedLinear):
             module.take = deferred.take
@@ -60,18 +60,18 @@ def defer_weight_grads(modules: Iterable[nn.Module], deferred: DeferredWeightGra
 class DeferredWeightGrads:
     """Computes the weight gradients of a model's linear layers at once or later, and adds them to weight.grad.
 
-    They need only what a layer read and the gradient of what it wrote, and nothing waits for them but the optimizer:
-    that is what lets a backward pass be cut in halves (Qi et al. 2023, section 2). The product itself adds to what
-    earlier micro-batches left."""
+    They need only a layer's input and the gradient of its output, and only the optimizer waits for them: so a backward
+    pass can be split in halves (Qi et al. 2023, section 2). The product itself adds to the gradients of earlier
+    micro-batches."""
 
     def __init__(self) -> None:
         self.arrived: Callable[[Tensor], None] = lambda weight: None
-        """Called when a gradient has been added to weight.grad."""
+        """Called after a gradient has been added to weight.grad."""
         self.products: list[Product] | None = None
         """The list to which products are deferred; None to compute them at once."""
 
     def take(self, weight: Tensor, multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> None:
-        """Take a weight's gradient as its factors: that of the layer's output, (..., outputs), and its input `x`
+        """Accepts a weight's gradient as its factors: that of the layer's output, (..., outputs), and its input `x`
         (..., inputs). It is computed at once, or deferred to `products`."""
         product = multiply, gradient, x, weight
         if self.products is None:
@@ -81,7 +81,7 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def add(self, products: Iterable[Product]) -> None:
-        """Compute products and add them to their weights' gradients."""
+        """Computes products and adds them to their weights' gradients."""
         for multiply, gradient, x, weight in products:
             if weight.grad is None:
                 weight.grad = gradient_of_weight(multiply, gradient, x).view_as(weight)
@@ -94,14 +94,14 @@ class DeferredWeightGrads:
 
 @dataclass(frozen=True)
 class DeferringProduct:
-    """A linear layer's product, by another one, whose weight's gradient goes to `deferred` instead of autograd."""
+    """A linear layer's product that leaves the weight's gradient to `deferred` instead of autograd."""
 
     multiply: Multiply
     deferred: DeferredWeightGrads
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs)."""
-        # To autograd the weight is a constant: it would look for a gradient here.
+        """Returns x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs)."""
+        # Detached: otherwise autograd would expect a gradient here.
         return _Linear.apply(x, weight.detach(), bias, self.multiply, partial(self.deferred.take, weight))
 
 
@@ -136,15 +136,15 @@ class _Linear(torch.autograd.Function):
 
 
 def gradient_of_input(multiply: Multiply, gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of a linear layer's input (..., inputs) from that of its output, (..., outputs)."""
+    """Returns the gradient of a linear layer's input (..., inputs) from that of its output, (..., outputs)."""
     return multiply(gradient, weight.t())
 
 
 def gradient_of_weight(multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of a linear layer's weight (outputs, inputs) from that of its output, (..., outputs), and its
-    input `x` (..., inputs); for experts (experts, outputs, inputs)."""
+    """Returns the gradient of a linear layer's weight (outputs, inputs) from that of its output, (..., outputs), and
+    its input `x` (..., inputs); for experts (experts, outputs, inputs)."""
     if isinstance(multiply, GroupedProduct):
-        return multiply.of_weight(gradient, x)
+        return multiply.weight_gradient(gradient, x)
     return multiply(gradient.flatten(0, -2).t(), x.flatten(0, -2).t())
 
 

@@ -1,8 +1,8 @@
 """The mesh: every rank's place on the axes pp × dp_replicate × dp_shard × cp × tp, built in one place and printable.
 
-Some axes are made of others, as in torchtitan's mesh. State is sharded over dp_shard × cp (the `shard` axis), since
-context-parallel ranks hold the same parameters. Experts are dealt out over `ep` neighbours of that axis and sharded
-over the rest of it (`edp`). Context-parallel ranks are a grid, ring × ulysses.
+Some axes are composed of others, as in torchtitan's mesh. State is sharded over dp_shard × cp (the `shard` axis), since
+context-parallel ranks hold the same parameters. Experts are cut over `ep` neighbours of that axis and sharded over the
+rest of it (`edp`). Context-parallel ranks are a grid, ring × ulysses.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ DEVICE_AXES = ("pp", "dp_replicate", "shard", "tp")
 
 @dataclass(frozen=True)
 class AxisGeometry:
-    """The places of an axis's ranks among all ranks."""
+    """The positions of an axis's ranks among all ranks."""
 
     size: int
     stride: int
     """The difference of ranks between neighbours on the axis."""
 
     def place(self, rank: int) -> int:
-        """Return the place of `rank` along the axis."""
+        """Returns the place of `rank` along the axis."""
         return rank // self.stride % self.size
 
 
@@ -52,9 +52,9 @@ class Mesh:
     expert_devices: DeviceMesh | None = None
     """torch's mesh over pp, dp_replicate, edp, ep and tp; None without expert parallelism."""
     lines: dict[str, AxisGeometry] = field(default_factory=dict)
-    """By name, the axes that ranks communicate along."""
+    """The axes that ranks communicate along, by name."""
     ledger: Ledger = field(default_factory=Ledger)
-    """Counts what goes over every axis."""
+    """Counts the traffic of every axis."""
     _axes: dict[str, Axis] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,42 +67,42 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Groups of ranks that read different samples."""
+        """The number of groups of ranks that read different samples."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
     @property
     def data_rank(self) -> int:
-        """Which of those groups this rank is in."""
+        """The group of this rank among those."""
         return self.coordinates["dp_replicate"] * self.sizes["dp_shard"] + self.coordinates["dp_shard"]
 
     @property
     def owns_loss(self) -> bool:
-        """Whether a sum of losses over all ranks counts this rank's. Tensor ranks compute the same losses, so the first
-        one's count. Context-parallel ranks each compute those of their own tokens. In a pipeline every rank counts,
-        since only those with the last stage compute any."""
+        """True if a sum of losses over all ranks includes this rank's. Tensor ranks compute the same losses, so only
+        the first one's count. Context-parallel ranks each compute those of their own tokens. In a pipeline every rank
+        counts, since only those with the last stage compute any."""
         return self.coordinates["tp"] == 0
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold different parts of the state, so that a norm needs a sum over ranks."""
+        """True if ranks hold different parts of the state, so that a norm needs a sum over ranks."""
         return any(self.sizes[axis] > 1 for axis in ("pp", "dp_shard", "cp", "tp"))
 
     def axis(self, name: str) -> Axis:
-        """Return the collectives among the ranks that differ from this one along axis `name` alone: one of pp,
+        """Returns the collectives among the ranks that differ from this one only along axis `name`: one of pp,
         dp_replicate, shard (dp_shard × cp), tp, cp, ring, ulysses, ep and edp; `world` is all ranks."""
         return self._axes[name]
 
     def neighbours(self, name: str, size: int) -> Axis:
-        """Return the collectives among `size` neighbours along an axis: ranks 0 to size - 1 are together, and so on.
-        Every rank of the axis has to call it."""
+        """Returns the collectives among `size` neighbours along an axis: ranks 0 to size - 1 are together, and so on.
+        Every rank of the axis must call it."""
         if size == 1:
             return Axis(name)
         first = self.axis(name).rank // size * size
         return self.among(name, range(first, first + size))
 
     def among(self, name: str, places: Sequence[int]) -> Axis:
-        """Return the collectives among some places of an axis, this rank's own among them. Only their ranks call it,
-        and they have to have as many process groups as each other: torch names a group after its number."""
+        """Returns the collectives among some places of an axis, including this rank's own. Only their ranks call it,
+        and they must have equally many process groups: torch names a group after its number."""
         if len(places) == 1:
             return Axis(name)
         group = dist.new_group(self._ranks(name, places), use_local_synchronization=True)
@@ -110,9 +110,9 @@ class Mesh:
         return self._over(name, len(places), places.index(self.axis(name).rank), group)
 
     def p2p_groups(self, name: str) -> tuple[Axis, Axis]:
-        """Return an axis twice, for messages to higher ranks and to lower ones, with process groups of their own:
-        messages never meet collectives, and two that cross do not wait for each other (NCCL handles those between two
-        ranks one after the other). All ranks of the axis have to call it."""
+        """Returns an axis twice, for messages to higher and to lower ranks, with process groups of their own: messages
+        never mix with collectives, and two that cross do not wait for each other (NCCL serialises those between two
+        ranks). All ranks of the axis must call it."""
         axis = self.axis(name)
         if axis.group is None:
             return axis, axis
@@ -121,8 +121,8 @@ class Mesh:
         return up, up if axis.gloo else self.among(name, everyone)
 
     def messages(self, name: str, timeout_s: float) -> Axis:
-        """Return an axis once more, with a CPU process group of its own, for messages from threads: they never meet the
-        collectives. Each waits at most `timeout_s` for its peer. All ranks of the axis have to call it."""
+        """Returns an axis with a CPU process group of its own, for messages from threads: they never mix with the
+        collectives. Each waits at most `timeout_s` for its peer. All ranks of the axis must call it."""
         axis = self.axis(name)
         if axis.group is None:
             return axis
@@ -136,20 +136,19 @@ class Mesh:
         return Axis(name, axis.size, axis.rank, group, self.ledger)
 
     def _ranks(self, name: str, places: Sequence[int]) -> list[int]:
-        """Return the ranks at some places of this rank's line along an axis."""
         line, rank = self.lines[name], dist.get_rank()
         return [rank + (place - line.place(rank)) * line.stride for place in places]
 
     def reduce_replica(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """`x` becomes the sum (or maximum) over the ranks of this replica: those that differ along any axis but
+        """Replaces `x` by the sum (or maximum) over the ranks of this replica: those that differ along any axis but
         dp_replicate."""
         for name in ("tp", "shard"):
             self.axis(name).all_reduce(x, op).wait()
         return self.axis("pp").all_reduce(x, op)
 
     def _axis(self, name: str) -> Axis:
-        """Make the collectives of one axis. The ledger has what it sends under the names of layouts: cp for both its
-        parts, and dp_shard where the shards are those of dp_shard alone."""
+        """Creates the collectives of one axis. The ledger records its traffic under the names of layouts: cp for both
+        its parts, and dp_shard where the shards are those of dp_shard alone."""
         shown = {"shard": "dp_shard" if self.sizes["cp"] == 1 else "dp_shard_cp", "ring": "cp", "ulysses": "cp"}
         line = self.lines[name]
         if self.devices is None or line.size == 1:
@@ -161,7 +160,7 @@ class Mesh:
         elif self.expert_devices is not None and name in ("ep", "edp"):
             group = self.expert_devices.get_group(name)
         else:
-            # All ranks make the group of their own line, as many as each other.
+            # All ranks create the groups of their own lines, equally many.
             place = line.place(dist.get_rank())
             ranks = [dist.get_rank() + (other - place) * line.stride for other in range(line.size)]
             made = dist.new_group(ranks, use_local_synchronization=True)
@@ -170,7 +169,7 @@ class Mesh:
         return self._over(shown.get(name, name), line.size, line.place(dist.get_rank()), group)
 
     def _over(self, name: str, size: int, rank: int, group: dist.ProcessGroup) -> Axis:
-        """The collectives over a process group; through host memory where ranks share a GPU."""
+        """Returns the collectives over a process group; through host memory where ranks share a GPU."""
         axis = Axis(name, size, rank, group, self.ledger)
         staged = axis.gloo and self.devices is not None and self.devices.device_type == "cuda"
         return StagedAxis(name, size, rank, group, self.ledger) if staged else axis
@@ -181,7 +180,7 @@ class Mesh:
 
 
 def place(layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes of the axes, and the coordinates of `rank` along them. Pure arithmetic, for any world size."""
+    """Returns the sizes of the axes, and the coordinates of `rank` along them. Pure arithmetic, for any world size."""
     sizes = {axis: getattr(layout, axis) for axis in AXES}
     coordinates, rest = {}, rank
     for axis in reversed(AXES):
@@ -190,7 +189,7 @@ def place(layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def lines(layout: Layout) -> dict[str, AxisGeometry]:
-    """The axes that ranks communicate along. Pure arithmetic, for any world size."""
+    """Returns the axes that ranks communicate along. Pure arithmetic, for any world size."""
     tp, cp, shard = layout.tp, layout.cp, layout.shard_ranks
     ulysses, ring = layout.cp_ulysses, layout.ring
     ulysses_first = layout.cp_inner == "ulysses"
@@ -208,7 +207,7 @@ def lines(layout: Layout) -> dict[str, AxisGeometry]:
 
 
 def build(layout: Layout, device_type: str) -> Mesh:
-    """The mesh of this process's rank. Raises JobError when the layout and the number of processes differ."""
+    """Builds the mesh of this process's rank. Raises JobError if layout and number of processes differ."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if layout.processes != world:
         raise JobError(
@@ -222,14 +221,14 @@ def build(layout: Layout, device_type: str) -> Mesh:
     devices = _devices(device_type, {name: every[name].size for name in DEVICE_AXES if every[name].size > 1})
     experts = None
     if layout.ep > 1:
-        # FSDP2 wants even an axis of one rank by its name.
+        # FSDP2 requires even an axis of one rank by name.
         names = ("pp", "dp_replicate", "edp", "ep", "tp")
         experts = _devices(device_type, {name: every[name].size for name in names})
     return Mesh(sizes, coordinates, devices, experts, every)
 
 
 def alone() -> Mesh:
-    """The mesh of a process that computes a whole step by itself."""
+    """Returns the mesh of a process that computes a whole step by itself."""
     return Mesh(*place(Layout(), 0), None, lines=lines(Layout()))
 
 

@@ -1,4 +1,4 @@
-"""One micro-batch on the device, and what parts of it are."""
+"""One micro-batch on the device, and parts of it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class MicroTensors:
     """The inputs of one forward pass of one rank."""
 
     tokens: Tensor
-    """(micro_batch, seq), int64: seq_len tokens, or a context-parallel rank's share of them."""
+    """(micro_batch, seq), int64: seq_len tokens, or a context-parallel rank's part of them."""
     targets: Tensor
     """(micro_batch, seq), int64, IGNORE where a position does not count."""
     noise: Noise | None = None
     """The source of dropout masks; None without dropout."""
     places: Tensor | None = None
-    """Positions, within their sequences, of the tokens that are here, (seq,); None where they are all."""
+    """Positions, within their sequences, of the tokens here, (seq,); None if all are here."""
     documents: Tensor | None = None
-    """(micro_batch, seq_len), int64: which document each token of the whole sequences belongs to, where attention does
-    not cross from one to another."""
+    """(micro_batch, seq_len), int64: the document number of each token of the whole sequences, if attention must not
+    cross documents."""
 
     @property
     def positions(self) -> Tensor:
@@ -32,13 +32,13 @@ class MicroTensors:
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) if self.places is None else self.places
 
     def part(self, chosen: slice) -> MicroTensors:
-        """Some of its samples."""
+        """Returns some of its samples."""
         noise = self.noise and replace(self.noise, sample_ids=self.noise.sample_ids[chosen])
         documents = None if self.documents is None else self.documents[chosen]
         return replace(self, tokens=self.tokens[chosen], targets=self.targets[chosen], noise=noise, documents=documents)
 
     def slice(self, number: int, slices: int) -> MicroTensors:
-        """One of several equal parts of its sequences."""
+        """Returns one of several equal parts of its sequences."""
         if slices == 1:
             return self
         tokens = self.tokens.shape[1] // slices

@@ -1,4 +1,4 @@
-"""Exchanging a plain model's modules for parallel ones of the same name."""
+"""Replaces a plain model's modules by parallel ones of the same name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OneLinear = TypeVar("OneLinear", bound=Linear)
 
 
 def replace_modules(model: nn.Module, kind: type[Plain], make: Callable[[Plain], nn.Module]) -> int:
-    """Replace every submodule of `model` that is a `kind` by what `make` makes of it. Returns how many that are."""
+    """Replaces every submodule of `model` of class `kind` by the result of `make`. Returns how many there were."""
     chosen = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
     for name, module in chosen:
         owner, _, leaf = name.rpartition(".")
@@ -23,7 +23,7 @@ def replace_modules(model: nn.Module, kind: type[Plain], make: Callable[[Plain],
 
 
 def linear_of(kind: type[OneLinear], plain: Linear) -> OneLinear:
-    """A `kind` of linear layer with the very parameters of `plain`, whose names in the model stay what they are."""
+    """Returns a linear layer of class `kind` with the same parameters as `plain`, under the same names."""
     layer = kind(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
     layer.weight, layer.bias = plain.weight, plain.bias
     return layer

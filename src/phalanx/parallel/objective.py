@@ -29,9 +29,9 @@ class Objective(nn.Module):
     def forward(
         self, micro: MicroTensors, stage: Stage | None = None, x: Tensor | None = None, earlier: Earlier | None = None
     ) -> Tensor:
-        """Loss summed over valid targets, in nats.
+        """Returns the loss summed over valid targets, in nats.
 
-        In a pipeline `stage` alone is computed: from `x`, what the stage before gave, and to what the next one reads,
+        In a pipeline only `stage` is computed: from `x`, the previous stage's output, to the next one's input,
         (micro_batch, seq, d_model) both, or to the loss. `earlier` are the slices of the sequences before these."""
         model = self.model
         positions = micro.positions
@@ -42,13 +42,13 @@ class Objective(nn.Module):
         return self.of_hidden(model.normed(x), micro.targets) if stage is None or stage.last else x
 
     def of_hidden(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss from the head's input `x` (micro_batch, seq_len, d_model)."""
+        """Computes the loss from the head's input `x` (micro_batch, seq_len, d_model)."""
         return self.loss(self.model.logits(x), targets)
 
 
 class ChunkedObjective(Objective):
-    """The same, with the logits of `chunk` tokens at a time: they are computed, summed up and dropped, and computed
-    again in the backward pass. 8k tokens of a 128k vocabulary take 4 GiB of logits in fp32; a chunk of 512, 1/16 of it.
+    """An objective that computes the logits of `chunk` tokens at a time, sums their losses, drops them, and recomputes
+    them in the backward pass. 8k tokens of a 128k vocabulary take 4 GiB of logits in fp32; a chunk of 512, 1/16 of it.
     """
 
     def __init__(self, model: Transformer, chunk: int, loss: Loss = cross_entropy_sum):

@@ -1,6 +1,6 @@
 """Parameter shards: the elements of every parameter that this rank's optimizer updates.
 
-Whatever shards the parameters (flat buckets, FSDP's rows, or nothing), a rank's share of one parameter is a contiguous
+Whatever shards the parameters (flat buckets, FSDP's rows, or nothing), a rank's shard of one parameter is a contiguous
 range of the flattened tensor slice that its tensor rank holds. So the optimizer, norms, checkpoints and the comparison
 with one process are written once.
 """
@@ -18,27 +18,27 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.partition.tensor_slices import TensorSlice
 
 BALANCING_BIAS = "router.bias"
-"""How the names of routers' balancing biases end."""
+"""Suffix of the names of routers' balancing biases."""
 
 
 @dataclass(eq=False)
 class ParameterShard:
-    """This rank's share of one parameter, or of one tile of it."""
+    """This rank's shard of one parameter, or of one tile of it."""
 
     name: str
-    """The module's parameter."""
+    """The parameter's name in the module."""
     tensor_slices: tuple[TensorSlice, ...]
     """The part of the whole that each tensor rank holds."""
     tp_rank: int
     start: int
-    """First element of the flattened piece; the share may be empty. Of experts that several ranks deal out among them
-    the piece is that of all experts."""
+    """First element in the flattened tensor slice; the shard may be empty. For experts cut over several ranks the slice
+    is that of all experts."""
     value: Tensor
-    """The elements themselves, a leaf: what the optimizer changes in place."""
+    """The elements, a leaf, which the optimizer updates in place."""
     gradient: Tensor | None = None
-    """The gradient of the global batch's loss, summed over all data ranks; there after the last micro-batch."""
+    """The gradient of the global batch's loss, summed over all data ranks; set after the last micro-batch."""
     copy: bool = False
-    """Another rank of the pipeline holds the same and counts it."""
+    """True if another rank of the pipeline holds the same and counts it."""
     whole_name: str = ""
     """The parameter's name in the plain model and in checkpoints; several tiles share one. By default `name`."""
 
@@ -51,18 +51,18 @@ class ParameterShard:
 
     @property
     def decays(self) -> bool:
-        """Matrices decay; shrinking a norm or a bias regularises nothing."""
+        """True for matrices: weight decay of a norm or a bias regularises nothing."""
         return len(self.tensor_slice.whole) >= 2 and not self.name.endswith(".bias")
 
     @property
     def balances(self) -> bool:
-        """A router's balancing bias: its gradient is the experts' excess load, which no optimizer but the rule of the
-        bias method follows (model/moe.py)."""
+        """True for a router's balancing bias: its gradient is the experts' excess load, which only the rule of the bias
+        method follows, not the optimizer (model/moe.py)."""
         return self.whole_name.endswith(BALANCING_BIAS)
 
     @torch.no_grad()
     def assign(self, whole: Tensor, into: Tensor | None = None) -> None:
-        """Take this rank's share out of the whole parameter (or one of its moments), to `into` or to the value."""
+        """Copies this rank's shard of the whole parameter (or one of its moments) to `into` or to the value."""
         target = self.value if into is None else into
         if target.numel():
             part = cut(whole, self.tensor_slice).reshape(-1)[self.start : self.start + target.numel()]
@@ -70,7 +70,7 @@ class ParameterShard:
 
 
 def cut(whole: Tensor, tensor_slice: TensorSlice) -> Tensor:
-    """The part of a whole parameter that a tensor rank holds; padding is zero."""
+    """Returns the part of a whole parameter that a tensor rank holds; padding is zero."""
     if tensor_slice.dim is None:
         return whole
     real = whole.narrow(tensor_slice.dim, min(tensor_slice.start, whole.shape[tensor_slice.dim]), tensor_slice.real)
@@ -83,22 +83,22 @@ def cut(whole: Tensor, tensor_slice: TensorSlice) -> Tensor:
 
 @torch.no_grad()
 def wholes(
-    fragments: Sequence[ParameterShard], tensors: Mapping[str, Tensor], mesh: Mesh, keep: bool
+    shards: Sequence[ParameterShard], tensors: Mapping[str, Tensor], mesh: Mesh, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter-like tensor put together again from what the ranks hold, by name in the plain model, on the CPU.
+    """Yields every parameter-like tensor reassembled from the ranks' shards, by name in the plain model, on the CPU.
 
-    `tensors` holds, under a fragment's own name, something of that fragment's shape (its value, gradient, a moment).
-    Ranks that do not `keep` take part and get nothing; of a pipeline only the first rank of all may keep. One tensor at
-    a time is whole, so a model larger than a device can be read out.
+    `tensors` holds, under a shard's own name, a tensor of that shard's shape (its value, gradient, a moment). Ranks
+    that do not `keep` take part and get nothing; in a pipeline only the first rank of all may keep. One tensor at a
+    time is whole, so a model larger than a device can be read out.
     """
     pp = mesh.axis("pp")
     line = pp.size > 1 and all(place == 0 for axis, place in mesh.coordinates.items() if axis != "pp")
-    own = _of_stages(fragments, tensors, mesh.axis("shard"), mesh.axis("tp"), keep or line)
+    own = _of_stages(shards, tensors, mesh.axis("shard"), mesh.axis("tp"), keep or line)
     if not line:
         yield from own
         return
-    # Each rank of a pipeline has its own layers: one after the other sends them to the first.
-    of = by_whole(fragments)
+    # Each rank of a pipeline has its own layers, and they send them to the first one in turn.
+    of = by_whole(shards)
     mine = [(name, f[0].tensor_slice.whole, tensors[f[0].name].dtype, f[0].copy) for name, f in of.items()]
     for rank, theirs in enumerate(pp.all_gather_object(mine)):
         for name, shape, dtype, copy in theirs:
@@ -106,9 +106,9 @@ def wholes(
             if rank == pp.rank:
                 _, whole = next(own)
                 if pp.rank and not copy:
-                    pp.send(whole.to(fragments[0].value.device), 0)
+                    pp.send(whole.to(shards[0].value.device), 0)
             elif pp.rank == 0 and not copy:
-                whole = torch.empty(shape, dtype=dtype, device=fragments[0].value.device)
+                whole = torch.empty(shape, dtype=dtype, device=shards[0].value.device)
                 pp.receive(whole, rank)
             if keep and whole is not None and not copy:
                 yield name, whole.cpu()
@@ -116,45 +116,45 @@ def wholes(
 
 
 def _of_stages(
-    fragments: Sequence[ParameterShard], tensors: Mapping[str, Tensor], shard: Axis, tp: Axis, keep: bool
+    shards: Sequence[ParameterShard], tensors: Mapping[str, Tensor], axis: Axis, tp: Axis, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors of the layers that this rank has a part in."""
-    device = fragments[0].value.device
-    every = torch.empty(shard.size, len(fragments), 2, dtype=torch.int64, device=device)
-    mine = torch.tensor([(f.start, f.start + f.value.numel()) for f in fragments], device=device)
-    shard.all_gather(every.view(-1), mine.view(-1)).wait()
-    runs = dict(zip([f.name for f in fragments], every.transpose(0, 1).tolist(), strict=True))
-    for name, parts in by_whole(fragments).items():
+    """Yields the whole tensors of the layers that this rank holds a part of."""
+    device = shards[0].value.device
+    every = torch.empty(axis.size, len(shards), 2, dtype=torch.int64, device=device)
+    mine = torch.tensor([(f.start, f.start + f.value.numel()) for f in shards], device=device)
+    axis.all_gather(every.view(-1), mine.view(-1)).wait()
+    runs = dict(zip([f.name for f in shards], every.transpose(0, 1).tolist(), strict=True))
+    for name, parts in by_whole(shards).items():
         whole = None
-        for fragment in parts:
-            part = _join(tensors[fragment.name].detach().reshape(-1), runs[fragment.name], shard)
+        for shard in parts:
+            part = _join(tensors[shard.name].detach().reshape(-1), runs[shard.name], axis)
             every = part.view(1, -1)
-            if fragment.tensor_slice.dim is not None and tp.size > 1:
+            if shard.tensor_slice.dim is not None and tp.size > 1:
                 every = part.new_empty(tp.size, part.numel())
                 tp.all_gather(every.view(-1), part).wait()
             if keep:
-                whole = _place(every, fragment.tensor_slices, whole)
+                whole = _place(every, shard.tensor_slices, whole)
         if whole is not None:
             yield name, whole.cpu()
 
 
-def by_whole(fragments: Iterable[ParameterShard]) -> dict[str, list[ParameterShard]]:
-    """The fragments of each parameter of the plain model, by its name: one, or its tiles."""
+def by_whole(shards: Iterable[ParameterShard]) -> dict[str, list[ParameterShard]]:
+    """Returns the shards of each parameter of the plain model, by its name: one, or its tiles."""
     of_whole: dict[str, list[ParameterShard]] = {}
-    for fragment in fragments:
-        of_whole.setdefault(fragment.whole_name, []).append(fragment)
+    for shard in shards:
+        of_whole.setdefault(shard.whole_name, []).append(shard)
     return of_whole
 
 
-def _join(mine: Tensor, runs: Sequence[tuple[int, int]], shard: Axis) -> Tensor:
-    """The flattened piece from the runs of its elements, (first, end) each, that the ranks of the shard axis hold."""
-    if shard.size == 1:
+def _join(mine: Tensor, runs: Sequence[tuple[int, int]], axis: Axis) -> Tensor:
+    """Returns the flattened slice from the element ranges, (first, end) each, that the shard axis's ranks hold."""
+    if axis.size == 1:
         return mine
     longest = max(end - first for first, end in runs)
     padded = mine.new_zeros(longest)
     padded[: mine.numel()] = mine
-    every = mine.new_empty(shard.size, longest)
-    shard.all_gather(every.view(-1), padded).wait()
+    every = mine.new_empty(axis.size, longest)
+    axis.all_gather(every.view(-1), padded).wait()
     return torch.cat([row[: end - first] for (first, end), row in sorted(zip(runs, every, strict=True), key=_first)])
 
 
@@ -163,7 +163,7 @@ def _first(run: tuple[tuple[int, int], Tensor]) -> tuple[int, int]:
 
 
 def _place(parts: Tensor, tensor_slices: Sequence[TensorSlice], whole: Tensor | None) -> Tensor:
-    """Put flattened pieces, a row of `parts` each, to their places in `whole`, which is made where it is missing."""
+    """Copies flattened slices, a row of `parts` each, to their places in `whole`, which is allocated if missing."""
     if tensor_slices[0].dim is None:
         return parts[0].view(tensor_slices[0].whole)
     if whole is None:
@@ -175,7 +175,7 @@ def _place(parts: Tensor, tensor_slices: Sequence[TensorSlice], whole: Tensor | 
     return whole
 
 
-def counted(fragments: Iterable[ParameterShard]) -> Iterator[ParameterShard]:
-    """The fragments that this rank counts in norms of the whole model: copies on other ranks do not, and what balances
-    routers has no gradient of the loss."""
-    return (f for f in fragments if f.tensor_slice.first and not f.copy and not f.balances and f.value.numel())
+def counted(shards: Iterable[ParameterShard]) -> Iterator[ParameterShard]:
+    """Yields the shards that this rank counts in norms of the whole model: copies on other ranks are skipped, and
+    balancing biases, which have no gradient of the loss."""
+    return (f for f in shards if f.tensor_slice.first and not f.copy and not f.balances and f.value.numel())

@@ -1,12 +1,12 @@
 """A pipeline that is not flushed at the end of a step: PipeDream-2BW (Narayanan et al. 2020, section 3.1).
 
-While one global batch is on its way back, the next one is on its way in. A micro-batch passes forward and backward
-through one version of the weights; batch k of a run of batches computes with the version before the last,
+While one global batch is in its backward passes, the next one begins its forward passes. A micro-batch passes forward
+and backward through one version of the weights; batch k of a run of batches computes with the version before the last,
 
     W(k + 1) = W(k) - update(gradient of batch k at W(k - 1)),
 
-so that two versions suffice, in buffers that take turns. The optimizer has the newest in tensors of its own. Only where
-the run ends (a checkpoint, a validation) does the pipeline run empty.
+so that two versions suffice, in alternating buffers. The optimizer has the newest in tensors of its own. The pipeline
+drains only where the run of batches ends (a checkpoint, a validation).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from phalanx.parallel.linear import DeferredWeightGrads
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipeline import Execution, Pipeline
 from phalanx.parallel.stages import Stages
-from phalanx.parallel.transfers import AHEAD
+from phalanx.parallel.transfers import RECEIVE_AHEAD
 from phalanx.schedule.pipedream import pipedream
 from phalanx.schedule.schedule import Action, Schedule
 
 Due = Callable[[int], None]
-"""Called before the first forward pass of a batch of the run: its version of the weights has to be there."""
+"""Called before the first forward pass of a batch of the run: its version of the weights must be available."""
 More = Callable[[], Sequence[MicroTensors]]
-"""The micro-batches of the batch after the present one."""
+"""Returns the micro-batches of the next batch."""
 
 
 class PipeDream(Pipeline):
@@ -45,46 +45,46 @@ class PipeDream(Pipeline):
         token_parts: int,
     ):
         super().__init__(replica, stages, p2p_groups, deferred, token_parts)
-        ranks, each = self.schedule.ranks, self.schedule.micro_batches // self.schedule.steps
-        self.each = each
-        """Micro-batches of a batch."""
-        fill, steady, drain = _legs(pipedream(ranks, each, 3), stages.rank)
-        (alone,) = _legs(pipedream(ranks, each, 1), stages.rank)
-        self.legs = {(True, True): fill, (False, True): steady, (False, False): drain, (True, False): alone}
-        """By whether the batch is the first of its run, and whether another one follows: what to do until its last
-        micro-batch is back."""
-        self.weights = [fragment.value for fragment in replica.fragments]
+        ranks, micro_batches = self.schedule.ranks, self.schedule.micro_batches // self.schedule.steps
+        self.micro_batches = micro_batches
+        """Micro-batches per batch."""
+        fill, steady, drain = _split_by_batch(pipedream(ranks, micro_batches, 3), stages.rank)
+        (alone,) = _split_by_batch(pipedream(ranks, micro_batches, 1), stages.rank)
+        self.batch_actions = {(True, True): fill, (False, True): steady, (False, False): drain, (True, False): alone}
+        """The actions up to the current batch's last micro-batch, by whether the batch is the first of its run, and
+        whether another one follows."""
+        self.weights = [shard.value for shard in replica.shards]
         self.versions = [[w.data for w in self.weights], [w.data.clone() for w in self.weights]]
         self.execution: Execution | None = None
-        """The execution of a run that goes on; None between runs."""
+        """The execution of the current run; None between runs."""
         self.batch = 0
-        """The present batch's number in the run."""
+        """The current batch's number in the run."""
 
     @property
     def running(self) -> bool:
-        """Whether micro-batches of another batch are in flight."""
+        """True if micro-batches of another batch are in flight."""
         return self.batch > 0
 
-    def leg(self, micros: Sequence[MicroTensors], factor: float, more: More | None, due: Due) -> Tensor:
-        """Go on until the present batch is back, and with `more` take in what is possible of the next one. Returns the
-        batch's loss where the last stage is here. Afterwards the fragments have its gradients."""
+    def run_batch(self, micros: Sequence[MicroTensors], factor: float, more: More | None, due: Due) -> Tensor:
+        """Runs until the current batch has finished its backward passes, and with `more` starts the next one. Returns
+        the batch's loss where the last stage is here. Afterwards the parameter shards have its gradients."""
         if self.execution is None:
             self.mailbox = StreamMailbox(self, micros[0])
             self.execution = Execution(self, self.mailbox, {}, micros[0].tokens.device, factor)
-        execution, mailbox, first = self.execution, self.mailbox, self.batch * self.each
+        execution, mailbox, first = self.execution, self.mailbox, self.batch * self.micro_batches
         # The rank with the last stage, whose losses these are, never runs ahead of its batch.
         execution.loss, execution.factor = torch.zeros_like(execution.loss), factor
         execution.micros = dict(enumerate(micros, first))
-        program = self.legs[self.batch == 0, more is not None]
+        program = self.batch_actions[self.batch == 0, more is not None]
         actions = [a._replace(micro=a.micro + first) for a in program]
         for place, action in enumerate(actions):
-            if action.kind == "F" and action.micro % self.each == 0:
+            if action.kind == "F" and action.micro % self.micro_batches == 0:
                 if action.micro > first and more is not None:
                     execution.micros |= dict(enumerate(more(), action.micro))
-                due(action.micro // self.each)
-            for coming in actions[place : place + 1 + AHEAD]:
+                due(action.micro // self.micro_batches)
+            for coming in actions[place : place + 1 + RECEIVE_AHEAD]:
                 mailbox.expect(coming)
-            self._use(action.micro // self.each)
+            self._use(action.micro // self.micro_batches)
             execution.act(action, last=place == len(actions) - 1)
         self.replica.finish()
         self.batch += 1
@@ -95,28 +95,28 @@ class PipeDream(Pipeline):
 
     @torch.no_grad()
     def write(self, batch: int, values: Sequence[Tensor]) -> None:
-        """Make `values`, one for every fragment, the weights of a batch of the run."""
+        """Sets the weights of a batch of the run to `values`, one for every parameter shard."""
         for mine, value in zip(self.versions[version(batch) % 2], values, strict=True):
             mine.copy_(value)
 
     def restart(self, values: Sequence[Tensor]) -> None:
-        """Begin another run of batches, at these weights."""
+        """Begins another run of batches, at these weights."""
         self.write(0, values)
         self._use(0)
 
     def _use(self, batch: int) -> None:
-        """Compute with the weights of a batch. What earlier passes keep for their way back stays theirs."""
+        """Computes with the weights of a batch. Tensors saved by earlier forward passes stay valid."""
         for weight, values in zip(self.weights, self.versions[version(batch) % 2], strict=True):
             weight.data = values
 
 
 def version(batch: int) -> int:
-    """The updates that the weights of a batch of a run have seen: one less than there are."""
+    """Returns the number of updates that the weights of a batch of a run have seen: one less than there are."""
     return max(batch - 1, 0)
 
 
 class StreamMailbox:
-    """Messages between neighbours, for as long as a run goes on: all come in the order in which they are needed."""
+    """Messages between neighbours over a whole run of batches: they arrive in the order in which they are needed."""
 
     def __init__(self, pipeline: PipeDream, micro: MicroTensors):
         self.rank, self.last = pipeline.stages.rank, pipeline.schedule.ranks - 1
@@ -125,7 +125,7 @@ class StreamMailbox:
         self.leaving: dict[Action, tuple[Tensor, Pending]] = {}
 
     def expect(self, action: Action) -> None:
-        """Begin to receive what an action will need."""
+        """Begins to receive an action's input."""
         source = self.rank - 1 if action.kind == "F" else self.rank + 1
         if action in self.arriving or not 0 <= source <= self.last:
             return
@@ -139,7 +139,7 @@ class StreamMailbox:
             return None
         buffer, pending = self.arriving.pop(action)
         pending.wait()
-        # A gradient that comes back shows that what went out was read. A micro-batch that comes was computed after the
+        # A returned gradient shows that the sent activation was read. A received micro-batch was computed after the
         # backward passes that 1F1B has before it, so that their gradients were read.
         behind = 0 if action.kind == "B" else self.last - self.rank + 2
         read = [s for s in self.leaving if s.kind != action.kind and s.micro <= action.micro - behind]
@@ -157,19 +157,19 @@ class StreamMailbox:
         return True
 
     def settle(self) -> None:
-        """Wait until everything has left."""
+        """Waits until everything has been sent."""
         for _, pending in self.leaving.values():
             pending.wait()
         self.leaving.clear()
 
 
-def _legs(schedule: Schedule, rank: int) -> list[list[Action]]:
-    """A rank's program, cut where the last micro-batch of a step is back; micro-batches are numbered from the step's
-    first."""
-    each = schedule.micro_batches // schedule.steps
+def _split_by_batch(schedule: Schedule, rank: int) -> list[list[Action]]:
+    """Returns a rank's program, cut after the last backward pass of each step; micro-batches are numbered from the
+    step's first."""
+    micro_batches = schedule.micro_batches // schedule.steps
     program = schedule.programs[rank]
-    ends = [n + 1 for n, action in enumerate(program) if action.kind == "B" and (action.micro + 1) % each == 0]
+    ends = [n + 1 for n, action in enumerate(program) if action.kind == "B" and (action.micro + 1) % micro_batches == 0]
     return [
-        [action._replace(micro=action.micro - leg * each) for action in program[start:end]]
-        for leg, (start, end) in enumerate(pairwise([0, *ends]))
+        [action._replace(micro=action.micro - run_batch * micro_batches) for action in program[start:end]]
+        for run_batch, (start, end) in enumerate(pairwise([0, *ends]))
     ]

@@ -1,9 +1,9 @@
 """Pipeline parallelism: one executor that runs any schedule (phalanx/schedule) on real ranks.
 
-A rank goes through its program, action by action. What an action needs from another rank has been asked for some
-actions before; what it gives is sent without waiting (parallel/transfers.py). An action keeps of a stage its input and
-autograd's graph, from the forward pass to the backward pass. Where the schedule cuts the backward pass in halves, I
-runs autograd, in which linear layers defer the gradients of their weights, and W computes those (parallel/linear.py).
+A rank executes its program action by action. Receives of an action's inputs are posted some actions earlier; its
+results are sent asynchronously (parallel/transfers.py). From the forward to the backward pass an action saves a stage's
+input and autograd's graph. If the schedule splits the backward pass, I runs autograd, in which linear layers defer
+their weight gradients, and W computes those (parallel/linear.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.parallel.linear import DeferredWeightGrads, Product
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage, Stages
-from phalanx.parallel.transfers import AHEAD, P2PMailbox, Transfers
+from phalanx.parallel.transfers import RECEIVE_AHEAD, P2PMailbox, Transfers
 from phalanx.schedule.schedule import Action
 
 
@@ -35,8 +35,8 @@ class Pipeline:
         deferred: DeferredWeightGrads,
         token_parts: int,
     ):
-        """`p2p_groups` are Mesh.p2p_groups("pp"). `deferred` takes the weight gradients of the replica's model. Between
-        the layers a rank has one of `token_parts` parts of the tokens (sequence parallelism)."""
+        """Prepares transfers. `p2p_groups` are Mesh.p2p_groups("pp"). `deferred` takes the weight gradients of the
+        replica's model. Between layers a rank has one of `token_parts` parts of the tokens (sequence parallelism)."""
         self.replica, self.stages, self.deferred, self.token_parts = replica, stages, deferred, token_parts
         self.schedule = stages.schedule
         self.program = self.schedule.programs[stages.rank]
@@ -45,17 +45,17 @@ class Pipeline:
         self.transfers.connect(self.like.device)
         last = {action.stage: place for place, action in enumerate(self.program) if action.kind in ("B", "W")}
         self.last_backward = frozenset(last.values())
-        """Places in the program after which a stage's gradients are complete."""
+        """Indices in the program after which a stage's gradients are complete."""
         self.leaving: list[Pending] = []
-        """Messages of the last validation that may not have left yet."""
+        """Messages of the last validation that may still be in flight."""
         deferred.arrived = replica.arrived
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
-        """Run a step's program. Returns the loss summed over the micro-batches whose last stage is here, in fp64."""
+        """Runs a step's program. Returns the loss summed over the micro-batches whose last stage is here, in fp64."""
         mailbox = self.transfers.begin(self.like, self.shape(micros[0], self.schedule.slices))
         execution = Execution(self, mailbox, dict(enumerate(micros)), micros[0].tokens.device, factor)
         for place, action in enumerate(self.program):
-            for coming in self.program[place : place + 1 + AHEAD]:
+            for coming in self.program[place : place + 1 + RECEIVE_AHEAD]:
                 mailbox.expect(coming)
             execution.act(action, last=place in self.last_backward)
         self.replica.finish()
@@ -63,8 +63,8 @@ class Pipeline:
         return execution.loss
 
     def loss(self, micro: MicroTensors) -> Tensor:
-        """A validation loss: the micro-batch goes forward through all stages, by the first direction. Zero where the
-        last stage is elsewhere."""
+        """Returns a validation loss: the micro-batch goes forward through all stages, in the first direction. Zero
+        where the last stage is elsewhere."""
         for pending in self.leaving:
             pending.wait()
         self.leaving = []
@@ -85,19 +85,19 @@ class Pipeline:
         return torch.zeros((), device=micro.tokens.device)
 
     def shape(self, micro: MicroTensors, slices: int = 1) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch, or of one of its slices, between two stages: (batch, tokens, d_model)."""
+        """Returns the shape of a micro-batch, or of one of its slices, between two stages: (batch, tokens, d_model)."""
         batch, tokens = micro.slice(0, slices).tokens.shape
         return batch, tokens // self.token_parts, self.stages.config.d_model
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the type and on the device of messages."""
-        return self.replica.fragments[0].value
+        """Returns a tensor with the type and device of messages."""
+        return self.replica.shards[0].value
 
 
 @dataclass
 class SavedForward:
-    """What a forward action saves until its backward action (B, or I)."""
+    """The state that a forward action saves until its backward action (B, or I)."""
 
     x: Tensor | None
     """The stage's input, a leaf; None for the first stage."""
@@ -106,7 +106,7 @@ class SavedForward:
 
 
 class Execution:
-    """One run through a program."""
+    """One execution of a program."""
 
     def __init__(
         self,
@@ -120,13 +120,13 @@ class Execution:
         self.replica, self.deferred, self.slices = pipeline.replica, pipeline.deferred, pipeline.schedule.slices
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.saved: dict[Action, SavedForward] = {}
-        self.handed: dict[Action, Tensor] = {}
-        """From a stage here to the next one here, by the action that reads it (B stands for I, too)."""
+        self.local_results: dict[Action, Tensor] = {}
+        """Results passed from one local stage to the next, by the action that reads them (B stands for I, too)."""
         self.earlier: dict[tuple[int, int], Earlier] = {}
         self.deferred_weight_grads: dict[Action, list[Product]] = {}
 
     def act(self, action: Action, *, last: bool) -> None:
-        """Do one action. `last`: afterwards the stage has the gradients of all micro-batches."""
+        """Executes one action. `last`: afterwards the stage has the gradients of all micro-batches."""
         if action.kind == "F":
             self._forward(action, self.pipeline.stages.local_stages[action.stage])
             return
@@ -157,7 +157,7 @@ class Execution:
             root = root * self.factor
         else:
             self._pass_on(action, action._replace(stage=action.stage + 1), root.detach())
-            # For the backward pass autograd needs the output's history, but not its values.
+            # The backward pass needs the output's autograd graph, but not its values.
             root.data = root.new_empty(1).expand(root.shape)
         self.saved[action] = SavedForward(x, root)
 
@@ -178,12 +178,12 @@ class Execution:
             self._pass_on(action, Action("B", action.stage - 1, action.micro, action.slice), saved.x.grad)
 
     def _read(self, action: Action) -> Tensor:
-        """Return the result that the stage before, or in the backward pass the one after, has left for an action."""
-        handed = self.handed.pop(action._replace(kind="B") if action.kind == "I" else action, None)
-        result = self.mailbox.receive(action) if handed is None else handed
+        """Returns an action's input: the previous stage's output, or in the backward pass the next stage's gradient."""
+        local_results = self.local_results.pop(action._replace(kind="B") if action.kind == "I" else action, None)
+        result = self.mailbox.receive(action) if local_results is None else local_results
         assert result is not None, "the validator has found every result that is read"
         return result
 
     def _pass_on(self, action: Action, reader: Action, result: Tensor) -> None:
         if not self.mailbox.send(action, result):
-            self.handed[reader] = result
+            self.local_results[reader] = result

@@ -1,4 +1,4 @@
-"""Precisions: the type that parameters, activations and gradients have, and fp16's loss scale."""
+"""Precisions: the type of parameters, activations and gradients, and fp16's loss scale."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def needs_master_weights(dtype: torch.dtype) -> bool:
-    """Half precisions lose updates smaller than 2^-8 (bf16) of a weight, so the optimizer keeps fp32 copies."""
+    """Returns whether the optimizer keeps fp32 copies: half precisions lose updates below 2^-8 (bf16) of a weight."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
 class LossScale:
     """fp16's gradients underflow below 6e-8: the loss is multiplied by a scale that is halved on overflow and doubled
-    after `patience` steps without one (Micikevicius et al. 2018, section 3.2). Other precisions keep scale 1."""
+    after `patience` steps without one (Micikevicius et al. 2018, section 3.2). Other precisions use 1."""
 
     def __init__(self, dtype: torch.dtype, initial: float = 2.0**16, patience: int = 1000):
         self.dynamic = dtype == torch.float16
@@ -23,7 +23,7 @@ class LossScale:
         self.patience = patience
 
     def overflow(self) -> bool:
-        """Note a step with infinite gradients. True when a smaller scale may help: the step is to be skipped."""
+        """Records a step with infinite gradients. Returns whether a smaller scale may help; the step is skipped."""
         self.good_steps = 0
         if not self.dynamic or self.value <= 1:
             return False
@@ -31,7 +31,7 @@ class LossScale:
         return True
 
     def fine(self) -> None:
-        """Note a step with finite gradients."""
+        """Records a step with finite gradients."""
         self.good_steps += 1
         if self.dynamic and self.good_steps % self.patience == 0:
             self.value *= 2

@@ -1,9 +1,9 @@
-"""Recomputation: activations are computed again in the backward pass instead of being kept since the forward pass.
+"""Recomputation: activations are recomputed in the backward pass instead of being saved in the forward pass.
 
-Each block has a mode of its own (partition/recompute.py). `full` keeps only the block's input (Chen et al. 2016);
-`selective` keeps everything but the inside of the attention core, which is large and cheap to repeat (Korthikanti et
-al. 2022, section 5). Dropout masks are functions of seed, step and sample (model/noise.py), so the second pass meets
-the same ones without any saved generator state.
+Each block has a mode of its own (partition/recompute.py). `full` saves only the block's input (Chen et al. 2016);
+`selective` saves everything but the inside of the attention core, which is large and cheap to repeat (Korthikanti et
+al. 2022, section 5). Dropout masks are functions of seed, step and sample (model/noise.py), so the second pass gets the
+same ones without saved generator state.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from phalanx.partition.recompute import recompute_of
 
 
 def recompute(model: Transformer, layout: Layout) -> int:
-    """Have each block of `model`, or its attention core, recomputed where the layout says so of its layer. Returns how
-    many are."""
+    """Makes each block of `model`, or its attention core, recompute if the layout says so for its layer. Returns their
+    number."""
     modules: list[Block | CoreAttention] = []
     for layer, block in model.blocks.items():
         mode = recompute_of(layout, int(layer), model.config.n_layers)
@@ -37,5 +37,5 @@ def recompute(model: Transformer, layout: Layout) -> int:
 
 
 def run_again(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return what `compute` makes of `inputs`, which alone are saved: the backward pass computes the rest again."""
+    """Returns `compute(*inputs)` and saves only `inputs`: the backward pass recomputes the rest."""
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)

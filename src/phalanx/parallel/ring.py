@@ -1,11 +1,11 @@
-"""Ring attention: every rank keeps its queries, and the keys and values travel round (Liu et al. 2023).
+"""Ring attention: every rank keeps its queries, and the keys and values circulate (Liu et al. 2023).
 
-While a rank computes with the keys that are there, the next ones come in. In the backward pass keys and values travel
-again, and their gradients travel after them: those of a block begin at the first rank after its owner, gather what
-every rank adds, and reach the owner, who has kept its own part, with the last hop. Only q, k, v, the output and its
-log-sum-exp are kept in between, so that memory is that of this rank's share.
+While a rank computes with one block of keys, the next one arrives. In the backward pass keys and values circulate
+again, followed by their gradients: those of a block begin at the first rank after its owner, accumulate every rank's
+contribution, and reach the owner, which has kept its own part, with the last hop. Only q, k, v, the output and its
+log-sum-exp are saved in between, so that memory is that of this rank's tokens.
 
-Places of the ring have zig-zag shares (partition/sequence.py), so that with a causal mask all compute the same at every
+Places of the ring have zig-zag parts (partition/sequence.py), so that with a causal mask all compute the same at every
 hop.
 """
 
@@ -36,7 +36,7 @@ class Dropping:
     n_heads: int
 
     def keep(self, queries: Tensor, keys: int) -> Tensor:
-        """Which probabilities stay of queries at some positions and the first keys: (batch, heads, queries, keys)."""
+        """Returns the mask of kept probabilities of some queries and the first keys: (batch, heads, queries, keys)."""
         whole = self.noise.seq_len or keys
         places = queries, torch.arange(keys, device=queries.device)
         return self.noise.keep_heads(self.p, self.site, self.n_heads, (whole, whole), queries.device, places)
@@ -44,7 +44,7 @@ class Dropping:
 
 @dataclass(frozen=True)
 class RingBlock:
-    """Some of this rank's queries, and some of the keys of one place of the ring, that meet in one call."""
+    """Queries of this rank and keys of one place of the ring that are computed in one call."""
 
     queries: slice
     keys: slice
@@ -63,19 +63,19 @@ def ring_attention(
     documents: Tensor | None = None,
     dropping: Dropping | None = None,
 ) -> Tensor:
-    """Causal attention of this rank's queries `q` (batch, heads, tokens, head_size) over all ranks' `k`
+    """Computes causal attention of this rank's queries `q` (batch, heads, tokens, head_size) over all ranks' `k`
     (batch, kv_heads, keys, head_size) and `v`: (batch, heads, tokens, size of v's heads).
 
-    Where sequences travel a pipeline in slices, the keys are those of all slices so far, one after the other, and the
-    queries those of the last. Queries see the last `window` keys up to their own (0: all). `documents` (batch, at least
-    all ranks' keys) are by position."""
+    If sequences pass a pipeline in slices, the keys are those of all slices so far, in order, and the queries those of
+    the last. Queries see the last `window` keys up to their own (0: all). `documents` (batch, at least all ranks' keys)
+    are by position."""
     sight = _Sight(ring, layout, q.shape[2], k.shape[2] // q.shape[2], window, documents, dropping)
     return _Ring.apply(q, k, v, sight)  # pyright: ignore[reportReturnType]
 
 
 def zigzag(place: int, source: int, tokens: int, earlier: int) -> list[RingBlock]:
-    """How the queries of a place of the ring, `tokens` many, meet the keys of place `source`: as many, after `earlier`
-    keys of earlier slices of the sequence, which all queries see.
+    """Returns the blocks of the `tokens` queries of a place of the ring with the keys of place `source`: as many, after
+    `earlier` keys of earlier slices of the sequence, which all queries see.
 
     Of two places that share a sequence in zig-zag, all of the later one's queries see the first half of the other's
     keys, and the second half of the earlier one's queries see all keys: in both cases half of all pairs."""
@@ -90,7 +90,7 @@ def zigzag(place: int, source: int, tokens: int, earlier: int) -> list[RingBlock
 
 
 class _Sight:
-    """Which of every place's keys one rank's queries see."""
+    """The visibility of every place's keys to one rank's queries."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class _Sight:
             self.blocks = self._within_documents()
 
     def keep(self, device: torch.device) -> Tensor | None:
-        """Return which probabilities dropout keeps, (batch, heads, queries, all places' keys by position), if any."""
+        """Returns which probabilities dropout keeps, (batch, heads, queries, all places' keys by position), if any."""
         if self.dropping is None:
             return None
         queries = self._places(self.ring.rank, device)[-self.tokens :]
         return self.dropping.keep(queries, self.slices * self.tokens * self.ring.size)
 
     def seen(self, source: int, block: RingBlock, keep: Tensor | None, device: torch.device) -> Seen:
-        """Return which keys of one block its queries see."""
+        """Returns which keys of one block its queries see."""
         mask = None
         if block.masked:
             mask = visible(*self._positions(source, block, device), self.window, self.documents)
@@ -135,7 +135,7 @@ class _Sight:
         return Seen(causal, mask, keep, scale(self.dropping.p))
 
     def _within_window(self, source: int, blocks: list[RingBlock]) -> list[RingBlock]:
-        """The parts of blocks, each of one chunk of queries and one of keys, that the window leaves."""
+        """Returns the parts of blocks inside the window, each of one chunk of queries and one of keys."""
         half, queries, keys = self.tokens // 2, self._chunks(self.ring.rank)[-2:], self._chunks(source)
         left = []
         for block in blocks:
@@ -148,7 +148,7 @@ class _Sight:
         return left
 
     def _within_documents(self) -> list[list[RingBlock]]:
-        """The blocks in which queries and keys share documents, marked where those are not the same for all."""
+        """Returns the blocks in which queries and keys share documents, marked where these differ within a block."""
         masks = (self._same(source, block) for source, blocks in enumerate(self.blocks) for block in blocks)
         # One wait for the device, not one a block.
         verdicts = iter(torch.stack([torch.stack([same.any(), same.all()]) for same in masks]).tolist())
@@ -159,22 +159,22 @@ class _Sight:
         ]
 
     def _same(self, source: int, block: RingBlock) -> Tensor:
-        """Return where queries and keys of a block are of one document, (batch, queries, keys)."""
+        """Returns where queries and keys of a block are of one document, (batch, queries, keys)."""
         assert self.documents is not None
         queries, keys = self._positions(source, block, self.documents.device)
         return self.documents[:, queries, None] == self.documents[:, None, keys]
 
     def _positions(self, source: int, block: RingBlock, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions of a block's queries and of its keys."""
+        """Returns the positions of a block's queries and of its keys."""
         queries = self._places(self.ring.rank, device)[-self.tokens :][block.queries]
         return queries, self._places(source, device)[block.keys]
 
     def _places(self, place: int, device: torch.device) -> Tensor:
-        """Positions of the keys of a place of the ring; its queries are the last `tokens` of them."""
+        """Returns positions of the keys of a place of the ring; its queries are the last `tokens` of them."""
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._chunks(place)])
 
     def _chunks(self, place: int) -> list[range]:
-        """The same as runs: two per slice of the sequences."""
+        """Returns the same positions as runs: two per slice of the sequences."""
         whole = self.tokens * self.ring.size
         runs = ring_positions(self.layout, whole, place)
         return [
@@ -183,13 +183,13 @@ class _Sight:
 
 
 def _part(block: slice, positions: range, run: range) -> slice:
-    """Where a run of the positions of a block is, counted as the block is."""
+    """Returns the indices within a block of a run of its positions."""
     return slice(block.start + run.start - positions.start, block.start + run.stop - positions.start)
 
 
 def _halved(blocks: list[RingBlock], half: int) -> list[RingBlock]:
-    """The same blocks in pieces of one chunk of queries and one of keys. What is on the diagonal comes first: a query
-    sees itself, so that all later pieces meet a log-sum-exp that is finite."""
+    """Splits blocks into parts of one chunk of queries and one of keys. The diagonal comes first: a query sees itself,
+    so that all later parts find a finite log-sum-exp."""
     halves = []
     for block in blocks:
         for i, queries in enumerate(_steps(block.queries, half)):
@@ -204,7 +204,7 @@ def _steps(run: slice, length: int) -> Iterator[slice]:
 
 
 class _Ring(torch.autograd.Function):
-    """Queries, keys and values of this rank's tokens to the output of these."""
+    """Ring attention: queries, keys and values of this rank's tokens to their output."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: _Sight) -> Tensor:
@@ -261,8 +261,8 @@ class _Ring(torch.autograd.Function):
 
 
 def _travelling(ring: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Every place's keys and values, this rank's own first, and where they come from. The next ones are on their way
-    while the caller works with these."""
+    """Yields every place's keys and values, this rank's own first, with their source. The next ones are in flight while
+    the caller uses these."""
     source = ring.rank
     here, keys, values = _pair(k, v, k.dtype)
     keys.copy_(k)
@@ -278,20 +278,20 @@ def _travelling(ring: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor,
 
 
 def _take_in(gathered: Tensor, arriving: Pending, received: Tensor) -> None:
-    """Add to the gradients of a block what the ranks before this one have found."""
+    """Adds the contributions of the earlier ranks to the gradients of a block."""
     arriving.wait()
     gathered += received
 
 
 def _pair(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for something of the shapes of keys and values in one message, and the two as parts of it."""
+    """Returns a buffer for keys and values, or their gradients, in one message, and its two parts."""
     both = torch.empty(k.numel() + v.numel(), dtype=dtype, device=k.device)
     return both, both[: k.numel()].view(k.shape), both[k.numel() :].view(v.shape)
 
 
 def _merge(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
-    """Take what a further block gives into the output and the log-sum-exp so far, in place. One of the two has seen
-    something of every query."""
+    """Merges a further block's result into the output and the log-sum-exp so far, in place. One of the two has seen at
+    least one key of every query."""
     both = torch.logaddexp(lse, lse_block)
     o.mul_((lse - both).exp().unsqueeze(-1)).add_(o_block * (lse_block - both).exp().unsqueeze(-1))
     lse.copy_(both)

@@ -1,8 +1,8 @@
-"""Slices of sequences that travel through a pipeline one after the other (TeraPipe: Li et al. 2021, section 3.2).
+"""Slices of sequences that pass through a pipeline one after the other (TeraPipe: Li et al. 2021, section 3.2).
 
-Attention is causal, so that a slice needs of those before it only their keys and values, layer by layer. In the
-backward pass, which meets the slices in the opposite order, what later slices found for those keys and values is added
-to a slice's own gradients.
+Attention is causal, so a slice needs only the keys and values of earlier slices, layer by layer. In the backward pass,
+which visits the slices in reverse order, the gradients that later slices contribute to those keys and values are added
+to a slice's own.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from torch import Tensor
 
 
 class Earlier:
-    """Keys and values of one micro-batch at one stage, of all the slices that were there so far."""
+    """Keys and values of one micro-batch at one stage, of all slices processed so far."""
 
     def __init__(self) -> None:
         self.now = 0
-        """The slice that is computed, or computed again."""
+        """The slice being computed or recomputed."""
         self.made: list[dict[int, tuple[Tensor, Tensor]]] = []
-        """By slice and layer, keys and values as they were computed."""
+        """Keys and values as computed, by slice and layer."""
         self.seen: list[dict[int, tuple[Tensor, Tensor]]] = []
-        """By slice and layer, the same as later slices see them: leaves, which collect their gradients."""
+        """Keys and values as later slices see them, by slice and layer: leaves, which accumulate their gradients."""
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (batch, kv_heads, tokens, head_size) of all slices up to this one."""
-        if layer not in self.made[self.now]:  # else it is the second time: recomputation
+        """Returns keys and values (batch, kv_heads, tokens, head_size) of all slices up to this one."""
+        if layer not in self.made[self.now]:  # otherwise this is recomputation
             self.made[self.now][layer] = keys, values
         before = [seen[layer] for seen in self.seen[: self.now]]
         if not before:
@@ -33,17 +33,17 @@ class Earlier:
         return torch.cat(every_key, dim=2), torch.cat(every_value, dim=2)
 
     def begin(self, number: int) -> None:
-        """Begin computing slice `number`."""
+        """Begins computing slice `number`."""
         self.now = number
         self.made.append({})
 
     def end(self) -> None:
-        """End computing the present slice: later ones see its keys and values from now on."""
+        """Ends computing the current slice: later ones see its keys and values from now on."""
         self.seen.append({layer: (_leaf(k), _leaf(v)) for layer, (k, v) in self.made[self.now].items()})
 
     def again(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Begin a slice's backward pass. Returns the keys and values that later slices have seen, and their gradients
-        from there."""
+        """Begins a slice's backward pass. Returns the keys and values that later slices have seen, and the gradients
+        that these contributed."""
         self.now = number
         del self.made[number + 1 :]
         made, seen = self.made[number], self.seen.pop()

@@ -26,7 +26,7 @@ class Stage:
 
 @dataclass
 class Stages:
-    """The stages of a pipeline as one of its ranks sees them."""
+    """The stages of a pipeline as seen by one of its ranks."""
 
     schedule: Schedule
     rank: int
@@ -37,7 +37,7 @@ class Stages:
     local_stages: dict[int, Stage] = field(init=False)
     """The stages that this rank holds, by number."""
     names: list[frozenset[str]] = field(init=False)
-    """By stage, the parameters that it computes with."""
+    """The parameters that each stage computes with."""
 
     def __post_init__(self) -> None:
         last = self.schedule.stages - 1
@@ -48,17 +48,17 @@ class Stages:
         self.names = [frozenset(stage_shapes(self.config, [layers], self.vocab)) for layers in self.cut]
 
     def users(self, name: str) -> list[int]:
-        """The stages here that compute with a parameter: several where a tied embedding is both ends'."""
+        """Returns the stages here that compute with a parameter: several where a tied embedding is both ends'."""
         return [number for number in self.local_stages if name in self.names[number]]
 
     def holders(self, name: str) -> list[int]:
-        """The ranks that hold a parameter: the first is the one that counts it."""
+        """Returns the ranks that hold a parameter; the first one counts it."""
         stages = [number for number, names in enumerate(self.names) if name in names]
         ranks = [placement[number] for placement in self.schedule.placements for number in stages]
         return list(dict.fromkeys(ranks))
 
     def keep(self, model: Transformer) -> None:
-        """Take everything out of `model` that no stage here computes with."""
+        """Removes everything from `model` that no stage here computes with."""
         here = {layer for stage in self.local_stages.values() for layer in stage.layers}
         for layer in [name for name in model.blocks if name not in here]:
             del model.blocks[layer]

@@ -1,14 +1,13 @@
 """Tensor and sequence parallelism: every matrix is cut over the tp axis, activations stay plain local tensors.
 
-A block needs communication where its input is read and where its output is written (Shoeybi et al. 2019, section 3). In
-plain tensor parallelism every rank has the whole residual stream: nothing on the way in, an all-reduce on the way out,
-and the other way round in the backward pass. With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) a rank
-has only its share of the tokens between the matrices: an all-gather on the way in and a reduce-scatter on the way out,
-which are the same bytes.
+A block communicates where its input is read and where its output is written (Shoeybi et al. 2019, section 3). In plain
+tensor parallelism every rank has the whole residual stream: nothing before the block, an all-reduce after it, and the
+reverse in the backward pass. With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) a rank has only its
+part of the tokens between the matrices: an all-gather before and a reduce-scatter after, with the same bytes.
 
-A rank's share is a run of the micro-batch's tokens in the order (sample, position), kept in the shape
-(batch, seq / tp, d_model): what works on single tokens (norms, residuals, dropout) does not mind, and gathering the
-shares is one copy-free all-gather for any batch.
+A rank's part is a run of the micro-batch's tokens in the order (sample, position), stored in the shape (batch, seq /
+tp, d_model): operations on single tokens (norms, residuals, dropout) are unaffected, and gathering the parts is one
+copy-free all-gather for any batch.
 """
 
 from __future__ import annotations
@@ -31,59 +30,59 @@ from phalanx.partition.tensor_slices import TensorSlice, slice_of
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How one model's layers are cut over the tp axis, and how its ranks communicate."""
+    """The tensor-parallel cut of one model's layers, and the communication between its ranks."""
 
     tp: Axis
     sequence: bool = False
-    """Residual stream, norms and dropout on shares of the tokens."""
+    """True if residual stream, norms and dropout use parts of the tokens."""
     regather: bool = False
-    """With `sequence`: keep only the share of a gathered input, and gather it again in the backward pass."""
+    """With `sequence`: saves only this rank's part of a gathered input, and gathers it again in the backward pass."""
     deferred: DeferredWeightGrads | None = None
-    """Takes the gradients of weights, where they do not go the way of autograd."""
+    """Takes weight gradients that bypass autograd."""
 
-    def share(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of `x` (batch, seq, ...): (batch, seq / tp, ...)."""
+    def local_tokens(self, x: Tensor) -> Tensor:
+        """Returns this rank's tokens of `x` (batch, seq, ...): (batch, seq / tp, ...)."""
         batch, seq = x.shape[:2]
         tokens = x.flatten(0, 1).chunk(self.tp.size)[self.tp.rank]
         return tokens.unflatten(0, (batch, seq // self.tp.size))
 
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Start gathering shares (batch, seq / tp, d_model). Returns all tokens, (batch, seq, d_model), and what to
-        wait for."""
+        """Starts gathering token parts (batch, seq / tp, d_model). Returns all tokens, (batch, seq, d_model), and the
+        pending collective."""
         batch, seq, width = x.shape
         whole = x.new_empty(batch, seq * self.tp.size, width)
         return whole, self.tp.all_gather(whole.view(-1), x.contiguous().view(-1))
 
-    def sum_shares(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Start summing all ranks' `x` (batch, seq, d_model). Returns this rank's tokens of the sum and what to wait
-        for."""
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Starts summing all ranks' `x` (batch, seq, d_model). Returns this rank's tokens of the sum and the pending
+        collective."""
         batch, seq, width = x.shape
         share = x.new_empty(batch, seq // self.tp.size, width)
         return share, self.tp.reduce_scatter(share.view(-1), x.contiguous().view(-1))
 
     def constant(self, weight: Tensor) -> Tensor:
-        """A weight as autograd is to see it: where `deferred` takes its gradient, without one."""
+        """Returns the weight as seen by autograd: detached where `deferred` takes its gradient."""
         return weight if self.deferred is None else weight.detach()
 
-    def of_weight(self, multiply: Multiply, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
-        """The gradient of a weight, or None where `deferred` has taken it."""
+    def weight_gradient(self, multiply: Multiply, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+        """Returns the gradient of a weight, or None where `deferred` has taken it."""
         if self.deferred is None:
             return gradient_of_weight(multiply, gradient, x)
         return self.deferred.take(weight, multiply, gradient, x)
 
-    def leave(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Start summing all ranks' `x` (batch, seq, d_model), perhaps in place. Returns what the residual stream here
-        has of the sum, and what to wait for."""
+    def start_reduce(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Starts summing all ranks' `x` (batch, seq, d_model), perhaps in place. Returns the sum's part on the residual
+        stream here, and the pending collective."""
         if self.sequence:
-            return self.sum_shares(x)
+            return self.start_reduce_scatter(x)
         x = x.contiguous()
         return x, self.tp.all_reduce(x)
 
 
 def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice, ...]]:
-    """Replace every parameter of `model` (on the meta device) by one of the shape that this rank holds.
+    """Replaces every parameter of `model` (on the meta device) by one of this rank's shape.
 
-    Returns, by name, what each tensor rank holds."""
+    Returns, by name, the tensor slice of each tensor rank."""
     tensor_slices = {}
     for name, parameter in list(model.named_parameters()):
         tensor_slices[name] = tuple(
@@ -95,190 +94,189 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice,
     return tensor_slices
 
 
-def connect(model: Transformer, how: TensorParallel, keeps: Collection[str] = ()) -> set[nn.Module]:
-    """Exchange the layers of `model`, whose parameters are cut, for layers that communicate. The blocks in `keeps` keep
-    what they have gathered, whatever `how` says. Returns the linear layers whose weight gradients are computed here."""
+def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str] = ()) -> set[nn.Module]:
+    """Replaces the layers of `model`, whose parameters are cut, by layers that communicate. The blocks in `keeps` save
+    their gathered inputs, whatever `how` says. Returns the linear layers whose weight gradients are computed here."""
     made: set[nn.Module] = set()
     for layer, block in model.blocks.items():
         assert isinstance(block, Block), "nothing wraps blocks before this"
-        made |= _connect_block(block, replace(how, regather=False) if layer in keeps else how)
-    if isinstance(model.embed, nn.Embedding):  # a stage of a pipeline may be without
-        model.embed = ParallelEmbedding(model.embed, how)
+        made |= _connect_block(block, replace(parallel, regather=False) if layer in keeps else parallel)
+    if isinstance(model.embed, nn.Embedding):  # a pipeline stage may have none
+        model.embed = ParallelEmbedding(model.embed, parallel)
     if isinstance(model.positions, PositionEmbedding):
-        model.positions = ParallelPositions(model.positions, how)
-    model.final_norm.register_forward_hook(GatherOutput(how))
-    model.routing.share = 1 / how.tp.size
+        model.positions = ParallelPositions(model.positions, parallel)
+    model.final_norm.register_forward_hook(GatherOutput(parallel))
+    model.routing.share = 1 / parallel.tp.size
     return made
 
 
-def _connect_block(block: Block, how: TensorParallel) -> set[nn.Module]:
-    """Exchange one block's layers. Latent attention and mixtures of experts communicate around the whole layer, by
-    hooks where their input is read and where their output is written: what lies between, routers included, every rank
-    computes."""
+def _connect_block(block: Block, parallel: TensorParallel) -> set[nn.Module]:
+    """Replaces one block's layers. Latent attention and mixtures of experts communicate around the whole layer, by
+    hooks on its input and output: every rank computes everything between, routers included."""
     attention, made = block.attn, set[nn.Module]()
     if isinstance(attention, LatentAttention):
-        attention.register_forward_pre_hook(GatherInput(how))
+        attention.register_forward_pre_hook(GatherInput(parallel))
     else:
-        attention.project = ColumnParallel(how)
+        attention.project = ColumnParallel(parallel)
         made |= {attention.wq, attention.wk, attention.wv}
-    attention.wo = RowParallelLinear.of(attention.wo, how)
+    attention.wo = RowParallelLinear.of(attention.wo, parallel)
     made.add(attention.wo)
     if block.has_experts:
-        block.moe.register_forward_pre_hook(GatherInput(how))
-        block.moe.register_forward_hook(ReduceOutput(how))
-        block.moe.experts.down.bias_factor = float(how.tp.rank == 0)
+        block.moe.register_forward_pre_hook(GatherInput(parallel))
+        block.moe.register_forward_hook(ReduceOutput(parallel))
+        block.moe.experts.down.bias_factor = float(parallel.tp.rank == 0)
         if block.moe.shared is not None and block.moe.shared.down.bias is not None:
-            block.moe.shared.down = FirstRankBias.of(block.moe.shared.down, how)
+            block.moe.shared.down = FirstRankBias.of(block.moe.shared.down, parallel)
         return made
-    block.mlp.project = ColumnParallel(how)
-    block.mlp.down = RowParallelLinear.of(block.mlp.down, how)
+    block.mlp.project = ColumnParallel(parallel)
+    block.mlp.down = RowParallelLinear.of(block.mlp.down, parallel)
     return made | {layer for layer in (block.mlp.up, block.mlp.gate, block.mlp.down) if layer is not None}
 
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """Applies linear layers to one input, of which each rank computes some output columns: the `project` of attention
-    and MLP."""
+    """Applies linear layers to one input; each rank computes some of the output columns. It is the `project` of
+    attention and MLP."""
 
-    how: TensorParallel
+    parallel: TensorParallel
 
     def __call__(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
-        """(batch, seq, d_model), or this rank's share of it, to (batch, seq, outputs / tp) for each layer."""
+        """Maps (batch, seq, d_model), or this rank's part of it, to (batch, seq, outputs / tp) for each layer."""
         weights = [layer.weight for layer in layers]
-        parameters = [p for layer in layers for p in (self.how.constant(layer.weight), layer.bias)]
-        return _Columns.apply(x, self.how, layers[0].multiply, weights, *parameters)  # pyright: ignore[reportReturnType]
+        parameters = [p for layer in layers for p in (self.parallel.constant(layer.weight), layer.bias)]
+        return _Columns.apply(x, self.parallel, layers[0].multiply, weights, *parameters)  # pyright: ignore[reportReturnType]
 
 
 class RowParallelLinear(Linear):
-    """A linear layer of whose inputs every rank has some. The bias is added once, after the sum."""
+    """A linear layer in which every rank has some of the inputs. The bias is added once, after the sum."""
 
-    how: TensorParallel
+    parallel: TensorParallel
 
     @classmethod
-    def of(cls, plain: Linear, how: TensorParallel) -> RowParallelLinear:
-        """The same layer, with the parameters that this rank holds of it."""
+    def of(cls, plain: Linear, parallel: TensorParallel) -> RowParallelLinear:
+        """Returns the parallel form of `plain`, with this rank's parameters."""
         layer = linear_of(cls, plain)
-        layer.how = how
+        layer.parallel = parallel
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """(batch, seq, inputs / tp) to (batch, seq, outputs), or to this rank's share of its tokens."""
-        y = _Rows.apply(input, self.how, self.multiply, [self.weight], self.how.constant(self.weight))
+        """Maps (batch, seq, inputs / tp) to (batch, seq, outputs), or to this rank's part of its tokens."""
+        y = _Rows.apply(input, self.parallel, self.multiply, [self.weight], self.parallel.constant(self.weight))
         return y if self.bias is None else y + self.bias
 
 
 class FirstRankBias(RowParallelLinear):
-    """A linear layer of whose inputs every rank has some, whose caller sums the outputs: the first rank's has the bias
-    in it."""
+    """A linear layer in which every rank has some of the inputs, and whose caller sums the outputs: the first rank's
+    output includes the bias."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(batch, seq, inputs / tp) to this rank's summand of (batch, seq, outputs)."""
+        """Maps (batch, seq, inputs / tp) to this rank's summand of (batch, seq, outputs)."""
         assert self.bias is not None, "only layers with a bias are exchanged"
-        return self.multiply(input, self.weight) + self.bias * float(self.how.tp.rank == 0)
+        return self.multiply(input, self.weight) + self.bias * float(self.parallel.tp.rank == 0)
 
 
 class ParallelEmbedding(nn.Embedding):
-    """An embedding of whose rows every rank has some."""
+    """An embedding in which every rank has some of the rows."""
 
-    def __init__(self, plain: nn.Embedding, how: TensorParallel):
+    def __init__(self, plain: nn.Embedding, parallel: TensorParallel):
         super().__init__(plain.num_embeddings, plain.embedding_dim, device="meta")
-        self.weight, self.how = plain.weight, how
+        self.weight, self.parallel = plain.weight, parallel
 
     def forward(self, input: Tensor) -> Tensor:
-        """Tokens (batch, seq) to (batch, seq, d_model), or to this rank's share of them."""
-        local = input - self.how.tp.rank * self.weight.shape[0]
+        """Maps tokens (batch, seq) to (batch, seq, d_model), or to this rank's part of it."""
+        local = input - self.parallel.tp.rank * self.weight.shape[0]
         mine = (local >= 0) & (local < self.weight.shape[0])
         rows = nn.functional.embedding(local.where(mine, 0), self.weight) * mine.unsqueeze(-1)
-        return _ReduceTokens.apply(rows, self.how)  # pyright: ignore[reportReturnType]
+        return _ReduceTokens.apply(rows, self.parallel)  # pyright: ignore[reportReturnType]
 
 
 class ParallelPositions(PositionEmbedding):
     """Learned positions of the tokens on this rank's residual stream."""
 
-    def __init__(self, plain: PositionEmbedding, how: TensorParallel):
+    def __init__(self, plain: PositionEmbedding, parallel: TensorParallel):
         super().__init__(plain.num_embeddings, plain.embedding_dim, device="meta")
-        self.weight, self.how = plain.weight, how
+        self.weight, self.parallel = plain.weight, parallel
 
     def forward(self, input: Tensor, shape: torch.Size) -> Tensor:
-        """Positions (seq,) of tokens of `shape` (batch, seq) to (batch, seq, d_model), or to this rank's share."""
+        """Maps positions (seq,) of tokens of `shape` (batch, seq) to (batch, seq, d_model), or to this rank's part."""
         places = input.expand(shape)
-        return super().forward(self.how.share(places) if self.how.sequence else places, shape)
+        return super().forward(self.parallel.local_tokens(places) if self.parallel.sequence else places, shape)
 
 
 @dataclass(frozen=True)
 class GatherInput:
-    """A forward pre-hook: the module reads all tokens off the residual stream."""
+    """A forward pre-hook that gathers all tokens for a module's input."""
 
-    how: TensorParallel
+    parallel: TensorParallel
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Gather the first input, this rank's share of (batch, seq, d_model)."""
+        """Gathers the first input, this rank's part of (batch, seq, d_model)."""
         x, *others = inputs
-        return _GatherTokens.apply(x, self.how), *others
+        return _GatherTokens.apply(x, self.parallel), *others
 
 
 @dataclass(frozen=True)
 class ReduceOutput:
-    """A forward hook: the module's output is this rank's summand of what is written to the residual stream."""
+    """A forward hook that sums the ranks' outputs of a module onto the residual stream."""
 
-    how: TensorParallel
+    parallel: TensorParallel
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Sum the ranks' outputs (batch, seq, d_model)."""
-        return _ReduceTokens.apply(output, self.how)  # pyright: ignore[reportReturnType]
+        """Sums the ranks' outputs (batch, seq, d_model)."""
+        return _ReduceTokens.apply(output, self.parallel)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
 class GatherOutput:
-    """A forward hook: what follows the module reads all tokens off the residual stream."""
+    """A forward hook that gathers all tokens of a module's output."""
 
-    how: TensorParallel
+    parallel: TensorParallel
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Gather the output, this rank's share of (batch, seq, d_model)."""
-        return _GatherTokens.apply(output, self.how)  # pyright: ignore[reportReturnType]
+        """Gathers the output, this rank's part of (batch, seq, d_model)."""
+        return _GatherTokens.apply(output, self.parallel)  # pyright: ignore[reportReturnType]
 
 
 class _Columns(torch.autograd.Function):
-    """Linear layers on one input: (batch, seq, d_model), or shares of it, to (batch, seq, outputs / tp) each."""
+    """Applies linear layers to one input: (batch, seq, d_model), or parts of it, to (batch, seq, outputs / tp) each."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        how: TensorParallel,
+        parallel: TensorParallel,
         multiply: Multiply,
         owners: Sequence[Tensor],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.how, ctx.multiply = how, multiply
+        ctx.parallel, ctx.multiply = parallel, multiply
         weights, biases = parameters[::2], parameters[1::2]
         whole = x
-        if how.sequence:
-            whole, work = how.gather(x)
+        if parallel.sequence:
+            whole, work = parallel.gather(x)
             work.wait()
-        ctx.save_for_backward(x if how.regather else whole, *weights)
+        ctx.save_for_backward(x if parallel.regather else whole, *weights)
         ctx.owners = owners
         ctx.biased = [bias is not None for bias in biases]
         return tuple(multiply(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        how: TensorParallel = ctx.how
+        parallel: TensorParallel = ctx.parallel
         whole, *weights = ctx.saved_tensors
         gathering = None
-        if how.sequence and how.regather:
-            whole, gathering = how.gather(whole)
+        if parallel.sequence and parallel.regather:
+            whole, gathering = parallel.gather(whole)
         gradient = gradient_of_input(ctx.multiply, grad_outputs[0], weights[0])
         for g, weight in zip(grad_outputs[1:], weights[1:], strict=True):
             gradient += gradient_of_input(ctx.multiply, g, weight)
-        gradient, leaving = how.leave(gradient)  # it travels while the weights' gradients are computed
+        gradient, leaving = parallel.start_reduce(gradient)  # in flight while the weights' gradients are computed
         if gathering is not None:
             gathering.wait()
         of_parameters: list[Tensor | None] = []
         for g, weight, biased in zip(grad_outputs, ctx.owners, ctx.biased, strict=True):
             of_parameters += [
-                how.of_weight(ctx.multiply, g, whole, weight),
+                parallel.weight_gradient(ctx.multiply, g, whole, weight),
                 g.flatten(0, -2).sum(0) if biased else None,
             ]
         leaving.wait()
@@ -286,61 +284,60 @@ class _Columns(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """A linear layer on this rank's inputs: (batch, seq, inputs / tp) to (batch, seq, d_model), or a share of it."""
+    """Applies a linear layer to this rank's inputs: (batch, seq, inputs / tp) to (batch, seq, d_model), or a part."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, how: TensorParallel, multiply: Multiply, owner: Sequence[Tensor], weight: Tensor
+        ctx: Any, x: Tensor, parallel: TensorParallel, multiply: Multiply, owner: Sequence[Tensor], weight: Tensor
     ) -> Tensor:
-        ctx.how, ctx.multiply, ctx.owner = how, multiply, owner
+        ctx.parallel, ctx.multiply, ctx.owner = parallel, multiply, owner
         ctx.save_for_backward(x, weight)
-        y, work = how.leave(multiply(x, weight))
+        y, work = parallel.start_reduce(multiply(x, weight))
         work.wait()
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        gradient = _entered(ctx.how, grad_outputs[0])
+        gradient = _all_tokens(ctx.parallel, grad_outputs[0])
         of_x = gradient_of_input(ctx.multiply, gradient, weight)
-        return of_x, None, None, None, ctx.how.of_weight(ctx.multiply, gradient, x, *ctx.owner)
+        return of_x, None, None, None, ctx.parallel.weight_gradient(ctx.multiply, gradient, x, *ctx.owner)
 
 
 class _ReduceTokens(torch.autograd.Function):
-    """Onto the residual stream: the sum over the ranks."""
+    """Sums over the ranks, onto the residual stream."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: TensorParallel) -> Tensor:
-        ctx.how = how
-        y, work = how.leave(x.clone() if not how.sequence else x)
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel) -> Tensor:
+        ctx.parallel = parallel
+        y, work = parallel.start_reduce(x.clone() if not parallel.sequence else x)
         work.wait()
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        return _entered(ctx.how, grad_outputs[0]), None
+        return _all_tokens(ctx.parallel, grad_outputs[0]), None
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Off the residual stream: every rank gets all tokens."""
+    """Gathers all tokens from the residual stream on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: TensorParallel) -> Tensor:
-        ctx.how = how
-        return _entered(how, x)
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel) -> Tensor:
+        ctx.parallel = parallel
+        return _all_tokens(parallel, x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        how: TensorParallel = ctx.how
-        gradient, work = how.leave(grad_outputs[0] if how.sequence else grad_outputs[0].clone())
+        parallel: TensorParallel = ctx.parallel
+        gradient, work = parallel.start_reduce(grad_outputs[0] if parallel.sequence else grad_outputs[0].clone())
         work.wait()
         return gradient, None
 
 
-def _entered(how: TensorParallel, x: Tensor) -> Tensor:
-    """All tokens of what is on the residual stream."""
-    if not how.sequence:
+def _all_tokens(parallel: TensorParallel, x: Tensor) -> Tensor:
+    if not parallel.sequence:
         return x.view_as(x)
-    whole, work = how.gather(x)
+    whole, work = parallel.gather(x)
     work.wait()
     return whole

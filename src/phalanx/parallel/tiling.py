@@ -1,9 +1,9 @@
 """Memory-centric tiling: the MLP's matrices as tiles, modules of their own that run one after the other.
 
-What ZeRO-3 makes whole at once is a module's parameters. The MLP's matrices are the largest of a block: in tiles, each
-gathered when it runs and given up after it, only one tile of them is whole at a time (Rajbhandari et al. 2021,
-section 5.1.3). The computation is the same. `up` and `gate` are cut by rows, and their tiles' outputs are put side by
-side; `down` is cut by columns, each tile reads its part of the width, and the outputs are added up.
+ZeRO-3 gathers a module's parameters at once. The MLP's matrices are the largest of a block: in tiles, each gathered
+when it runs and resharded after it, only one tile of them is whole at a time (Rajbhandari et al. 2021, section 5.1.3).
+The computation is the same. `up` and `gate` are cut by rows, and their tiles' outputs are concatenated; `down` is cut
+by columns, each tile reads its part of the width, and the outputs are summed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tile(Linear):
 
 
 class _TiledRows(nn.Module):
-    """(..., inputs) to (..., outputs): each tile has some of the outputs."""
+    """Maps (..., inputs) to (..., outputs): each tile has some of the outputs."""
 
     def __init__(self, whole: Linear, tiles: int):
         super().__init__()
@@ -39,7 +39,7 @@ class _TiledRows(nn.Module):
 
 
 class _TiledColumns(nn.Module):
-    """(..., inputs) to (..., outputs): each tile has some of the inputs, the first one the bias."""
+    """Maps (..., inputs) to (..., outputs): each tile has some of the inputs, the first one the bias."""
 
     def __init__(self, whole: Linear, tiles: int):
         super().__init__()
@@ -60,9 +60,9 @@ class _TiledColumns(nn.Module):
 def tile(
     model: Transformer, tensor_slices: Mapping[str, tuple[TensorSlice, ...]], tiles: int
 ) -> tuple[dict[str, tuple[TensorSlice, ...]], dict[str, str]]:
-    """Replace the matrices of `model`'s MLPs, on the meta device, by `tiles` tiles each; there is one tensor rank.
+    """Replaces the matrices of `model`'s MLPs, on the meta device, by `tiles` tiles each; there is one tensor rank.
 
-    Returns, by the names that the parameters have now, what each holds of the whole, and of the tiles the whole's
+    Returns, by the parameters' new names, their slices of the whole parameters, and by the tiles' names the whole's
     name."""
     for module in list(model.modules()):
         if isinstance(module, MLP):

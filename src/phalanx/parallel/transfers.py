@@ -1,7 +1,7 @@
-"""The messages of a pipeline, derived from its schedule: what a rank sends when, and what comes from whom.
+"""The messages of a pipeline, derived from its schedule: what each rank sends, to whom, and when.
 
-Messages from one rank to another keep the order in which the sender makes them; a receive is begun some actions before
-its message is needed, and nobody waits for a send but for its memory. So what travels hides behind what is computed.
+Messages from one rank to another keep the sender's order; a receive is posted some actions before its message is
+needed, and a send is waited for only to free its memory. So transfers overlap with computation.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor
 from phalanx.comm.axis import Axis, Pending
 from phalanx.schedule.schedule import Action, Schedule
 
-AHEAD = 2
-"""Actions before its use that a receive is begun."""
+RECEIVE_AHEAD = 2
+"""Number of actions by which a receive is posted before its use."""
 
 
 class P2PMailbox(Protocol):
-    """Brings results to the ranks that need them."""
+    """Delivers results to the ranks that need them."""
 
     def receive(self, action: Action) -> Tensor | None:
-        """Wait for the tensor that an action needs from another rank; None where it needs none."""
+        """Waits for the tensor that an action needs from another rank; returns None if it needs none."""
         ...
 
     def send(self, action: Action, result: Tensor) -> bool:
-        """Send an action's result on its way, if another rank needs it. Returns whether one does."""
+        """Starts sending an action's result if another rank needs it. Returns whether one does."""
         ...
 
 
@@ -39,15 +39,16 @@ class Transfers:
     schedule: Schedule
     rank: int
     up: Axis
-    """To higher ranks."""
+    """Messages to higher ranks."""
     down: Axis
-    """To lower ranks."""
+    """Messages to lower ranks."""
     targets: dict[Action, tuple[int, int]] = field(init=False, default_factory=dict)
-    """By action of this rank whose result another one needs: that rank, and the place in its program that reads it."""
+    """By action of this rank whose result another rank needs: that rank, and the index in its program that reads it."""
     sources: dict[Action, tuple[int, int]] = field(init=False, default_factory=dict)
-    """By action of this rank that needs another one's result: that rank, and the place in its program that makes it."""
+    """By action of this rank that needs another rank's result: that rank, and the index in its program that produces
+    it."""
     order: dict[int, list[int]] = field(init=False, default_factory=dict)
-    """By sender, the places there of what makes results that come here."""
+    """By sender, the indices in its program of the results received here."""
     pairs: set[tuple[int, int]] = field(init=False, default_factory=set)
     """Every (sender, receiver) of the pipeline."""
 
@@ -60,7 +61,7 @@ class Transfers:
                     continue
                 self.pairs.add((rank, target))
                 if reader not in places[target]:
-                    reader = reader._replace(kind="I")  # the backward pass is cut in halves there
+                    reader = reader._replace(kind="I")  # the backward pass is split there
                 if rank == self.rank:
                     self.targets[action] = target, places[target][reader]
                 if target == self.rank:
@@ -68,10 +69,10 @@ class Transfers:
                     self.sources[reader] = rank, place
 
     def connect(self, device: torch.device) -> None:
-        """Send one element from each sender to each receiver, in the same order on all ranks; it is not counted.
+        """Sends one element from each sender to each receiver, in the same order on all ranks; it is not counted.
 
-        NCCL makes a communicator with the first message between two ranks, and each waits there for the other. Ranks
-        that begin to receive before they send, as those of a pipeline do, would wait for each other for ever."""
+        NCCL creates a communicator with the first message between two ranks, and each waits there for the other. Ranks
+        that post receives before they send, as those of a pipeline do, would deadlock."""
         x = torch.zeros(1, device=device)
         with self.up.ledger.untracked(), self.down.ledger.untracked():
             for sender, receiver in sorted(self.pairs):
@@ -82,7 +83,7 @@ class Transfers:
                     axis.receive(x, sender)
 
     def begin(self, like: Tensor, shape: tuple[int, ...]) -> StepMailbox:
-        """Begin a step in which every message has `shape`, and the type and device of `like`."""
+        """Begins a step in which every message has `shape`, and the type and device of `like`."""
         return StepMailbox(self, like, shape)
 
 
@@ -93,12 +94,13 @@ class StepMailbox:
         self.transfers, self.like, self.shape = transfers, like, shape
         self.coming = {source: iter(places) for source, places in transfers.order.items()}
         self.arriving: dict[tuple[int, int], tuple[Tensor, Pending]] = {}
-        """By sender and place there."""
+        """Pending receives by sender and index in its program."""
         self.leaving: dict[int, list[tuple[int, Tensor, Pending]]] = defaultdict(list)
-        """By receiver: the place there where it is read, and what must not change until then."""
+        """Pending sends by receiver: the index in its program that reads them, and the tensor that must not change
+        until then."""
 
     def expect(self, action: Action) -> None:
-        """Begin to receive what an action will need."""
+        """Begins to receive an action's input."""
         if (needed := self.transfers.sources.get(action)) is None or needed in self.arriving:
             return
         source, place = needed
@@ -110,7 +112,7 @@ class StepMailbox:
                 return
 
     def receive(self, action: Action) -> Tensor | None:
-        """Wait for the tensor that an action needs from another rank; None where it needs none."""
+        """Waits for the tensor that an action needs from another rank; returns None if it needs none."""
         if (needed := self.transfers.sources.get(action)) is None:
             return None
         self.expect(action)
@@ -120,7 +122,7 @@ class StepMailbox:
         return buffer
 
     def send(self, action: Action, result: Tensor) -> bool:
-        """Send an action's result on its way, if another rank needs it. Returns whether one does."""
+        """Starts sending an action's result if another rank needs it. Returns whether one does."""
         if (target := self.transfers.targets.get(action)) is None:
             return False
         rank, read = target
@@ -130,12 +132,12 @@ class StepMailbox:
         return True
 
     def settle(self) -> None:
-        """Wait until everything has left."""
+        """Waits until everything has been sent."""
         for rank in self.leaving:
             self._release(rank, len(self.transfers.schedule.programs[rank]))
 
     def _release(self, rank: int, place: int) -> None:
-        """Release the messages that another rank has read, as it is known to have come to `place` in its program."""
+        """Releases the messages that another rank has read, given that it has reached `place` in its program."""
         for read, _, pending in self.leaving[rank]:
             if read < place:
                 pending.wait()
@@ -143,7 +145,7 @@ class StepMailbox:
 
 
 def _reader(schedule: Schedule, action: Action) -> Action | None:
-    """The action of the next stage that reads a result: a forward pass, or a backward pass (or its first half)."""
+    """Returns the next stage's action that reads a result: a forward or backward pass (or its first half)."""
     if action.kind == "F":
         return action._replace(stage=action.stage + 1) if action.stage < schedule.stages - 1 else None
     if action.kind == "W" or action.stage == 0:

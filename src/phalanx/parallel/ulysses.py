@@ -1,4 +1,4 @@
-"""Ulysses: ranks exchange their share of the tokens of all heads for all tokens of their share of the heads, and back
+"""Ulysses: ranks exchange their part of the tokens of all heads for all tokens of their part of the heads, and back
 (Jacobs et al. 2023). In between, attention is that of one device with fewer heads.
 """
 
@@ -13,30 +13,30 @@ from phalanx.comm.axis import Axis
 
 
 def to_heads(x: Tensor, ulysses: Axis, slices: int = 1) -> Tensor:
-    """(batch, heads, tokens, size) of all heads to (batch, heads / ranks, tokens × ranks, size), the ranks' tokens in
-    their order; those of a sequence in `slices` slice by slice. Fewer key heads than ranks divide these, and a head
-    then goes to several ranks."""
+    """Maps (batch, heads, tokens, size) of all heads to (batch, heads / ranks, tokens × ranks, size), the ranks' tokens
+    in rank order; those of a sequence in `slices` slice by slice. If there are fewer key heads than ranks, a head goes
+    to several ranks."""
     if x.shape[1] < ulysses.size:
         x = x.repeat_interleave(ulysses.size // x.shape[1], dim=1)
     return _ExchangeHeads.apply(x, ulysses, slices, True)  # pyright: ignore[reportReturnType]
 
 
 def to_tokens(x: Tensor, ulysses: Axis) -> Tensor:
-    """The way back: (batch, heads / ranks, tokens × ranks, size) to (batch, heads, tokens, size)."""
+    """Maps (batch, heads / ranks, tokens × ranks, size) back to (batch, heads, tokens, size)."""
     return _ExchangeHeads.apply(x, ulysses, 1, False)  # pyright: ignore[reportReturnType]
 
 
 class _ExchangeHeads(torch.autograd.Function):
-    """An all-to-all whose gradient is the opposite one."""
+    """An all-to-all whose gradient is the reverse one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ulysses: Axis, slices: int, heads: bool) -> Tensor:
-        ctx.how = ulysses, slices, heads
+        ctx.exchange = ulysses, slices, heads
         return (_gather_tokens if heads else _gather_heads)(x, ulysses, slices)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
-        ulysses, slices, heads = ctx.how
+        ulysses, slices, heads = ctx.exchange
         return (_gather_heads if heads else _gather_tokens)(grad_outputs[0], ulysses, slices), None, None, None
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy where every tensor rank has the logits of its part of the vocabulary: no rank ever has them all."""
+"""Cross-entropy with the vocabulary cut over the tensor ranks: no rank ever has all logits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from phalanx.config.data import IGNORE
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, *, tp: Axis, vocab: int) -> Tensor:
-    """Sum over valid tokens of -log p(target), in nats, the same scalar on every rank of `tp`.
+    """Returns the sum over valid tokens of -log p(target), in nats, the same scalar on every rank of `tp`.
 
     `logits` (..., padded vocabulary / tp) are this rank's; `targets` (...) with IGNORE where a position does not count.
-    Rows beyond `vocab` are padding: their probability is zero. What travels is two numbers a token
-    (Shoeybi et al. 2019, section 3)."""
+    Rows beyond `vocab` are padding: their probability is zero. Two numbers per token are communicated (Shoeybi et al.
+    2019, section 3)."""
     return _Loss.apply(logits.flatten(0, -2), targets.flatten(), tp, vocab)  # pyright: ignore[reportReturnType]
 
 

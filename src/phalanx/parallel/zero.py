@@ -1,9 +1,9 @@
-"""DDP, ZeRO-1 and ZeRO-2 over flat buckets: gradients are reduced while the backward pass goes on.
+"""DDP, ZeRO-1 and ZeRO-2 over flat buckets: gradients are reduced during the backward pass.
 
 DDP (Li et al. 2020) sums every bucket over the replicas. With a dp_shard axis each rank keeps the optimizer state of
-its share of every bucket (ZeRO-1: Rajbhandari et al. 2020, section 5.1), and of the gradients too (ZeRO-2, section
+its shard of every bucket (ZeRO-1: Rajbhandari et al. 2020, section 5.1), and with ZeRO-2 also of the gradients (section
 5.2): a step is one reduce-scatter and one all-gather of every bucket, the bytes of one all-reduce. With both axes the
-shares are summed over dp_replicate as well (HSDP).
+shards are also summed over dp_replicate (HSDP).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class BucketReplica(Replica):
     """One of several replicas, each in its own process (or in its own tensor ranks)."""
 
     def __init__(self, model: LocalModel, sums: GradientSum, *, zero: int, bucket_mb: float):
-        """`zero` 1 keeps whole gradients until the optimizer is done, 2 only shares of them. The gradients of a bucket
-        come together: its parameters are used by the same stages of a pipeline, and held by the same ranks."""
+        """Builds the buckets. `zero` 1 keeps whole gradients until the optimizer is done, 2 only shards of them. All
+        parameters of a bucket are used by the same pipeline stages and held by the same ranks."""
         self.sharded, self.experts, self.every_micro_batch = sums.shard.size > 1, sums.experts, sums.every_micro_batch
-        # The backward pass reaches the last layers first: their bucket is the first to travel.
+        # The backward pass reaches the last layers first: their bucket is sent first.
         named = list(model.objective.model.named_parameters())[::-1]
         together: dict[tuple[tuple[int, ...], tuple[int, ...], Axis], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
@@ -39,7 +39,7 @@ class BucketReplica(Replica):
             together.setdefault(key, []).append((name, parameter))
         self.buckets: list[Bucket] = []
         self.of_stage: dict[int, list[Bucket]] = {}
-        """By stage, the buckets that it alone fills; the others are reduced when all stages are done."""
+        """By stage, the buckets that only it fills; the others are reduced after all stages."""
         for (stages, _, over), parameters in together.items():
             for group in fill(parameters, bucket_mb * 2**20):
                 dtype = sums.dtype or group[0][1].dtype
@@ -47,12 +47,12 @@ class BucketReplica(Replica):
                 if len(stages) == 1:
                     self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
         self.filling: list[Bucket] = []
-        """Buckets to reduce after the present backward pass that have not been sent, in the order of sending."""
+        """Buckets to reduce after the current backward pass that have not been sent, in sending order."""
         self.slots: dict[Tensor, tuple[Bucket, Slot]] = {
             slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }
-        # Weakly: the garbage collector does not see what a parameter's hook holds, and with the replica its process
-        # groups and their threads would live on.
+        # A weak reference: the garbage collector does not see references held by a parameter's hook, and they would
+        # keep the replica alive, with its process groups and their threads.
         arrived = WeakMethod(self.arrived)
         for parameter in self.slots:
             parameter.register_post_accumulate_grad_hook(lambda weight: tell(weight) if (tell := arrived()) else None)
@@ -74,32 +74,32 @@ class BucketReplica(Replica):
                 bucket.settle()
 
     def _reduced(self, stage: int, last: bool) -> list[Bucket]:
-        """The stage's buckets that are reduced after a micro-batch, the last one or not."""
-        # A buffer that stays is reduced once: the next micro-batch's gradients would be added to what has been summed.
+        """Returns the stage's buckets that are reduced after a micro-batch, which may be the last one."""
+        # A persistent buffer is reduced once: later micro-batches would be added to what has already been summed.
         return [b for b in self.of_stage.get(stage, ()) if last or (self.every_micro_batch and b.transient)]
 
     def arrived(self, weight: Tensor) -> None:
-        """A parameter's gradient of this micro-batch is complete. Buckets are sent in their order, on every rank."""
+        """Records that a parameter's gradient of this micro-batch is complete. Every rank sends buckets in order."""
         bucket, slot = self.slots[weight]
         bucket.take(slot)
         while self.filling and not self.filling[0].waiting:
             self.filling.pop(0).reduce()
 
     def publish(self) -> None:
-        """All-gather the parameters that this rank's optimizer changed, in the order in which the next forward pass
-        meets them. It waits for each where it needs it."""
+        """All-gathers the parameters that this rank's optimizer changed, in the order of the next forward pass, which
+        waits for each where it needs it."""
         for bucket in reversed(self.buckets):
             if bucket.shard.size > 1:
                 bucket.gather()
 
     def clear(self) -> None:
-        for fragment in self.fragments:
-            fragment.gradient = None
+        for shard in self.shards:
+            shard.gradient = None
         for bucket in self.buckets:
             bucket.clear()
 
     def _wait_where_needed(self, objective: Objective) -> None:
-        """Have the model's parts wait for their parameters: the embeddings at the start, each block, and the end."""
+        """Makes the model's parts wait for their parameters: the embeddings at the start, each block, and the end."""
         model = objective.model
         parts: dict[nn.Module, list[nn.Module]] = {
             objective: [model.embed],
@@ -122,12 +122,12 @@ class BucketReplica(Replica):
         shares = [(b.replicate, b.reduced) for b in self.buckets if b.shard.size > 1 and b.reduced is not None]
         for work in [replicate.all_reduce(share) for replicate, share in shares if replicate.size > 1]:
             work.wait()
-        for fragment, (bucket, start, stop) in zip(self.fragments, self.places, strict=True):
+        for shard, (bucket, start, stop) in zip(self.shards, self.places, strict=True):
             assert bucket.reduced is not None, "settled above"
             begin = bucket.share.start if bucket.shard.size > 1 else 0
-            fragment.gradient = bucket.reduced[start - begin : stop - begin].view(fragment.value.shape)
+            shard.gradient = bucket.reduced[start - begin : stop - begin].view(shard.value.shape)
 
-    def _fragments(self) -> list[ParameterShard]:
+    def _shards(self) -> list[ParameterShard]:
         shards: dict[str, ParameterShard] = {}
         places: dict[str, tuple[Bucket, int, int]] = {}
         for bucket in self.buckets:
@@ -135,7 +135,7 @@ class BucketReplica(Replica):
                 value: Tensor = slot.parameter
                 if bucket.shard.size > 1:
                     value = bucket.parameters[start:stop].detach().requires_grad_()
-                first = start - slot.start + before(slot.name, slot.parameter.numel(), self.experts)
+                first = start - slot.start + preceding(slot.name, slot.parameter.numel(), self.experts)
                 shards[slot.name] = self.model.shard(slot.name, first, value)
                 places[slot.name] = bucket, start, stop
         names = [name for name, _ in self._parameters()]
@@ -143,8 +143,8 @@ class BucketReplica(Replica):
         return [shards[name] for name in names]
 
 
-def before(name: str, elements: int, experts: tuple[Axis, Axis] | None) -> int:
-    """Elements of a parameter that ranks before this one along ep hold, where this one holds `elements`: those of their
+def preceding(name: str, elements: int, experts: tuple[Axis, Axis] | None) -> int:
+    """Returns the elements of a parameter that earlier ep ranks hold, where this one holds `elements`: those of their
     experts."""
     return experts[0].rank * elements if experts and is_expert(name) else 0
 

@@ -1,1 +1,1 @@
-"""Training: the loop, and what it needs: optimizer, checkpoints, metrics, the run directory."""
+"""Training: the loop, optimizer, checkpoints, metrics, and the run directory."""

@@ -1,8 +1,8 @@
 """Checkpoints: safetensors files and a JSON manifest with sizes and digests. No pickle is written or read.
 
-A checkpoint is written to a temporary directory, synced, and renamed; then the run's `latest` is replaced. So whatever
-moment the machine dies at, every directory named step-NNNNNN is whole, and `latest` names one of them. No checkpoint
-format notices a flipped bit by itself: the digests do.
+A checkpoint is written to a temporary directory, synced, and renamed; then the run's `latest` is replaced. So whenever
+the machine dies, every directory named step-NNNNNN is whole, and `latest` names one of them. The digests detect flipped
+bits, which no tensor format does by itself.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's description of itself."""
+    """A checkpoint's metadata."""
 
     path: Path
     step: int
     meta: dict[str, Any]
-    """The trainer's facts beside the tensors: the job, samples read, the loss scale, ..."""
+    """The trainer's metadata: the job, samples read, the loss scale, ..."""
     files: dict[str, dict[str, Any]]
     """{"model.safetensors": {"bytes": ..., "sha256": ...}}"""
 
 
 def save(root: Path, step: int, groups: Mapping[str, Mapping[str, Tensor]], meta: dict[str, Any], keep: int) -> Path:
-    """Write root/step-NNNNNN with one safetensors file a group, then root/../latest; delete all but the `keep` newest.
+    """Writes root/step-NNNNNN, a safetensors file per group, then root/../latest; deletes all but the `keep` newest.
 
-    A checkpoint of the same step that is already there is left as it is. Raises RunError when the disk is full or
-    cannot be written; what was there before stays whole.
+    An existing checkpoint of the same step is left as it is. Raises RunError if the disk is full or cannot be written;
+    existing checkpoints stay whole.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -86,7 +86,7 @@ def save(root: Path, step: int, groups: Mapping[str, Mapping[str, Tensor]], meta
 class Reader:
     """The tensors of one group of a checkpoint, read one at a time. A context manager.
 
-    Raises CheckpointError, naming the file, where one cannot be read."""
+    Raises CheckpointError, naming the file, if one cannot be read."""
 
     def __init__(self, manifest: Manifest, group: str):
         self.path = manifest.path
@@ -113,7 +113,7 @@ class Reader:
             raise CheckpointError(f"checkpoint file {self.file}: {name} cannot be read: {error}") from error
 
     def names(self) -> list[str]:
-        """Every tensor of the group."""
+        """Returns the names of the group's tensors."""
         return list(self.tensors.keys())
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -130,7 +130,7 @@ class Reader:
 
 
 def check(path: Path, verify: bool = True) -> Manifest:
-    """Read a checkpoint's manifest and hold its files to it: always their sizes, with `verify` their digests.
+    """Reads a checkpoint's manifest and checks the files' sizes, and with `verify` their digests.
 
     Raises CheckpointError that names the file at fault.
     """
@@ -138,7 +138,7 @@ def check(path: Path, verify: bool = True) -> Manifest:
         raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"checkpoint {path} has no {MANIFEST}: it is not a checkpoint, or not a whole one"
+            f"checkpoint {path} has no {MANIFEST}: it is not a checkpoint, or an incomplete one"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged: {error}") from None
@@ -158,9 +158,9 @@ def check(path: Path, verify: bool = True) -> Manifest:
 
 
 def newest_valid(root: Path, verify: bool = True, report: Callable[[str], None] = print) -> Manifest | None:
-    """The newest checkpoint that is whole, or None where there is none at all. Damaged ones are reported.
+    """Returns the newest checkpoint that is whole, or None if there is none at all. Damaged ones are reported.
 
-    Raises CheckpointError when there are checkpoints and every one of them is damaged.
+    Raises CheckpointError if there are checkpoints and every one of them is damaged.
     """
     wrong = ""
     for path in _by_age(root):
@@ -177,7 +177,7 @@ def newest_valid(root: Path, verify: bool = True, report: Callable[[str], None] 
 
 
 def _by_age(root: Path) -> list[Path]:
-    """The checkpoints in `root`, the newest (highest step) first."""
+    """Returns the checkpoints in `root`, the newest (highest step) first."""
     named = {path: re.fullmatch(r"step-(\d+)", path.name) for path in root.glob("step-*")}
     steps = {path: int(match[1]) for path, match in named.items() if match}
     return sorted(steps, key=steps.__getitem__, reverse=True)
@@ -211,7 +211,7 @@ def _require_space(root: Path, need: int) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Delete what a save that was killed left behind: only one save at a time works in a run's directory."""
+    """Deletes the remains of a killed save: only one save at a time works in a run's directory."""
     for path in root.glob(".step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""The device of a rank: which one, how many threads, and its memory."""
+"""The device of a rank, its number of threads, and its memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from phalanx.cost.time.kernel import peak_flops as data_sheet_peak
 from phalanx.errors import RunError
 
 DTYPES: dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-"""Precisions of matrix products that the table of devices has peaks of."""
+"""Precisions of matrix products for which the device table has peaks."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def choose(wanted: str, local_rank: int) -> torch.device:
-    """The device of a rank. Raises RunError where the job asks for one that is not there."""
+    """Returns the device of a rank. Raises RunError if the job asks for one that does not exist."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count:
-        raise RunError(
-            f"cluster.device is {wanted}, but this machine has {count} CUDA devices; cluster.device=cpu runs"
-        )
+        raise RunError(f"cluster.device is {wanted}, but this machine has {count} CUDA devices; use cluster.device=cpu")
     if local_rank >= count:
         raise RunError(f"rank {local_rank} of this node has no device: the node has {count}, one process each")
     torch.cuda.set_device(local_rank)
@@ -33,8 +31,8 @@ def choose(wanted: str, local_rank: int) -> torch.device:
 
 
 def threads_for(wanted: int, processes_on_node: int) -> int:
-    """CPU threads of each process: the job's number, or OMP_NUM_THREADS, or the node's usable cores divided among its
-    processes."""
+    """Returns the CPU threads per process: the job's number, or OMP_NUM_THREADS, or the node's usable cores divided
+    among its processes."""
     stated = os.environ.get("OMP_NUM_THREADS", "")
     if not wanted and stated.isdigit():
         return max(1, int(stated))
@@ -42,11 +40,11 @@ def threads_for(wanted: int, processes_on_node: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep the memory that tensors free, for the next step's tensors.
+    """Makes the C library keep the memory that tensors free, for the next step's tensors.
 
-    By default glibc hands large blocks back to the kernel at once: a step of a GPT of 10 million parameters (4 × 256
-    tokens) then faults 38,000 pages in again, 3 to 11 % of its processor time on two cores. A process that trains
-    needs the same memory in every step. Does nothing where the C library has no mallopt.
+    By default glibc returns large blocks to the kernel at once: a step of a GPT of 10 million parameters (4 × 256
+    tokens) then faults in 38,000 pages again, 3 to 11 % of its processor time on two cores. Training needs the same
+    memory in every step. Does nothing if the C library has no mallopt.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -55,18 +53,18 @@ def keep_freed_memory() -> None:
 
 
 def data_sheet_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the data sheet's FLOP/s of a CUDA or ROCm device, 0 where it or the precision is not in the table."""
+    """Returns the data sheet's FLOP/s of a CUDA or ROCm device, 0 if it or the precision is not in the table."""
     known = device_reported_as(*reported(device))
     return data_sheet_peak(known, DTYPES[dtype]) if known and dtype in DTYPES else 0.0
 
 
 def reported(device: torch.device) -> tuple[str, float]:
-    """Returns what the driver calls a device, and its memory in GiB."""
+    """Returns the driver's name of a device, and its memory in GiB."""
     return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / 2**30
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this rank has used so far: allocated on an accelerator, resident in a CPU process."""
+    """Returns this rank's peak memory so far in bytes: allocated on an accelerator, resident in a CPU process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

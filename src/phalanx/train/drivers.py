@@ -1,8 +1,8 @@
-"""Step drivers: how a run takes its optimizer steps one after the other. There are three forms.
+"""Step drivers take a run's optimizer steps one after the other, in one of three forms.
 
 `SynchronousDriver` finishes each step before the next one begins. `StreamDriver` keeps a pipeline filled from one step
 to the next (PipeDream-2BW, train/stream.py). `AsynchronousDriver` lets replicas push gradients to a parameter server
-whenever they have them (train/sync/asp.py). The loop (train/loop.py) is the same for all three.
+whenever they are ready (train/sync/asp.py). The loop (train/loop.py) is the same for all three.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.train.sync.arrivals import Arrivals
 from phalanx.train.sync.asp import Asynchronous
 
 UNKNOWN = Step(math.nan, math.nan, stop=False)
-"""The newest known step of a run that has not taken one yet."""
+"""The newest known step of a run without a step so far."""
 
 
 @dataclass
@@ -37,19 +37,19 @@ class StepDriver(ABC):
     lr: Callable[[int], float]
     """The learning rate of a step, which counts from 0."""
     record: Callable[[int, dict[str, float]], None]
-    """Called once for every step as soon as its loss is known, with its number, from 1, and what it showed."""
+    """Called once for every step as soon as its loss is known, with its number, from 1, and its measurements."""
     first: int
 
     @abstractmethod
     def steps(self) -> Iterator[tuple[int, Step]]:
-        """Train. Yields the number of steps done, and the newest step whose loss is known.
+        """Trains. Yields the number of steps done, and the newest step whose loss is known.
 
-        At every yield all ranks have done the same number of steps, and after a step for which
-        `milestones.needs_weights` holds, or which shows a request to stop, all have the weights after it. Raises
-        NotFiniteError on every rank before a loss or gradient that is not finite changes a weight."""
+        At every yield all ranks have done the same number of steps. After a step for which `milestones.needs_weights`
+        holds, or which carries a request to stop, all ranks have the weights after it. Raises NotFiniteError on every
+        rank before a loss or gradient that is not finite changes a weight."""
 
     def report(self) -> dict[str, Any]:
-        """Return what this form of training measured besides the steps, by the event's name; nothing by default."""
+        """Returns additional measurements of this form of training, by event name; none by default."""
         return {}
 
     @property
@@ -58,12 +58,12 @@ class StepDriver(ABC):
         return self.feed.batch.global_batch * self.stepper.job.model.seq_len
 
     def record_step(self, number: int, step: Step) -> None:
-        """Record a step that was taken at its own learning rate."""
+        """Records a step that was taken at its own learning rate."""
         self.record(number, {"loss": step.loss, "grad_norm": step.grad_norm, "lr": self.lr(number - 1)})
 
 
 class SynchronousDriver(StepDriver):
-    """Each step is known before the next one begins."""
+    """Finishes each step before the next one begins."""
 
     def steps(self) -> Iterator[tuple[int, Step]]:
         for done in range(self.first, self.milestones.last):
@@ -74,8 +74,8 @@ class SynchronousDriver(StepDriver):
 
 
 class StreamDriver(StepDriver):
-    """A pipeline goes on from step to step, and runs empty only where the weights are needed: a step is known one step
-    later, and the last one before the pipeline is empty at once."""
+    """Keeps a pipeline filled from step to step and drains it only where the weights are needed: a step's result is
+    known one step later, and the last one's before a drain at once."""
 
     def steps(self) -> Iterator[tuple[int, Step]]:
         runner = self.stepper.replica.runner
@@ -83,7 +83,7 @@ class StreamDriver(StepDriver):
         unflushed, newest = UnflushedSteps(self.stepper, runner), UNKNOWN
         for done in range(self.first, self.milestones.last):
             micro_batches, lr, stop = self.feed.take(), self.lr(done), self.stop.requested
-            more = None if self.milestones.needs_weights(done + 1) else self.feed.ahead
+            more = None if self.milestones.needs_weights(done + 1) else self.feed.peek
             for number, newest in unflushed.step(micro_batches, done, self.tokens, lr, stop, more):
                 self.record_step(number, newest)
             yield done + 1, newest
@@ -91,8 +91,8 @@ class StreamDriver(StepDriver):
 
 @dataclass
 class AsynchronousDriver(StepDriver):
-    """Replicas push gradients to a parameter server, and synchronize only where the weights are needed: a step is as
-    many updates as there are replicas. Rank 0 hears of each step while the others go on."""
+    """Replicas push gradients to a parameter server and synchronize only where the weights are needed: a step is as
+    many updates as there are replicas. Rank 0 is told of each step while the others continue."""
 
     def __post_init__(self) -> None:
         self.replicas = self.stepper.job.layout.dp_replicate
@@ -117,7 +117,7 @@ class AsynchronousDriver(StepDriver):
 
 
 def driver_of(stepper: Stepper) -> type[StepDriver]:
-    """The driver for the steps of `stepper`'s job."""
+    """Returns the driver for the steps of `stepper`'s job."""
     if stepper.job.layout.sync == "asp":
         return AsynchronousDriver
     return StreamDriver if isinstance(stepper.replica.runner, PipeDream) else SynchronousDriver

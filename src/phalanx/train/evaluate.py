@@ -1,4 +1,4 @@
-"""Validation: the mean loss over samples of the validation split, the same whatever the layout."""
+"""Validation: the mean loss over samples of the validation split, independent of the layout."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from phalanx.parallel.micro import MicroTensors
 
 
 def validation_loss(replica: Replica, mesh: Mesh, batches: Iterable[MicroTensors], device: torch.device) -> float:
-    """Return the loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count."""
+    """Returns the loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for micro in batches:
         loss: Tensor = replica.loss(micro)
         total += torch.stack((loss.double(), valid_tokens(micro.targets).double()))
-    # Only the ranks of a pipeline that have the last stage know a loss, but all of them know the tokens.
+    # Only pipeline ranks with the last stage know the loss, but all of them know the tokens.
     total *= total.new_tensor([mesh.owns_loss, mesh.owns_loss and mesh.coordinates["pp"] == 0])
     mesh.axis("world").all_reduce(total).wait()
     return (total[0] / total[1]).item()

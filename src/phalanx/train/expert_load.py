@@ -1,15 +1,15 @@
-"""How evenly a run's experts are loaded: what the routers note, added up over all ranks, as a row of metrics.jsonl.
+"""The balance of a run's experts: the routers' statistics, summed over all ranks, as a row of metrics.jsonl.
 
-A row stands for all steps since the one before:
+A row covers all steps since the previous one:
 
 {"event": "experts", "step": 20, "steps": 10, "loads": {"layer": [tokens of each expert]}, "max_violation": 0.42,
 "worst_layer": 3, "idle": 0, "aux_loss": 0.0213, "z_loss": ...}
 
-A load is how many tokens chose the expert; with model.moe.capacity, some of them may then have gone without it. With m
-the mean of a layer's loads, `max_violation` is (the largest - m) / m of the layer where that is largest (MaxVio, Wang
-et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", section 4), `idle` the experts of all
-layers that no token chose. The penalties, where the job has them, are added up over layers, their coefficients
-included: means per token, which the `loss` of a step, a cross entropy, does not contain.
+A load is the number of tokens that chose the expert; with model.moe.capacity, some of them may have been dropped. With
+m the mean of a layer's loads, `max_violation` is (the largest - m) / m of the layer where that is largest (MaxVio, Wang
+et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", section 4), `idle` the number of
+experts of all layers that no token chose. The penalties, if the job has them, are summed over layers, with their
+coefficients: means per token, which the `loss` of a step, a cross entropy, does not include.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ log = logging.getLogger(__name__)
 
 
 class ExpertLoads:
-    """One rank's part in adding up the loads. Of a dense model there are none, and nothing is done."""
+    """One rank's part in summing the loads. A dense model has none, and nothing is done."""
 
     def __init__(self, job: Job, mesh: Mesh, routing: Routing, device: torch.device, step: int):
         self.job, self.mesh, self.routing, self.device = job, mesh, routing, device
         self.step = step
-        """Up to which loads have been added up."""
+        """The step up to which loads have been summed."""
         self.layers = [layer for layer in range(job.model.n_layers) if job.model.is_moe_layer(layer)]
         self.penalties = [name for name in ("aux_loss", "z_loss") if getattr(job.model.moe, name)]
 
     def after(self, step: int, rows: MetricsFile, *, shown: bool, ends: bool) -> None:
-        """Write a row after a step that is shown, and after the one with which the run ends. All ranks call this after
-        every step.
+        """Writes a row after a step that is shown, and after the last one of the run. All ranks call this after every
+        step.
 
         Independent replicas do not wait for each other here: they write a row when they synchronize anyway, with
-        local_sgd and diloco if the step is shown as well, with asp at a validation or checkpoint, as nobody calls this
-        before."""
+        local_sgd and diloco if the step is also shown, with asp at a validation or checkpoint, which call `collect`."""
         layout = self.job.layout
         synchronizes = layout.sync in ("bsp", "asp") or step % layout.sync_every == 0
         if self.layers and (ends or layout.sync == "asp" or (shown and synchronizes)):
@@ -54,11 +53,11 @@ class ExpertLoads:
             log.info("%s", line(row))
 
     def collect(self, step: int) -> dict[str, Any]:
-        """Sum what all ranks' routers noted since the last call, up to `step`, as a row. A collective."""
+        """Sums what all ranks' routers recorded since the last call, up to `step`, and returns a row. A collective."""
         n, top_k, routing = self.job.model.moe.n_experts, self.job.model.moe.top_k, self.routing
         noted = torch.zeros(len(self.layers) * n + len(self.penalties), dtype=torch.float64, device=self.device)
         of_layers, of_penalties = noted[: len(self.layers) * n].view(-1, n), noted[len(self.layers) * n :]
-        # Of the tensor ranks each notes the same tokens. A layer that another rank of a pipeline holds is zero here.
+        # All tensor ranks record the same tokens. Layers of other pipeline ranks are zero here.
         if self.mesh.owns_loss:
             for place, layer in enumerate(self.layers):
                 of_layers[place] += routing.loads.get(layer, 0)
@@ -83,7 +82,7 @@ class ExpertLoads:
         }
 
     def draw(self, directory: RunDirectory) -> None:
-        """Rank 0 writes the picture of the run so far into its directory."""
+        """Writes the picture of the run so far into its directory, on rank 0."""
         if self.layers and self.mesh.axis("world").rank == 0:
             path = directory.path / "experts.svg"
             path.write_text(experts_picture.svg(directory.path.name, directory.metrics), encoding="utf-8")
@@ -91,9 +90,9 @@ class ExpertLoads:
 
 
 def line(row: dict[str, Any]) -> str:
-    """The log line of a row:
+    """Returns the log line of a row:
 
-    experts: max_violation 0.42 (layer 3)  idle: 0  aux_loss: 0.0213
+    experts: max_violation 0.42 (layer 3) idle: 0 aux_loss: 0.0213
     """
     parts = [f"max_violation {row['max_violation']:.2f} (layer {row['worst_layer']})", f"idle: {row['idle']}"]
     parts += [f"{name}: {row[name]:.4f}" for name in ("aux_loss", "z_loss") if name in row]

@@ -1,4 +1,4 @@
-"""The micro-batches that a run's steps read: step by step, and for asynchronous training share by share."""
+"""The micro-batches of a run's steps: step by step, and for asynchronous training replica by replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.train.metrics import Meter
 
 
 class Feed:
-    """This rank's micro-batches of a run that goes on after `first_step` steps, from sample `first_sample` on.
+    """This rank's micro-batches of a run that continues after `first_step` steps, from sample `first_sample` on.
 
     A context manager: leaving it ends the reading ahead. Time spent waiting for data is added to `meter`.
     """
@@ -33,13 +33,13 @@ class Feed:
             self.batches.close()
 
     def take(self) -> list[MicroBatch]:
-        """Read this rank's micro-batches of the next step."""
-        micro_batches = self.ahead()
+        """Reads this rank's micro-batches of the next step."""
+        micro_batches = self.peek()
         self.next = None
         return micro_batches
 
-    def ahead(self) -> list[MicroBatch]:
-        """Read the same as `take`, which then returns these micro-batches once more."""
+    def peek(self) -> list[MicroBatch]:
+        """Reads the same as `take`, which then returns these micro-batches once more."""
         if self.next is None:
             began = time.perf_counter()
             if self.batches is None:
@@ -52,10 +52,10 @@ class Feed:
         return self.next
 
     def share(self, chunk: int) -> list[MicroBatch]:
-        """Read this rank's micro-batches of one replica's share of a step.
+        """Reads this rank's micro-batches of one replica's part of a step.
 
-        Of R replicas, chunk c is the (c mod R)-th of the R equal shares of step c // R, counted from 0. Nothing is read
-        ahead, as a share goes to whichever replica asks first."""
+        With R replicas, chunk c is the (c mod R)-th of the R equal parts of step c // R, counted from 0. Nothing is
+        read ahead, since a chunk goes to whichever replica asks first."""
         replicas, ranks = self.job.layout.dp_replicate, self.mesh.axis("shard")
         samples = self.batch.global_batch // replicas
         first = self.first_sample + (chunk - self.first_step * replicas) * samples
@@ -63,7 +63,7 @@ class Feed:
             return next(batches)
 
     def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int) -> Batches:
-        """Open the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on."""
+        """Opens the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on."""
         return Batches(
             self.data,
             global_batch=samples,

@@ -8,7 +8,7 @@ from phalanx.config.optimizer import Optimizer
 
 
 def peak(optimizer: Optimizer, global_batch: int) -> float:
-    """The job's peak rate, scaled to its batch: linear (Goyal et al. 2017) or square root (Krizhevsky 2014)."""
+    """Returns the job's peak rate, scaled to its batch: linear (Goyal et al. 2017) or square root (Krizhevsky 2014)."""
     if optimizer.batch_scaling == "none":
         return optimizer.lr
     ratio = global_batch / optimizer.base_batch
@@ -16,7 +16,7 @@ def peak(optimizer: Optimizer, global_batch: int) -> float:
 
 
 def at_step(step: int, optimizer: Optimizer, steps: int, global_batch: int) -> float:
-    """Learning rate of step `step` (the first is 0) of a run of `steps`."""
+    """Returns the learning rate of step `step` (the first is 0) of a run of `steps`."""
     top = peak(optimizer, global_batch)
     if step < optimizer.warmup_steps:
         return top * (step + 1) / optimizer.warmup_steps
@@ -25,7 +25,7 @@ def at_step(step: int, optimizer: Optimizer, steps: int, global_batch: int) -> f
 
 
 def _share(step: int, optimizer: Optimizer, end: int) -> float:
-    """How much of the way from the smallest rate to the peak: 1 at the peak, 0 from step `end` on."""
+    """Returns the fraction of the way from the smallest rate to the peak: 1 at the peak, 0 from step `end` on."""
     start = optimizer.warmup_steps
     if optimizer.schedule == "constant":
         return 1.0

@@ -42,15 +42,15 @@ from phalanx.train.terminal import Terminal, logging_to
 log = logging.getLogger(__name__)
 
 VERIFIED_BYTES = 2**30
-"""Token shards up to this many bytes (about a second's reading) are compared with their digests at every start; of
-larger ones only the sizes are. `phalanx data prepare --verify` checks any size."""
+"""Bytes of token shards (about a second's reading) up to which their digests are checked at every start; of larger ones
+only the sizes are. `phalanx data prepare --verify` checks any size."""
 
 
 def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
-    """Train `job` as one of `ranks`, from the run directory's newest checkpoint if there is one.
+    """Trains `job` as one of `ranks`, from the run directory's newest checkpoint if there is one.
 
-    Returns the summary that `phalanx train --json` prints. Raises NotFiniteError when loss or gradients are no longer
-    finite, StoppedError after a signal once a checkpoint is written, and what reading data and checkpoints raises.
+    Returns the summary that `phalanx train --json` prints. Raises NotFiniteError if loss or gradients are no longer
+    finite, StoppedError after a signal once a checkpoint is written, and the errors of reading data and checkpoints.
     """
     device = devices.choose(job.cluster.device, ranks.local_rank)
     torch.set_num_threads(devices.threads_for(job.run.threads, ranks.local_world or 1))
@@ -67,7 +67,7 @@ def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
 
 
 class Trainer:
-    """One rank's part in a run: everything is set up here, `run` is the loop."""
+    """One rank's part in a run: the constructor sets everything up, `run` is the loop."""
 
     def __init__(self, job: Job, ranks: Ranks, device: torch.device, stop: StopRequest, terminal: Terminal):
         self.job, self.ranks, self.device, self.stop, self.terminal = job, ranks, device, stop, terminal
@@ -82,8 +82,8 @@ class Trainer:
 
         self.train_data = data("train")
         self.val_data = data("val") if job.train.eval_samples else None
-        on_rank_zero(self._keep_tokenizer)
-        self._introduce(index.vocab_size)
+        on_rank_zero(self._copy_tokenizer)
+        self._log_start(index.vocab_size)
         self.stepper = Stepper(job, self.mesh, device, index.vocab_size)
         self.state = TrainState(self.stepper, index.fingerprint, index.vocab_size)
         self.milestones = Milestones.of(job)
@@ -97,7 +97,7 @@ class Trainer:
             log.warning("peak: %s", self.peak.source)
 
     def run(self) -> dict[str, Any]:
-        """Train until the job's last step or a request to stop. Returns the summary; raises as `train` does."""
+        """Trains until the job's last step or a request to stop. Returns the summary; raises the errors of `train`."""
         state, milestones, began, step = self.state, self.milestones, time.perf_counter(), UNKNOWN
         self.mesh.ledger.clear()
         experts = ExpertLoads(self.job, self.mesh, self.stepper.routing, self.device, state.step)
@@ -114,7 +114,7 @@ class Trainer:
                 record=recorder.step,
                 first=state.step,
             )
-            for number, step in self._explaining(driver.steps()):
+            for number, step in self._with_advice(driver.steps()):
                 state.advance(number, self.batch.global_batch)
                 ends = step.stop or number == milestones.last
                 experts.after(number, recorder.rows, shown=milestones.shows(number), ends=ends)
@@ -134,7 +134,7 @@ class Trainer:
         return {**self._summary(step.loss, time.perf_counter() - began), **driver.report()}
 
     def _recorder(self) -> Recorder:
-        """Open what this rank writes down: metrics.jsonl on rank 0, nothing on the others."""
+        """Returns the rank's recorder: it writes metrics.jsonl on rank 0, nothing on the others."""
         job = self.job
         tokens = self.batch.global_batch * job.model.seq_len
         flops = train_flops_per_step(job.model, self.batch.global_batch, self.state.vocab_size)
@@ -144,21 +144,19 @@ class Trainer:
         return Recorder(path, meter, self.milestones, self.terminal, self.device)
 
     def _feed(self, meter: metrics.Meter) -> Feed:
-        """The training samples from where the state stands."""
         first_step, first_sample = self.state.step, self.state.samples
         return Feed(
             self.job, self.train_data, self.batch, self.mesh, meter, first_step=first_step, first_sample=first_sample
         )
 
-    def _explaining(self, steps: Iterator[tuple[int, Step]]) -> Iterator[tuple[int, Step]]:
-        """Yield the same steps. An error about a loss or gradient that is not finite gets advice on what to do."""
+    def _with_advice(self, steps: Iterator[tuple[int, Step]]) -> Iterator[tuple[int, Step]]:
+        """Yields the same steps. Adds advice to an error about a loss or gradient that is not finite."""
         try:
             yield from steps
         except NotFiniteError as error:
             raise self._not_finite(error) from None
 
     def _not_finite(self, error: NotFiniteError) -> NotFiniteError:
-        """The error with what a person can do about it."""
         first = self.state.samples
         samples = (
             f" (samples {first} to {first + self.batch.global_batch - 1})" if self.job.layout.sync == "bsp" else ""
@@ -172,19 +170,18 @@ class Trainer:
         return learning_rate.at_step(step, self.job.optimizer, self.job.train.steps, self.batch.global_batch)
 
     def _find_data(self) -> str:
-        """The folder of the job's token shards, made where they are missing, with their digests checked."""
+        """Returns the folder of the job's token shards, built if missing, with their digests checked."""
         shards = prepare(self.job.data)
         size = sum(file.stat().st_size for file in shards.glob("*.bin"))
         open_shards(shards, verify=size <= VERIFIED_BYTES)
         return str(shards)
 
-    def _keep_tokenizer(self) -> None:
-        """A run's text can be generated without the data it was trained on."""
+    def _copy_tokenizer(self) -> None:
+        """Copies the tokenizer, so that text can be generated without the training data."""
         self.directory.path.mkdir(parents=True, exist_ok=True)
         self.train_data.tokenizer.save(self.directory.path)
 
     def _resume(self) -> None:
-        """Go on from the newest whole checkpoint, the same on every rank."""
 
         def choose() -> str | None:
             manifest = self.directory.resume_from(self.job)
@@ -195,7 +192,7 @@ class Trainer:
             self.state.load(Path(path))
             log.info("resumed at step %d from %s", self.state.step, path)
 
-    def _introduce(self, vocab: int) -> None:
+    def _log_start(self, vocab: int) -> None:
         job, model = self.job, self.job.model
         log.info("run: %s  layout: %s  precision: %s", self.directory.path, job.layout.line(), job.train.precision)
         log.info("model: %s parameters, %d layers, vocabulary %d", f"{count(model, vocab):,}", model.n_layers, vocab)
@@ -224,7 +221,7 @@ class Trainer:
         recorder.checkpoint(self.state.step, path, time.perf_counter() - began)
 
     def _report(self, recorder: Recorder, driver: StepDriver) -> None:
-        """Record what the whole of this attempt sent, and what the driver measured."""
+        """Records the traffic of this attempt, and the driver's measurements."""
         recorder.traffic(self.state.step, self.mesh.ledger, self.state.step - self.first_step)
         if staleness := driver.report().get("staleness"):
             recorder.staleness(self.state.step, staleness)

@@ -1,4 +1,4 @@
-"""A rank's memory by the formulas, to say which of it did not fit."""
+"""Predicts a rank's memory, to explain which part of it did not fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFUSALS = ("can't allocate memory", "DefaultCPUAllocator", "could not create a 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank by the formulas, to say what did not fit."""
+    """The predicted memory of one rank, which explains an out-of-memory error."""
 
     job: Job
     device: torch.device
@@ -49,7 +49,7 @@ class Memory:
 
     @contextmanager
     def allocating(self, *parts: str) -> Iterator[None]:
-        """Attribute a `with` block's allocations to these parts of the table. Raises RunError where they do not fit."""
+        """Attributes a `with` block's allocations to these parts of the table. Raises RunError if they do not fit."""
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -63,16 +63,16 @@ class Memory:
         table = self.table()
         largest = max(parts, key=table.__getitem__)
         shown = ", ".join(f"{part} {gib(size)}" for part, size in table.items())
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        message = str(error).strip().splitlines() or [type(error).__name__]
         named = " or ".join(sorted(parts, key=table.__getitem__, reverse=True))
         return (
-            f"no memory for this rank's {named}: by the formulas it needs {shown}, together "
+            f"no memory for this rank's {named}: it is predicted to need {shown}, together "
             f"{gib(sum(table.values()))}; {gib(_free(self.device))} are free; nearest remedy for its {largest}: "
-            f"{self._remedy(largest)} ({said[0]})"
+            f"{self._remedy(largest)} ({message[0]})"
         )
 
     def _remedy(self, part: str) -> str:
-        """The smallest change of the layout that makes a part smaller."""
+        """Returns the smallest change of the layout that makes a part smaller."""
         layout, model = self.job.layout, self.job.model
         if part == "logits":
             tokens = layout.loss_chunk or batch.solve(self.job.train.global_batch, layout).micro_batch * model.seq_len
@@ -107,7 +107,7 @@ class Memory:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that a rank on `device` can still have: of an accelerator, or of the machine and this process's limit."""
+    """Returns the bytes that a rank can still allocate: of an accelerator, or of the machine and its process limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

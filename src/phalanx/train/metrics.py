@@ -13,14 +13,14 @@ from phalanx.units import gib
 
 @dataclass
 class Meter:
-    """Times steps and turns them into throughput per device, as torchtitan does, and of the whole job."""
+    """Measures steps and computes throughput per device, like torchtitan, and of the whole job."""
 
     tokens_per_step: int
-    """Over all devices."""
+    """Tokens per step over all devices."""
     flops_per_step: float
     """Model FLOPs of one device: forward and backward, without recomputation."""
     peak_flops: float
-    """FLOP/s of one device; 0 where none is known, and rows and lines are then without `mfu`."""
+    """FLOP/s of one device; 0 if unknown, and rows and lines then have no `mfu`."""
     devices: int
     waited: float = 0.0
     """Seconds of this step spent waiting for data."""
@@ -29,7 +29,7 @@ class Meter:
     """Seconds of each step since the last line."""
 
     def step(self) -> dict[str, float]:
-        """End a step: its time and throughput."""
+        """Ends a step: returns its time and throughput."""
         now = time.perf_counter()
         seconds, waited = now - self.began, self.waited
         self.began, self.waited = now, 0.0
@@ -37,13 +37,13 @@ class Meter:
         return {"step_time_s": seconds, "data_wait_s": waited, **self._throughput(seconds)}
 
     def since_shown(self) -> dict[str, float]:
-        """Throughput over the steps since the last call, for a line that stands for all of them."""
+        """Returns the throughput over the steps since the last call, for a line that covers all of them."""
         mean = sum(self.unshown) / len(self.unshown)
         self.unshown.clear()
         return self._throughput(mean)
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was not training (a validation, a checkpoint)."""
+        """Excludes time that was not training (a validation, a checkpoint)."""
         self.began += seconds
 
     def _throughput(self, seconds: float) -> dict[str, float]:
@@ -57,9 +57,9 @@ class Meter:
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, appended and flushed row by row. A context manager.
+    """metrics.jsonl: one JSON object per line, appended and flushed row by row. A context manager.
 
-    Without a path (every rank but the first) rows go nowhere.
+    Without a path (every rank but the first) rows are discarded.
     """
 
     def __init__(self, path: Path | None):
@@ -73,17 +73,17 @@ class MetricsFile:
             self.file.close()
 
     def write(self, event: str, **values: Any) -> None:
-        """Append a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}."""
+        """Appends a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}."""
         if self.file:
             self.file.write(json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n")
             self.file.flush()
 
 
 def line(row: dict[str, float], memory: int) -> str:
-    """The log line of a step: `key: value` pairs in a stable order. `tps`, `tflops` and `mfu` are per device:
+    """Returns the log line of a step: `key: value` pairs in a stable order. `tps`, `tflops` and `mfu` are per device:
 
-    step: 10  loss: 2.1234  grad_norm: 0.51  lr: 3.0e-04  tps: 9,999  tps_total: 79,992  tflops: 1.23  mfu: 40.1%
-    memory: 12.3GiB
+    step: 10 loss: 2.1234 grad_norm: 0.51 lr: 3.0e-04 tps: 9,999 tps_total: 79,992 tflops: 1.23 mfu: 40.1% memory:
+    12.3GiB
     """
     mfu = f"mfu: {row['mfu']:.1%}  " if "mfu" in row else ""
     return (
@@ -94,5 +94,5 @@ def line(row: dict[str, float], memory: int) -> str:
 
 
 def _significant(value: float) -> str:
-    """Three significant digits without an exponent: 163, 1.23, 0.0519."""
+    """Formats a value with three significant digits and no exponent: 163, 1.23, 0.0519."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")

@@ -1,4 +1,4 @@
-"""AdamW over a rank's fragments: decay groups, fp32 master weights for half precisions, clipping, and its state."""
+"""AdamW over a rank's parameter shards: decay groups, fp32 master weights for half precisions, clipping, state."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter 2019) as torch fuses it, on the fragments or on fp32 copies of them."""
+    """torch's fused AdamW (Loshchilov & Hutter 2019) on the parameter shards or on fp32 copies of them."""
 
-    def __init__(self, fragments: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0):
-        """`bias_rate` is what a step moves the balancing biases of routers by."""
-        self.fragments = fragments
+    def __init__(self, shards: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0):
+        """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step."""
+        self.shards = shards
         self.config, self.bias_rate = config, bias_rate
         self.masters = {
             f.name: f.value.detach().float().requires_grad_() if needs_master_weights(f.value.dtype) else f.value
-            for f in fragments
+            for f in shards
         }
         self.updates = 0
-        # A fragment may be empty: another rank of dp_shard then updates all of that parameter.
-        adams = [f for f in fragments if f.value.numel() and not f.balances]
-        self.biases = [self.masters[f.name] for f in fragments if f.value.numel() and f.balances]
+        # A shard may be empty: another rank of dp_shard then updates all of that parameter.
+        adams = [f for f in shards if f.value.numel() and not f.balances]
+        self.biases = [self.masters[f.name] for f in shards if f.value.numel() and f.balances]
         matrices = [self.masters[f.name] for f in adams if f.decays]
         vectors = [self.masters[f.name] for f in adams if not f.decays]
         groups = [
@@ -45,34 +45,34 @@ class AdamW:
         )
 
     def square_norm(self, loss_scale: float = 1.0) -> Tensor:
-        """Sum of squares, in fp64, of those gradients that this rank counts: over all ranks that hold different
-        fragments they add up to the square of the global 2-norm. Leaves the gradients unscaled and in the optimizer's
-        precision."""
+        """Returns the sum of squares, in fp64, of the gradients that this rank counts: over all ranks that hold
+        different shards these add up to the square of the global 2-norm. Leaves the gradients unscaled and in the
+        optimizer's precision."""
         self.take()
         if loss_scale != 1:
             for gradient in self._gradients():
                 gradient.mul_(1 / loss_scale)
-        masters = (self.masters[f.name].grad for f in counted(self.fragments))
+        masters = (self.masters[f.name].grad for f in counted(self.shards))
         return get_total_norm([gradient for gradient in masters if gradient is not None]).double() ** 2
 
     def take(self) -> None:
-        """Take over the fragments' gradients, in the optimizer's precision."""
-        for fragment in self.fragments:
-            master = self.masters[fragment.name]
-            gradient = fragment.gradient
+        """Takes the shards' gradients, in the optimizer's precision."""
+        for shard in self.shards:
+            master = self.masters[shard.name]
+            gradient = shard.gradient
             master.grad = None if gradient is None else gradient.to(master.dtype)
-            if master is not fragment.value:
-                fragment.gradient = None  # its half-precision memory is not needed any longer
+            if master is not shard.value:
+                shard.gradient = None  # its half-precision memory is no longer needed
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor) -> None:
-        """Clip to the configured norm, update, and clear the gradients. `norm` is the global norm."""
-        # Who has more than a share of the tokens becomes less likely to be chosen (DeepSeek-V3, section 2.1.2).
+        """Clips to the configured norm, updates, and clears the gradients. `norm` is the global norm."""
+        # Experts with more than the mean load become less likely to be chosen (DeepSeek-V3, section 2.1.2).
         for bias in self.biases:
             if bias.grad is not None:
                 bias.add_(bias.grad.sign(), alpha=-self.bias_rate)
-                bias.grad = None  # it is no part of what is clipped
-        # Where nothing is clipped torch would multiply every gradient by one.
+                bias.grad = None  # it takes no part in clipping
+        # Without clipping torch would multiply every gradient by one.
         if self.config.clip and norm + 1e-6 > self.config.clip:
             clip_grads_with_norm_(self.masters.values(), self.config.clip, norm)
         for group in self.adam.param_groups:
@@ -84,42 +84,42 @@ class AdamW:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Give the fragments what the masters hold, where those are copies."""
-        for fragment in self.fragments:
-            if self.masters[fragment.name] is not fragment.value:
-                fragment.value.copy_(self.masters[fragment.name])
+        """Copies the master weights to the shards, where they are copies."""
+        for shard in self.shards:
+            if self.masters[shard.name] is not shard.value:
+                shard.value.copy_(self.masters[shard.name])
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Discards the gradients."""
         for master in self.masters.values():
             master.grad = None
 
     def first_bad_gradient(self) -> int | None:
-        """Place among the fragments of the first whose gradient holds a NaN or an infinity."""
-        for number, fragment in enumerate(self.fragments):
-            gradient = self.masters[fragment.name].grad
+        """Returns the index of the first shard whose gradient contains a NaN or an infinity."""
+        for number, shard in enumerate(self.shards):
+            gradient = self.masters[shard.name].grad
             if gradient is not None and not torch.isfinite(gradient).all():
                 return number
         return None
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """By kind, then by name, tensors of the fragments' shapes: the moments, and "master" where masters are kept.
-        Without the moments before the first update."""
+        """Returns, by kind, then by name, tensors of the shards' shapes: the moments, and "master" where masters are
+        kept. Before the first update there are no moments."""
         tensors: dict[str, dict[str, Tensor]] = {}
         if self.updates:
             tensors |= {kind: {} for kind in MOMENTS}
-            for fragment in self.fragments:
-                state = self.adam.state[self.masters[fragment.name]]
+            for shard in self.shards:
+                state = self.adam.state[self.masters[shard.name]]
                 for kind in MOMENTS:
-                    # What has no elements here, or no moments at all, has those of its own shape.
-                    tensors[kind][fragment.name] = state.get(kind, torch.zeros_like(self.masters[fragment.name]))
-        if any(self.masters[f.name] is not f.value for f in self.fragments):
+                    # An empty shard, or one without moments, gets moments of its own shape.
+                    tensors[kind][shard.name] = state.get(kind, torch.zeros_like(self.masters[shard.name]))
+        if any(self.masters[f.name] is not f.value for f in self.shards):
             tensors["master"] = {name: master.detach() for name, master in self.masters.items()}
         return tensors
 
     @torch.no_grad()
     def make_state(self, updates: int) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of state_tensors with zero moments, for a checkpoint after `updates` updates to fill."""
+        """Returns the tensors of state_tensors with zero moments, for a checkpoint after `updates` updates to fill."""
         self.updates = updates
         for master in self.masters.values():
             if updates and master.numel():

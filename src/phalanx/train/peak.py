@@ -1,4 +1,4 @@
-"""The peak of a rank, which MFU divides by: the job's, a data sheet's, this CPU's stored measurement, or a new one."""
+"""A rank's peak FLOP/s, the divisor of MFU: the job's, a data sheet's, this CPU's stored measurement, or a new one."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from phalanx.parallel.linear import linear, onednn_is_faster
 from phalanx.train.device import data_sheet_flops, reported
 
 PEAK_FIELDS = {torch.float32: "fp32_tflops", torch.bfloat16: "bf16_tflops", torch.float16: "fp16_tflops"}
-"""Field of an Accelerator that has the peak of a data type."""
+"""The Accelerator field with the peak of each data type."""
 MEASUREMENTS, MEASUREMENT_S = 5, 0.1
-"""Measurements of the peak where none is stored, and seconds of each: half a second at the start of a run, in which a
+"""Number of peak measurements if none is stored, and seconds of each: half a second at the start of a run, in which a
 product of 1,024 × 1,024 runs five times per measurement at 0.1 TFLOP/s."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most FLOP/s that one rank can do, which MFU divides by."""
+    """The peak FLOP/s of one rank, the divisor of MFU."""
 
     flops: float
     source: str
-    """Where the figure comes from."""
+    """The origin of the figure."""
     spread: float = 0.0
-    """Relative spread of the measurements behind it; 0 where it was not measured, or where that is not known."""
+    """Relative spread of the measurements; 0 if it was not measured or is not known."""
 
 
 def peak_flops(cluster: Cluster, device: torch.device, dtype: torch.dtype, processes: int) -> Peak:
     """Returns the peak of one of `processes` ranks on each node. Must be called on all ranks.
 
-    It is the first of: the job's cluster.peak_tflops; the data sheet's for a known accelerator; on a CPU the one that
+    It is the first of: the job's cluster.peak_tflops; the data sheet's for a known accelerator; on a CPU the value that
     `phalanx bench compute` measured here, if its spread is within bounds; the median of MEASUREMENTS short measurements
     of a square matrix product, made by all ranks at once, because ranks of one machine share it.
     """
@@ -54,11 +54,11 @@ def peak_flops(cluster: Cluster, device: torch.device, dtype: torch.dtype, proce
         kind = str(dtype).removeprefix("torch.")
         return Peak(
             0.0,
-            f"{name} with {gib:.0f} GiB has no peak in {kind} in the table of devices (docs/devices.md): lines are "
-            "without mfu; cluster.peak_tflops states one",
+            f"{name} with {gib:.0f} GiB has no peak in {kind} in the table of devices (docs/devices.md): lines have "
+            "no mfu; set cluster.peak_tflops",
         )
     if device.type == "cpu":
-        # Rank 0's file stands for all, so that all ranks go on alike.
+        # Rank 0's file decides for all, so that all ranks continue alike.
         stored = on_rank_zero(lambda: stored_cpu_peak(cluster, dtype, processes))
         if stored:
             return Peak(*stored)
@@ -67,8 +67,8 @@ def peak_flops(cluster: Cluster, device: torch.device, dtype: torch.dtype, proce
 
 def stored_cpu_peak(cluster: Cluster, dtype: torch.dtype, processes: int) -> tuple[float, str, float] | None:
     """Returns FLOP/s, source and spread of one of `processes` ranks per node as `phalanx bench compute` measured this
-    CPU: from the job's cluster, or else from the file of cluster=local. None where there is no such measurement, or
-    where it is unreliable or of another machine."""
+    CPU: from the job's cluster, or else from the file of cluster=local. Returns None if there is no such measurement,
+    or if it is unreliable or of another machine."""
     path = local_cluster.default_path()
     measured, where = cluster, "cluster of the job"
     if not cluster.sharing.processes:
@@ -113,7 +113,7 @@ def _product_flops(
     multiply: Callable[[Tensor, Tensor], Tensor],
     now: Callable[[], float],
 ) -> float:
-    """Returns the best FLOP/s of `multiply(a, out)` in MEASUREMENT_S; it may write a × a to `out`."""
+    """Returns the best FLOP/s of `multiply(a, out)` within MEASUREMENT_S; it may write a × a to `out`."""
     half_on_cpu = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
     n = 256 if half_on_cpu else 1024 if device.type == "cpu" else 8192
     a = torch.ones(n, n, dtype=dtype, device=device)

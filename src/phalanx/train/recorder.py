@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes down what one rank's run shows. A context manager; without a path (every rank but the first) the rows of
-    metrics.jsonl go nowhere."""
+    """Records one rank's results. A context manager; without a path (every rank but the first) the rows of
+    metrics.jsonl are discarded."""
 
     def __init__(
         self, path: Path | None, meter: Meter, milestones: Milestones, terminal: Terminal, device: torch.device
@@ -35,7 +35,7 @@ class Recorder:
         self.rows.__exit__(*error)
 
     def step(self, number: int, values: dict[str, float]) -> None:
-        """Record step `number`, which ends now: `values` has its loss, gradient norm and learning rate."""
+        """Records step `number`, which ends now: `values` has its loss, gradient norm and learning rate."""
         row = {"step": number, **values, **self.meter.step(), "memory": devices.peak_memory(self.device)}
         self.rows.write("step", **row)
         self.terminal.step(number, row["loss"], row["tps"])
@@ -43,23 +43,23 @@ class Recorder:
             log.info("%s", line({**row, **self.meter.since_shown()}, devices.peak_memory(self.device)))
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
-        """Record a validation after step `step`: its mean loss per token, in nats. Its seconds are no training."""
+        """Records a validation after step `step`: its mean loss per token, in nats. Its time is not training."""
         self.meter.pause(seconds)
         self.rows.write("validation", step=step, val_loss=loss, seconds=seconds)
         log.info("step: %d  val_loss: %.4f  (%s)", step, loss, as_time(seconds))
 
     def checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        """Log a checkpoint after step `step`. Its seconds are no training."""
+        """Logs a checkpoint after step `step`. Its time is not training."""
         self.meter.pause(seconds)
         log.info("step: %d  checkpoint: %s  (%s)", step, path, as_time(seconds))
 
     def traffic(self, step: int, ledger: Ledger, steps: int) -> None:
-        """Record the bytes that this rank sent per step, over the last `steps` steps, by axis and collective."""
+        """Records the bytes that this rank sent per step, over the last `steps` steps, by axis and collective."""
         self.rows.write("traffic", step=step, steps=steps, traffic_bytes=ledger.traffic(steps))
         for text in ledger.lines(steps):
             log.info("sent per step by rank 0 over %s", text)
 
     def staleness(self, step: int, summary: dict[str, Any]) -> None:
-        """Record how far the server's parameters had moved on when gradients arrived, since this attempt began."""
+        """Records the staleness of gradients since this attempt began."""
         self.rows.write("staleness", step=step, **summary)
         log.info("staleness of %d gradients: mean %.3g, max %d", summary["updates"], summary["mean"], summary["max"])

@@ -1,7 +1,6 @@
-"""A run's directory: what it holds, who may write it, and whether a job may go on in it. Imports no torch.
+"""A run's directory: its contents, its lock, and whether a job may resume in it. Imports no torch.
 
-config.yaml  command.txt  env.json  metrics.jsonl  logs/attempt_k/rank_r/  checkpoints/step-000100/  latest
-experts.svg
+config.yaml command.txt env.json metrics.jsonl logs/attempt_k/rank_r/ checkpoints/step-000100/ latest experts.svg
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ STRUCTURE = (
     "train.seed",
     "train.precision",
 )
-"""Fields that must be the same for a checkpoint to belong to a job. Others may change between attempts."""
+"""Fields that must equal those of a checkpoint for a job to resume from it. Others may change between attempts."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def next_log_dir(self) -> Path:
-        """A new directory for the logs of a lone process: logs/attempt_k/rank_0, as the launcher makes them."""
+        """Creates and returns the log directory of a single process: logs/attempt_k/rank_0, as the launcher does."""
         from phalanx.launch.logs import next_attempt
 
         path = next_attempt(self.logs) / "rank_0"
@@ -76,7 +75,7 @@ class RunDirectory:
         return path
 
     def start(self, loaded: LoadedJob) -> None:
-        """Record what is about to run: the resolved job, the command, and facts about the machine."""
+        """Records the resolved job, the command, and facts about the machine before a run."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.config.write_text(as_yaml(loaded), encoding="utf-8")
         with (self.path / "command.txt").open("a", encoding="utf-8") as file:
@@ -84,7 +83,7 @@ class RunDirectory:
         (self.path / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n", encoding="utf-8")
 
     def require(self) -> None:
-        """Raises CheckpointError where this is not the directory of a run; names the runs beside it."""
+        """Raises CheckpointError if this is not the directory of a run; names the runs beside it."""
         if self.config.is_file():
             return
         known = sorted(str(config.parent) for config in self.path.parent.glob("*/config.yaml"))
@@ -92,7 +91,7 @@ class RunDirectory:
         raise CheckpointError(f"no run in {self.path}: it has no config.yaml{hint}")
 
     def move_aside(self) -> Path | None:
-        """Rename the directory, if there is one, to NAME.1, NAME.2, ...: starting over deletes nothing."""
+        """Renames an existing directory to NAME.1, NAME.2, ...: starting over deletes nothing."""
         if not self.path.exists():
             return None
         number = 1
@@ -102,8 +101,8 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the directory: two trainers in one directory would overwrite each other. The kernel frees the lock
-        however the holder ends. Raises RunError when somebody else holds it."""
+        """Locks the directory: two trainers in one directory would overwrite each other. The kernel releases the lock
+        however the holder ends. Raises RunError if another process holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / ".lock").open("a+") as file:
             try:
@@ -118,9 +117,9 @@ class RunDirectory:
             yield
 
     def resume_from(self, job: Job) -> checkpoint.Manifest | None:
-        """The newest whole checkpoint of this run, if there is any.
+        """Returns the newest whole checkpoint of this run, if there is any.
 
-        Raises JobError where it belongs to another job, with every difference; CheckpointError where all are damaged.
+        Raises JobError if it belongs to another job, with every difference; CheckpointError if all are damaged.
         """
         if not self.checkpoints.is_dir():
             return None
@@ -143,7 +142,7 @@ class RunDirectory:
 
 
 def job_of(manifest: checkpoint.Manifest) -> Job:
-    """The job that a checkpoint was written by. Raises CheckpointError where this program cannot read it."""
+    """Returns the job that wrote a checkpoint. Raises CheckpointError if this version cannot read it."""
     try:
         return from_dict(manifest.meta["job"], str(manifest.path))
     except (JobError, KeyError) as error:
@@ -153,7 +152,7 @@ def job_of(manifest: checkpoint.Manifest) -> Job:
 
 
 def _environment() -> dict[str, object]:
-    """Versions and an allow-list of variables. Never the whole environment: it holds secrets."""
+    """Returns versions and an allow-list of variables. Never the whole environment: it holds secrets."""
     import importlib.metadata
 
     names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "PBS_JOBID", "WORLD_SIZE")
@@ -173,10 +172,10 @@ def _environment() -> dict[str, object]:
 
 
 def _git_commit() -> str | None:
-    """Commit of the source tree this program runs from, with "+" where files were changed."""
+    """Returns the commit of the source tree this program runs from, with "+" if files were changed."""
     here = Path(__file__).parent
     try:
-        said = subprocess.run(
+        commit = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
             cwd=here,
             capture_output=True,
@@ -186,4 +185,4 @@ def _git_commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return said.stdout.strip() or None
+    return commit.stdout.strip() or None

@@ -21,7 +21,7 @@ from phalanx.train.step import Stepper
 
 @dataclass
 class TrainState:
-    """All that the next step depends on."""
+    """The complete state that determines the next step."""
 
     stepper: Stepper
     data_fingerprint: str
@@ -30,19 +30,19 @@ class TrainState:
     step: int = 0
     """Steps done."""
     samples: int = 0
-    """Sequences read, which is the place in the order of samples."""
+    """Sequences read: the position in the order of samples."""
     val_loss: float | None = None
     """The last validation loss."""
 
     def advance(self, step: int, global_batch: int) -> None:
-        """Note that `step` steps are done, each over `global_batch` sequences since the last call."""
+        """Records that `step` steps are done, each over `global_batch` sequences since the last call."""
         self.samples += (step - self.step) * global_batch
         self.step = step
 
     def save(self, root: Path) -> Path:
-        """Write a checkpoint, together with all other ranks. Raises RunError."""
+        """Writes a checkpoint, together with all other ranks. Raises RunError."""
         stepper = self.stepper
-        groups = {"model": self._whole("", {f.name: f.value for f in stepper.replica.fragments}), "optimizer": {}}
+        groups = {"model": self._whole("", {f.name: f.value for f in stepper.replica.shards}), "optimizer": {}}
         for kind, tensors in stepper.optimizer.state_tensors().items():
             if not tensors:
                 continue  # sync=asp: only the first replica, which serves, has an optimizer
@@ -66,8 +66,8 @@ class TrainState:
         return Path(on_rank_zero(lambda: str(checkpoint.save(root, self.step, groups, meta, keep))))
 
     def load(self, path: Path) -> None:
-        """Become what the checkpoint holds, whose digests have been checked. Raises CheckpointError where it is damaged
-        or belongs to other data or another model."""
+        """Restores the state from a checkpoint, whose digests have been checked. Raises CheckpointError if it is
+        damaged or belongs to other data or another model."""
         manifest = checkpoint.check(path, verify=False)
         meta = manifest.meta
         if meta["data"] != self.data_fingerprint:
@@ -75,18 +75,18 @@ class TrainState:
                 f"checkpoint {path} was trained on other data (shards {meta['data'][:12]}…, now "
                 f"{self.data_fingerprint[:12]}…); restore the corpus, or start over with --fresh"
             )
-        parameters = by_whole(self.stepper.replica.fragments)
+        parameters = by_whole(self.stepper.replica.shards)
         with checkpoint.Reader(manifest, "model") as tensors:
             tensors.require(parameter_shapes(self.stepper.job.model, self.vocab_size))
-            for name, fragments in parameters.items():
+            for name, shards in parameters.items():
                 whole = tensors[name]
-                for fragment in fragments:
-                    fragment.assign(whole)
+                for shard in shards:
+                    shard.assign(whole)
         optimizer, sync = self.stepper.optimizer, self.stepper.sync
-        # Of another number of replicas, each takes one's moments in turn.
+        # With another number of replicas, each takes the moments of one in turn.
         replica = self.stepper.mesh.coordinates["dp_replicate"] % meta.get("replicas", 1) if sync else 0
         own = f"replica{replica}/" if replica else ""
-        updated = by_whole(optimizer.fragments)
+        updated = by_whole(optimizer.shards)
         with checkpoint.Reader(manifest, "optimizer") as tensors:
             saved = set(tensors.names())
             groups = {
@@ -99,21 +99,21 @@ class TrainState:
                 kind: tensors_of_kind for kind, tensors_of_kind in outer.items() if _all_there(kind, updated, saved)
             }
             for kind, tensors_of_kind in groups.items():
-                for name, fragments in updated.items():
+                for name, shards in updated.items():
                     whole = tensors[f"{kind}/{name}"]
-                    for fragment in fragments:
-                        fragment.assign(whole, into=tensors_of_kind[fragment.name])
+                    for shard in shards:
+                        shard.assign(whole, into=tensors_of_kind[shard.name])
         self.stepper.reload()
         self.stepper.loss_scale.load_state(meta["loss_scale"])
         self.step, self.samples, self.val_loss = manifest.step, meta["samples"], meta["val_loss"]
 
     @property
     def replicas(self) -> int:
-        """Replicas whose moments differ."""
+        """The number of replicas whose moments differ."""
         return self.stepper.independent_replicas if self.stepper.sync else 1
 
     def _of_replica(self, replica: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors that the rank at this one's place in another replica holds."""
+        """Returns the tensors that the rank at this one's place in another replica holds."""
         tensors_of_replica = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         for tensor in tensors_of_replica.values():
             if tensor.numel():
@@ -121,10 +121,10 @@ class TrainState:
         return tensors_of_replica
 
     def _whole(self, prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors of all ranks' fragments put together: on rank 0, nothing elsewhere."""
+        """Reassembles the tensors of all ranks' shards: on rank 0, nothing elsewhere."""
         replica, mesh = self.stepper.replica, self.stepper.mesh
         keep = mesh.axis("world").rank == 0
-        return {prefix + name: tensor for name, tensor in wholes(replica.fragments, tensors, mesh, keep)}
+        return {prefix + name: tensor for name, tensor in wholes(replica.shards, tensors, mesh, keep)}
 
 
 def _all_there(kind: str, names: Iterable[str], saved: set[str]) -> bool:

@@ -1,4 +1,4 @@
-"""One optimizer step of a job on this rank: what the training loop repeats and what `phalanx verify` compares."""
+"""One optimizer step of a job on this rank, which the training loop repeats and `phalanx verify` compares."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Step:
     """The result of one step: the same on every rank of a replica, and with sync=bsp on all ranks."""
 
     loss: float
-    """Mean over the global batch's tokens, in nats; over an independent replica's share of them."""
+    """Mean over the global batch's tokens, in nats; over its part of them for an independent replica."""
     grad_norm: float
     stop: bool
-    """Some rank was asked to stop; independent replicas know it only when they synchronize."""
+    """True if some rank was asked to stop; independent replicas know it only when they synchronize."""
 
 
 class Stepper:
-    """A job's model with its optimizer, spread as the layout says, on one rank."""
+    """A job's model with its optimizer, distributed as the layout says, on one rank."""
 
     def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int):
         self.job, self.mesh, self.device, self.vocab_size = job, mesh, device, vocab_size
@@ -53,15 +53,15 @@ class Stepper:
         self.memory = Memory(job, device, vocab_size, mesh.coordinates["pp"])
         with self.memory.allocating("parameters"):
             self.replica = apply(model, job, mesh, device)
-        fragments = self.replica.fragments
+        shards = self.replica.shards
         if job.layout.sync == "asp":
-            # The first replica's ranks keep the server's parameters beside those that they compute with.
+            # The first replica's ranks hold the server's parameters beside those they compute with.
             serves = mesh.coordinates["dp_replicate"] == 0
-            fragments = [_copy(fragment) for fragment in fragments] if serves else []
+            shards = [_copy(shard) for shard in shards] if serves else []
         if isinstance(self.replica.runner, PipeDream):
-            fragments = [_copy(fragment) for fragment in fragments]  # it computes with older versions
+            shards = [_copy(shard) for shard in shards]  # it computes with older versions
         with self.memory.allocating("optimizer"):
-            self.optimizer = AdamW(fragments, job.optimizer, job.model.moe.bias_rate)
+            self.optimizer = AdamW(shards, job.optimizer, job.model.moe.bias_rate)
         self.loss_scale = LossScale(dtype)
         runner = self.replica.runner
         self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)
@@ -73,27 +73,27 @@ class Stepper:
             self.sync = kind(job, mesh, self.optimizer, device)
 
     def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int) -> Tensor:
-        """Forward and backward over this rank's micro-batches. Returns the loss summed over them, in fp64.
+        """Runs forward and backward over this rank's micro-batches. Returns the loss summed over them, in fp64.
 
-        Afterwards the fragments' gradients are those of the mean loss over `global_tokens`, times the loss scale."""
+        Afterwards the shards' gradients are those of the mean loss over `global_tokens`, times the loss scale."""
         tensors = [self.tensors(micro, step) for micro in micro_batches]
         with self.memory.allocating("activations", "logits", "gradients"):
             return self.replica.gradients(tensors, self.factor(global_tokens))
 
     def factor(self, global_tokens: int) -> float:
-        """Return the factor of a backward pass's loss, summed over tokens, and give it to the routers' penalties."""
+        """Returns the factor of a backward pass's loss, summed over tokens, and passes it to the routers' penalties."""
         self.routing.factor = self.loss_scale.value / global_tokens
         return self.routing.factor
 
     def step(
         self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, lr: float, stop: bool = False
     ) -> Step:
-        """One optimizer step, the `step`-th, whose global batch has `global_tokens` valid tokens. Independent
-        replicas take their shares of them to be equal.
+        """Takes optimizer step `step`, whose global batch has `global_tokens` valid tokens. Independent replicas assume
+        that their parts of them are equal.
 
-        `stop` on any rank is seen on all. Raises NotFiniteError, before the optimizer writes anything, when loss or
-        gradients are not finite (with fp16, when a smaller loss scale cannot help); independent replicas raise it when
-        they synchronize. Raises RunError where memory is short. With sync=asp the parameter server takes the steps
+        `stop` on any rank is seen on all. Raises NotFiniteError, before the optimizer writes anything, if loss or
+        gradients are not finite (with fp16, if a smaller loss scale cannot help); independent replicas raise it when
+        they synchronize. Raises RunError if memory is short. With sync=asp the parameter server takes the steps
         (train/sync/asp.py)."""
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
         tokens = global_tokens // self.independent_replicas
@@ -108,7 +108,7 @@ class Stepper:
             with self.memory.allocating("optimizer"):
                 self.optimizer.step(lr, norm)
             self.loss_scale.fine()
-        everywhere.wait()  # where every rank has the whole gradient it travels while the optimizer works
+        everywhere.wait()  # if ranks hold whole gradients, it overlaps with the optimizer
         mean, stop = (status[0] / tokens).item(), bool(status[2].item())
         problem = ""
         if not math.isfinite(grad_norm) and not self.loss_scale.overflow():
@@ -124,34 +124,34 @@ class Stepper:
         return Step(mean, grad_norm, stop)
 
     def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:
-        """Start summing loss, squared gradient norm and the request to stop over the ranks.
+        """Starts summing loss, squared gradient norm and the request to stop over the ranks.
 
-        Returns the square of the norm of this rank's gradients, the tensor (3,) of the three that becomes their sums,
-        and what to wait for until it has. The gradients are then the optimizer's."""
+        Returns the square of the norm of this rank's gradients, the tensor (3,) that becomes the three sums, and the
+        pending collective. The gradients then belong to the optimizer."""
         with self.memory.allocating("gradients"):
-            # Of a rank that counts no gradient torch's norm lies on the CPU.
+            # torch's norm of no gradients is on the CPU.
             square = self.optimizer.square_norm(self.loss_scale.value).to(loss.device)
-        # Everything is counted by one rank: a loss by one of those that read the same samples, a gradient's element by
-        # one of those that hold it.
+        # One rank counts each value: a loss, one of those that read the same samples, a gradient's element, one of
+        # those that hold it.
         first_replica = self.independent_replicas > 1 or self.mesh.coordinates["dp_replicate"] == 0
         status = torch.stack((loss * self.mesh.owns_loss, square * first_replica, loss.new_tensor(stop)))
         return square, status, self._reduce(status)
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Take up the parameters and optimizer state that a checkpoint has brought, on every rank."""
+        """Adopts the parameters and optimizer state loaded from a checkpoint, on every rank."""
         self.replica.publish()
         if self.sync:
             self.sync.reload()
-        for own, fragment in zip(self.optimizer.fragments, self.replica.fragments, strict=False):
-            if own is not fragment:
-                own.value.copy_(fragment.value)
+        for own, shard in zip(self.optimizer.shards, self.replica.shards, strict=False):
+            if own is not shard:
+                own.value.copy_(shard.value)
         if isinstance(self.replica.runner, PipeDream):
-            self.replica.runner.restart([f.value for f in self.replica.fragments])
+            self.replica.runner.restart([f.value for f in self.replica.shards])
 
     def tensors(self, micro: MicroBatch, step: int, validates: bool = False) -> MicroTensors:
-        """Move this rank's part of a micro-batch to the device, with what its dropout masks in optimizer step `step`
-        derive from. When it `validates`, sequences do not travel in slices."""
+        """Moves this rank's part of a micro-batch to the device, with the inputs of its dropout masks in optimizer step
+        `step`. When it `validates`, sequences are not sliced."""
         places = self.places_of_whole if validates else self.places
         tokens = torch.from_numpy(micro.tokens).to(self.device, non_blocking=True)
         targets = torch.from_numpy(micro.targets).to(self.device, non_blocking=True)
@@ -173,22 +173,22 @@ class Stepper:
         return MicroTensors(tokens, targets, noise, places, documents)
 
     def _places(self, slices: int) -> Tensor | None:
-        """Positions of the tokens that this rank has of every sequence; None where it has all."""
+        """Returns the positions of this rank's tokens of every sequence; None if it has all."""
         if self.job.layout.cp == 1:
             return None
         runs = rank_positions(self.job.layout, self.job.model.seq_len, self.mesh.coordinates["cp"], slices)
         return torch.tensor([position for run in runs for position in run], device=self.device)
 
     def name_first(self, bad: int | None) -> str:
-        """ ", first in NAME": the first of the fragments that any rank calls `bad`, if there is one. A collective."""
+        """Returns ", first in NAME" for the first shard that any rank calls `bad`, if there is one. A collective."""
         names = list(parameter_shapes(self.job.model, self.vocab_size))
-        place = 0 if bad is None else len(names) - names.index(self.replica.fragments[bad].whole_name)
+        place = 0 if bad is None else len(names) - names.index(self.replica.shards[bad].whole_name)
         first = torch.tensor([place], device=self.device)
         self._reduce(first, torch.distributed.ReduceOp.MAX).wait()
         return f", first in {names[len(names) - int(first.item())]}" if first.item() else ""
 
     def _reduce(self, x: Tensor, op: torch.distributed.ReduceOp.RedOpType = torch.distributed.ReduceOp.SUM) -> Pending:
-        """A sum (or maximum) over the ranks that make a step together: all, or those of one replica."""
+        """Starts a sum (or maximum) over the ranks that take a step together: all, or those of one replica."""
         return (
             self.mesh.reduce_replica(x, op)
             if self.independent_replicas > 1
@@ -196,5 +196,5 @@ class Stepper:
         )
 
 
-def _copy(fragment: ParameterShard) -> ParameterShard:
-    return replace(fragment, value=fragment.value.detach().clone().requires_grad_(), gradient=None)
+def _copy(shard: ParameterShard) -> ParameterShard:
+    return replace(shard, value=shard.value.detach().clone().requires_grad_(), gradient=None)

@@ -1,4 +1,4 @@
-"""Stopping on request: a signal sets a flag, which all ranks look at together at the next safe point."""
+"""Stopping on request: a signal sets a flag, which all ranks check together at the next safe point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal to stop has arrived."""
+        """True once a signal to stop has arrived."""
         return self.signal != 0
 
     def __enter__(self) -> StopRequest:

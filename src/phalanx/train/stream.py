@@ -1,7 +1,7 @@
 """Optimizer steps of a pipeline that is not flushed between them (parallel/pipedream.py).
 
-What a step's gradients do to the weights is not needed before the step after the next one begins. Until then its norm
-is added up over the ranks, while they compute: a step is known one step later.
+A step's update is not needed before the step after the next one begins. Until then its norm is reduced over the ranks,
+while they compute: a step's result is known one step later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _UnknownStep:
 
 
 class UnflushedSteps:
-    """Takes the steps of a Stepper whose pipeline goes on from one step to the next."""
+    """Takes the steps of a Stepper whose pipeline continues from one step to the next."""
 
     def __init__(self, stepper: Stepper, pipeline: PipeDream):
         self.stepper, self.pipeline = stepper, pipeline
@@ -44,7 +44,7 @@ class UnflushedSteps:
 
     @property
     def empty(self) -> bool:
-        """Whether no micro-batch is in flight: all ranks have the weights after the last step."""
+        """True if no micro-batch is in flight: all ranks have the weights after the last step."""
         return not self.pipeline.running
 
     def step(
@@ -56,10 +56,10 @@ class UnflushedSteps:
         stop: bool,
         more: Callable[[], Sequence[MicroBatch]] | None,
     ) -> list[tuple[int, Step]]:
-        """Bring the `step`-th step's micro-batches back, and take in those of the next one that `more` gives, if any.
+        """Finishes step `step`'s micro-batches, and starts those of the next one that `more` returns, if any.
 
-        Returns the steps that have become known, with their numbers: the one before, and without `more` this one as
-        well. After a request to stop, which is seen one step later, `more` is not asked. Raises as Stepper.step."""
+        Returns the steps whose results became known, with their numbers: the previous one, and without `more` also this
+        one. After a request to stop, seen one step later, `more` is not asked. Raises as Stepper.step."""
         stepper, batch = self.stepper, self.pipeline.batch
         if self.stopping:
             more = None
@@ -67,7 +67,7 @@ class UnflushedSteps:
         def tensors(micros: Sequence[MicroBatch], number: int) -> list[MicroTensors]:
             return [stepper.tensors(micro, number) for micro in micros]
 
-        loss = self.pipeline.leg(
+        loss = self.pipeline.run_batch(
             tensors(micro_batches, step),
             stepper.factor(global_tokens),
             (lambda: tensors(more(), step + 1)) if more else None,
@@ -75,15 +75,15 @@ class UnflushedSteps:
         )
         self._settle()
         self._raise()
-        for own, fragment in zip(stepper.optimizer.fragments, stepper.replica.fragments, strict=True):
-            own.gradient = None if fragment.gradient is None else fragment.gradient.clone()
+        for own, shard in zip(stepper.optimizer.shards, stepper.replica.shards, strict=True):
+            own.gradient = None if shard.gradient is None else shard.gradient.clone()
         stepper.replica.clear()
         _, status, everywhere = stepper.status(loss, stop)
         self.unknown = _UnknownStep(step, batch, status, everywhere, global_tokens, lr)
         if more is None:
             self._settle()
             self._raise()
-            self.pipeline.restart([f.value for f in stepper.optimizer.fragments])
+            self.pipeline.restart([f.value for f in stepper.optimizer.shards])
         steps, self.known = self.known, []
         if more is None and steps:
             number, final = steps[-1]
@@ -92,12 +92,12 @@ class UnflushedSteps:
         return steps
 
     def _due(self, batch: int) -> None:
-        """A batch's first forward pass is next: the step before the last one has to have been taken."""
+        """Takes the step before the last one, since a batch's first forward pass is next."""
         if self.unknown is not None and self.unknown.batch <= batch - 2:
             self._settle()
 
     def _settle(self) -> None:
-        """Take the step that is not known yet, with a norm that is by now."""
+        """Takes the step whose result is pending; its norm has arrived by now."""
         if self.unknown is None:
             return
         unknown, stepper, self.unknown = self.unknown, self.stepper, None
@@ -106,9 +106,9 @@ class UnflushedSteps:
         loss, norm = total / unknown.tokens, math.sqrt(square) if square >= 0 else math.nan
         if math.isfinite(norm) and math.isfinite(loss):
             stepper.optimizer.step(unknown.lr, unknown.status[1].sqrt())
-            self.pipeline.write(unknown.batch + 2, [f.value for f in stepper.optimizer.fragments])
+            self.pipeline.write(unknown.batch + 2, [f.value for f in stepper.optimizer.shards])
         else:
-            # Not raised here: some ranks are still at work on what others wait for.
+            # Not raised here: some ranks are still computing results that others wait for.
             self.problem = f"step {unknown.step + 1}: loss {loss:g}, gradient norm {norm:g}"
         self.stopping = self.stopping or stops > 0
         self.known.append((unknown.step + 1, Step(loss, norm, stop=False)))

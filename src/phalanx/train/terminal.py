@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Terminal:
-    """The live bar of a run on standard error; nothing where that is no terminal. A context manager."""
+    """The live bar of a run on standard error; nothing if that is no terminal. A context manager."""
 
     def __init__(self, steps: int, visible: bool):
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -37,17 +37,15 @@ class Terminal:
         self.bar.stop()
 
     def step(self, step: int, loss: float, tps: float) -> None:
-        """Moves the bar and shows the loss and the tokens per second and device beside it."""
+        """Moves the bar and shows the loss and the tokens per second per device beside it."""
         self.bar.update(self.task, completed=step, shown=f"loss: {loss:.4f}  tps: {tps:,.0f}")
 
     def print(self, line: str) -> None:
-        """Print a line above the bar."""
+        """Prints a line above the bar."""
         self.console.print(line, markup=False)
 
 
 class _AboveTheBar(logging.Handler):
-    """Log lines that do not tear the bar."""
-
     def __init__(self, terminal: Terminal):
         super().__init__()
         self.terminal = terminal
@@ -58,8 +56,8 @@ class _AboveTheBar(logging.Handler):
 
 @contextlib.contextmanager
 def logging_to(terminal: Terminal, level: str, rank: int, file: Path | None) -> Iterator[None]:
-    """Send the package's log lines to the terminal on rank 0, to standard error on the others, and a dated copy to
-    `file`. Where many ranks share one standard error (file is None), only rank 0 and warnings are heard."""
+    """Sends the package's log lines to the terminal on rank 0, to standard error on the others, and a dated copy to
+    `file`. If many ranks share one standard error (file is None), only rank 0 and warnings are shown."""
     logger = logging.getLogger("phalanx")
     handlers: list[logging.Handler] = [_AboveTheBar(terminal) if rank == 0 else logging.StreamHandler(sys.stderr)]
     handlers[0].setFormatter(logging.Formatter("%(message)s" if rank == 0 or file else f"[rank {rank}] %(message)s"))

@@ -1,8 +1,7 @@
-"""A small set of layouts in which every two features meet: what `phalanx verify` composes.
+"""A small set of layouts in which every two features meet, for `phalanx verify`.
 
-Bugs of composition are nearly always between two parts. All combinations of the features below are thousands; a greedy
-choice of those that bring most pairs together for the first time (Cohen et al. 1997, the AETG system, section 4) is a
-few dozen.
+Composition bugs nearly always involve two features. All combinations of the features below are thousands; a greedy
+choice of those that cover most new pairs (Cohen et al. 1997, the AETG system, section 4) is a few dozen.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FEATURES = (
     ("recompute=selective", "recompute=full"),
     ("loss_chunk=24",),
 )
-"""Of each row a layout has one entry or none."""
+"""The features; a layout has at most one entry of each row."""
 ENTRIES = tuple(itertools.chain(*FEATURES))
 
 
@@ -37,16 +36,16 @@ ENTRIES = tuple(itertools.chain(*FEATURES))
 class _Combination:
     layout: Layout
     pairs: int
-    """The pairs of entries that meet in it: a set as bits, of which each pair has one."""
+    """The pairs of entries that meet in it, as a bit set with one bit per pair."""
 
 
 def pairs(max_ranks: int, legal: Callable[[Layout], bool] = lambda _: True) -> tuple[Layout, ...]:
-    """Layouts of at most `max_ranks` ranks in which every two entries of different rows meet that do so in any layout
-    that is `legal`."""
+    """Returns layouts of at most `max_ranks` ranks that cover every pair of entries of different rows that any `legal`
+    layout can have."""
     allowed, missing, found = cache(legal), -1, list[Layout]()
     left = _combinations(max_ranks)
     while left:
-        # Of several that bring as many together the one with fewer ranks is quicker.
+        # Among equally many new pairs, fewer ranks are faster.
         ordered = sorted(left, key=lambda each: (-(each.pairs & missing).bit_count(), each.layout.world))
         best = next((each for each in ordered if allowed(each.layout)), None)
         if best is None:
@@ -70,7 +69,6 @@ def _combinations(max_ranks: int) -> list[_Combination]:
 
 @cache
 def _settings(entry: str) -> dict[str, Any]:
-    """What an entry changes of the default."""
     changed = asdict(layout_line.parse(entry))
     return {name: value for name, value in changed.items() if value != getattr(Layout(), name)}
 

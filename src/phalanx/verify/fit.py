@@ -1,4 +1,4 @@
-"""What a model lacks for a layout: layers for its stages, experts to deal out."""
+"""Adapts a model to a layout: layers for its stages, experts for expert parallelism."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from phalanx.partition.pipeline import schedule_of
 from phalanx.partition.recompute import parse
 from phalanx.partition.stages import parse_cut
 from phalanx.schedule.schedule import Schedule
-from phalanx.verify.small import like
+from phalanx.verify.small import alike
 
 EXPERTS = MoE(n_experts=8, top_k=2, n_shared=1, aux_loss=0.01, z_loss=0.001, bias_balanced=True)
-"""What a model without experts gets: everything that a router does is at work."""
+"""The experts added to a model without any: they exercise every part of a router."""
 
 
 def deep_enough(job: Job, layout: Layout) -> Job:
-    """The job with a model for a layout's stages: as many layers as `recompute_cut` or `pp_cut` has, else at least one
-    for each stage.
+    """Returns the job with a model for a layout's stages: as many layers as `recompute_cut` or `pp_cut` has, else at
+    least one per stage.
 
-    Where the layout is not legal it is the job itself."""
+    If the layout is not legal, the job is returned unchanged."""
     if layout.pp == 1 and not layout.recompute_cut:
         return job
     try:
@@ -38,14 +38,14 @@ def deep_enough(job: Job, layout: Layout) -> Job:
 
 
 def with_experts(job: Job, layout: Layout) -> Job:
-    """The job with experts in its model where the layout deals some out and the model has none.
+    """Returns the job with experts in its model if the layout uses expert parallelism and the model has none.
 
-    They are narrow, and their width divides by the same numbers of ranks as that of the MLP. Without the load-balancing
-    loss where sequences travel in slices, which it does not go with."""
+    They are narrow, and their width is divisible by the same numbers of ranks as that of the MLP. They have no
+    load-balancing loss if the layout slices sequences, which excludes it."""
     model = job.model
     if layout.ep == 1 or model.moe.n_experts:
         return job
-    moe = replace(EXPERTS, d_ff=like(model.ff_size, min(model.ff_size, max(8, model.d_model // 2)), max(8, layout.tp)))
+    moe = replace(EXPERTS, d_ff=alike(model.ff_size, min(model.ff_size, max(8, model.d_model // 2)), max(8, layout.tp)))
     try:
         if layout.pp > 1 and _schedule(layout).slices > 1:
             moe = replace(moe, aux_loss=0.0)
@@ -55,6 +55,6 @@ def with_experts(job: Job, layout: Layout) -> Job:
 
 
 def _schedule(layout: Layout) -> Schedule:
-    """A pipeline's schedule, whose stages do not depend on how many micro-batches it is for. Raises JobError where it
-    is none."""
+    """Returns a pipeline's schedule, whose stages do not depend on the number of micro-batches. Raises JobError if
+    there is none."""
     return schedule_of(layout, max(layout.pp, layout.accumulation))

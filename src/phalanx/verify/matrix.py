@@ -1,4 +1,4 @@
-"""The layouts that are compared with one process where nobody names any. A new technique gets its lines here."""
+"""The layouts that are compared with one process by default. A new technique gets its lines here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MATRIX = (
     "dp_shard=4,zero=3",
     "dp_shard=2,zero=3,reshard=false,accumulation=2",
     "dp_shard=2,zero=3,accumulate=sharded,accumulation=2,recompute=full",
-    # sharded within groups, copied between them
+    # sharded within groups, replicated between them
     "dp_replicate=2,dp_shard=2,zero=1",
     "dp_replicate=2,dp_shard=2,zero=2,accumulate=sharded,accumulation=2",
     "dp_replicate=2,dp_shard=2,zero=3,accumulation=2",
@@ -55,30 +55,30 @@ MATRIX = (
     "cp=4,cp_ulysses=2,cp_inner=ring",
     "cp=2,recompute=selective,zero=1",
     "dp_replicate=2,dp_shard=2,cp=2",
-    # experts dealt out, over ranks of dp_shard and of cp
+    # expert parallelism, over ranks of dp_shard and of cp
     "dp_shard=2,ep=2",
     "dp_shard=4,ep=2,zero=1",
     "dp_shard=4,ep=2",
     "dp_shard=4,ep=4,zero=2",
     "cp=2,ep=2",
-    # forms that covering.py has not, in company
+    # combined forms that covering.py does not have
     "dp_shard=2,pp=2,zero=2,schedule=interleaved_1f1b,accumulation=4,accumulate=sharded",
     "dp_shard=2,tp=2,zero=3,sp=true,sp_regather=true,reshard=false",
 )
-"""Each technique alone, in all its forms, in lines of at most 8 ranks; covering.py brings them together."""
+"""Each technique alone, in all its forms, in lines of at most 8 ranks; covering.py combines them."""
 
 CHOICES = {"sp": (False, True), "zero": (1, 2, 3), "recompute": ("none", "selective", "full")}
-"""What `full` combines with every product of the axes, where it means anything."""
+"""Settings that `full` combines with every product of the axes, if they apply."""
 
 CONTEXTS = (1, 2)
 """Context-parallel ranks in `full`."""
 
 PIPELINES = (2, 3, 4)
-"""Ranks of the pipelines that every schedule is compared with."""
+"""Pipeline ranks for which every schedule is compared."""
 
 
 def full(max_ranks: int) -> Iterator[Layout]:
-    """Every product dp_replicate × dp_shard × cp × tp of 2 to `max_ranks` ranks, in every form of CHOICES."""
+    """Yields every product dp_replicate × dp_shard × cp × tp of 2 to `max_ranks` ranks, in every form of CHOICES."""
     degrees = range(1, max_ranks + 1)
     for replicate, shard, cp, tp in itertools.product(degrees, degrees, CONTEXTS, degrees):
         if not 2 <= replicate * shard * cp * tp <= max_ranks:
@@ -90,7 +90,7 @@ def full(max_ranks: int) -> Iterator[Layout]:
 
 
 def schedules(max_ranks: int) -> Iterator[Layout]:
-    """Every schedule on pipelines of P = 2, 3, 4 ranks, with P, 2 P and P + 1 micro-batches."""
+    """Yields every schedule on pipelines of P = 2, 3, 4 ranks, with P, 2 P and P + 1 micro-batches."""
     for name in SCHEDULES:
         for pp in (ranks for ranks in PIPELINES if ranks <= max_ranks):
             for micro_batches in (pp, 2 * pp, pp + 1):
@@ -98,11 +98,11 @@ def schedules(max_ranks: int) -> Iterator[Layout]:
 
 
 def reduced(layout: Layout, max_ranks: int) -> Layout:
-    """The same techniques on fewer ranks: the largest degree is divided by its smallest factor until it fits.
+    """Returns the same techniques on fewer ranks: the largest degree is divided by its smallest factor until it fits.
 
-    Every axis keeps at least 2 ranks while that is possible. Of equal degrees the one that comes first in the mesh goes
-    first. A pipeline whose schedule is a file keeps its ranks; another one that gets fewer loses what was written for
-    its stages. What is taken from other axes (cp_ulysses, ep) shrinks with them.
+    Every axis keeps at least 2 ranks while that is possible. Of equal degrees the one that comes first in the mesh is
+    reduced first. A pipeline whose schedule is a file keeps its ranks; a smaller pipeline loses the settings written
+    for its stages. Degrees that subdivide other axes (cp_ulysses, ep) shrink with them.
     """
     fixed = {"pp"} if layout.pp > 1 and is_file(layout.schedule) else set[str]()
     while layout.processes > max_ranks:
@@ -118,7 +118,7 @@ def reduced(layout: Layout, max_ranks: int) -> Layout:
 
 
 def _tidy(layout: Layout) -> Layout:
-    """With what is taken from other axes so that it divides them, and without the settings of what is not there."""
+    """Returns the layout with cp_ulysses and ep that divide their axes, and without settings of absent techniques."""
     layout = replace(layout, cp_ulysses=gcd(layout.cp_ulysses, layout.cp), ep=gcd(layout.ep, layout.shard_ranks))
     without = ["cp_inner"] if layout.cp == 1 else []
     without += ["schedule", "pp_chunks", "pp_slices", "pp_cut"] if layout.pp == 1 else []

@@ -1,6 +1,6 @@
-"""On the ranks: steps of a job, written down by one process and compared with that by every layout.
+"""Runs on the ranks: records the steps of a job on one process, and compares every layout with that record.
 
-Tensors are put together one at a time, on rank 0, and the record is read one tensor at a time, so that a layout's case
+Tensors are reassembled one at a time, on rank 0, and the record is read one tensor at a time, so that a layout's case
 needs no more memory than its training.
 """
 
@@ -35,42 +35,42 @@ from phalanx.train.step import Stepper
 from phalanx.verify.stale import delayed, streamed
 
 TOLERANCE = 1e-9
-"""Largest relative difference, in float64, of what is equal."""
+"""Largest relative difference, in float64, that counts as equal."""
 ROUNDING = 1e-7
-"""A gradient's scale is at least this share of the largest gradient of all. Times TOLERANCE that is 1e-16 of it, the
-rounding of float64: some gradients (of a key's bias) are zero but for rounding, which differs with the layout."""
+"""A gradient's scale is at least this fraction of the largest gradient of all. Times TOLERANCE that is 1e-16 of it, the
+rounding of float64: some gradients (of a key's bias) are zero except for rounding, which differs with the layout."""
 DOCUMENT_ENDS = 0.15
-"""The share of tokens that are the last of their document."""
+"""The fraction of tokens that are the last of their document."""
 
-See = Callable[[str, Tensor], None]
+Observe = Callable[[str, Tensor], None]
 """Called on rank 0 with a key (`gradient/STEP/NAME` or `parameter/NAME`) and a whole tensor."""
 
 
 @dataclass
 class Differences:
-    """By how much a layout's steps differ from those of one process, relatively."""
+    """The relative differences between a layout's steps and those of one process."""
 
     losses: list[float] = field(default_factory=list)
-    """By step."""
+    """Relative difference of the loss of each step."""
     gradients: list[dict[str, float]] = field(default_factory=list)
-    """By step, then by parameter, in the model's order."""
+    """Relative differences by step, then by parameter, in the model's order."""
     parameters: dict[str, float] = field(default_factory=dict)
-    """After the last step."""
+    """Relative differences after the last step, by parameter."""
 
 
 def nothing(_: Ranks) -> None:
-    """What ranks do to be there."""
+    """Does nothing; starts the ranks of a pool."""
 
 
 def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stale: bool = False) -> None:
-    """Write down losses, gradients and parameters of `steps` steps of a job of one process, as safetensors. `stale`: of
-    one that takes its gradients one update late."""
+    """Writes losses, gradients and parameters of `steps` steps of a job of one process, as safetensors. `stale`: of one
+    whose gradients are one update late."""
     tensors: dict[str, Tensor] = {}
 
-    def see(key: str, whole: Tensor) -> None:
-        tensors[key] = whole.clone()  # the optimizer clips the gradient in place, and goes on with the parameter
+    def observe(key: str, whole: Tensor) -> None:
+        tensors[key] = whole.clone()  # the optimizer clips the gradient and updates the parameter in place
 
-    losses = _run(ranks, job, vocab_size, steps, see, stale)
+    losses = _run(ranks, job, vocab_size, steps, observe, stale)
     largest = [
         max(float(tensor.abs().max()) for key, tensor in tensors.items() if _is_of_the_loss(key, step))
         for step in range(steps)
@@ -79,7 +79,7 @@ def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stal
 
 
 def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> Differences | None:
-    """The same steps on the ranks of a layout, compared with the record. The result is rank 0's; None elsewhere.
+    """Runs the same steps on the ranks of a layout and compares them with the record. Rank 0 returns the result.
 
     The difference of a tensor is max|a - b| / scale. The scale of a gradient is the largest element of the tensor, but
     at least ROUNDING × the largest of all gradients of the step. That of a parameter is its largest element, but at
@@ -91,7 +91,7 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
         facts = expected.metadata()
         largest: list[float] = json.loads(facts["largest"])
 
-        def see(key: str, whole: Tensor) -> None:
+        def observe(key: str, whole: Tensor) -> None:
             kind, rest = key.split("/", 1)
             if kind == "parameter":
                 found.parameters[rest] = difference(whole, expected.get_tensor(key), job.optimizer.lr)
@@ -101,7 +101,7 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
                 whole, expected.get_tensor(key), ROUNDING * largest[int(step)]
             )
 
-        losses = _run(ranks, job, vocab_size, steps, see)
+        losses = _run(ranks, job, vocab_size, steps, observe)
         for loss, other in zip(losses, json.loads(facts["losses"]), strict=True):
             found.losses.append(abs(loss - other) / abs(other) if other else abs(loss))
     if ranks.rank:
@@ -113,14 +113,14 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
 
 
 def _is_of_the_loss(key: str, step: int) -> bool:
-    """Whether what has this key is a gradient of the loss at `step`. That of a balancing bias is a count of tokens, and
+    """Returns whether this key is a gradient of the loss at `step`. That of a balancing bias is a count of tokens, and
     has no rounding."""
     return key.startswith(f"gradient/{step}/") and not key.endswith(".router.bias")
 
 
 def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
-    """max|a - b|, relative to the largest element of `expected`, but at least to `least_scale`. Raises ValueError for
-    tensors of different shapes."""
+    """Returns max|a - b|, relative to the largest element of `expected`, but at least to `least_scale`. Raises
+    ValueError for tensors of different shapes."""
     if found.shape != expected.shape:
         raise ValueError(f"a tensor of shape {tuple(found.shape)}, but of {tuple(expected.shape)} in one process")
     absolute = float((found - expected).abs().max())
@@ -128,8 +128,8 @@ def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
 
 
 def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[list[MicroBatch], int]:
-    """This rank's random micro-batches of a step, and the valid tokens of the whole batch, of which every row has
-    another number. With `data.document_mask` every row is cut into documents at other places."""
+    """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch; their number differs
+    from row to row. With `data.document_mask` every row is cut into documents at different places."""
     equation = batch.solve(job.train.global_batch, job.layout)
     rows, seq_len = equation.global_batch, job.model.seq_len
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
@@ -150,20 +150,20 @@ def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[lis
 
 
 def _in_order(found: dict[str, float], names: Iterable[str]) -> dict[str, float]:
-    """By name in the model's order: the ranks of a pipeline show their own layers, one rank after the other. Raises
-    ValueError for what none of them has shown."""
+    """Sorts by name into the model's order: the ranks of a pipeline report their own layers, one rank after the other.
+    Raises ValueError for names that none of them has reported."""
     missing = [name for name in names if name not in found]
     if missing:
         raise ValueError(f"no rank has {', '.join(missing)}")
     return {name: found[name] for name in names}
 
 
-def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, see: See, stale: bool = False) -> list[float]:
-    """Train; every loss. `see` is called for every gradient of every step, then for every parameter. `stale`: on one
-    process, gradients are one update late, as those of a pipeline without a flush."""
+def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, stale: bool = False) -> list[float]:
+    """Trains and returns every loss. `see` is called for every gradient of every step, then for every parameter.
+    `stale`: on one process, gradients are one update late, as those of a pipeline without a flush."""
     device = device_of(ranks, job.cluster.device)
     mesh = meshes.build(job.layout, device.type)
-    stepper = _Watched(job, mesh, device, vocab_size, see, keep=ranks.rank == 0)
+    stepper = _ObservedStepper(job, mesh, device, vocab_size, observe, keep=ranks.rank == 0)
     read, lr, runner = partial(micro_batches, job, vocab_size, mesh), job.optimizer.lr, stepper.replica.runner
     if isinstance(runner, PipeDream):
         losses = streamed(stepper, runner, read, steps, lr)
@@ -174,24 +174,24 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, see: See, stale: b
         for step in range(steps):
             batches, valid = read(step)
             losses.append(stepper.step(batches, step, valid, lr).loss)
-    stepper.show("parameter", {f.name: f.value for f in stepper.replica.fragments})
+    stepper.show("parameter", {f.name: f.value for f in stepper.replica.shards})
     return losses
 
 
-class _Watched(Stepper):
-    """A Stepper whose gradients are seen before the optimizer uses them."""
+class _ObservedStepper(Stepper):
+    """A Stepper that reports its gradients before the optimizer uses them."""
 
-    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, see: See, keep: bool):
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, observe: Observe, keep: bool):
         super().__init__(job, mesh, device, vocab_size)
-        self.see, self.keep, self.seen = see, keep, 0
+        self.observe, self.keep, self.seen = observe, keep, 0
 
     def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:
-        found = {f.name: f.gradient for f in self.optimizer.fragments if f.gradient is not None}
+        found = {f.name: f.gradient for f in self.optimizer.shards if f.gradient is not None}
         self.show(f"gradient/{self.seen}", found)
         self.seen += 1
         return super().status(loss, stop)
 
     def show(self, kind: str, tensors: dict[str, Tensor]) -> None:
-        """Put tensors of the fragments' shapes together from all ranks, and see them."""
-        for name, whole in wholes(self.replica.fragments, tensors, self.mesh, self.keep):
-            self.see(f"{kind}/{name}", whole)
+        """Reassembles tensors of the shards' shapes from all ranks, and reports them."""
+        for name, whole in wholes(self.replica.shards, tensors, self.mesh, self.keep):
+            self.observe(f"{kind}/{name}", whole)

@@ -1,4 +1,4 @@
-"""Compares layouts with one process, each on warm ranks of this machine: cases and the report on them."""
+"""Compares layouts with one process, each on warm ranks of this machine: cases and their report."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.pool import Pool
 from phalanx.verify.measure import TOLERANCE, Differences, compare, nothing, record
-from phalanx.verify.plan import Selection
-from phalanx.verify.stale import LEAST_STEPS
+from phalanx.verify.select import Selection
+from phalanx.verify.stale import MIN_STEPS
 
 PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "phalanx.verify.measure")
 START_S = 300.0
-"""Longest that processes may take to start."""
+"""Maximum seconds for processes to start."""
 
 
 @dataclass(frozen=True)
-class First:
-    """Where a layout first differs: the earliest step, the first parameter in the model's order."""
+class FirstDifference:
+    """The first difference of a layout: the earliest step, the first parameter in the model's order."""
 
     what: str
     """gradient, parameter or loss."""
     name: str | None
-    """Of the parameter; None for a loss."""
+    """The parameter's name; None for a loss."""
     step: int
-    """Counted from 1."""
+    """The step, counted from 1."""
     rel: float
-    """By how much."""
+    """The relative difference."""
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """One layout's comparison with one process. The differences are None where it could not be made."""
+    """One layout's comparison with one process. The differences are None if it failed to run."""
 
     layout: str
     world: int
@@ -56,16 +56,16 @@ class LayoutCase:
     grad_max_rel: float | None
     param_max_rel: float | None
     ok: bool
-    first_difference: First | None
+    first_difference: FirstDifference | None
     error: str | None
     seconds: float
 
 
 @dataclass
 class VerifyReport:
-    """All cases, in their order."""
+    """All cases, in order."""
 
-    plan: Selection
+    selection: Selection
     steps: int
     cases: list[LayoutCase] = field(default_factory=list)
     seconds: float = 0.0
@@ -75,67 +75,67 @@ class VerifyReport:
         return all(case.ok for case in self.cases)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `phalanx verify --json` prints. A difference that is no number (NaN) is null."""
-        proof = self.plan.proof
+        """Returns the document of `phalanx verify --json`. A difference that is not a number (NaN) is null."""
+        compared = self.selection.compared
         return {
             "cases": [_finite(asdict(case)) for case in self.cases],
             "ok": self.ok,
             "tolerance": TOLERANCE,
-            "precision": proof.job.train.precision,
+            "precision": compared.job.train.precision,
             "steps": self.steps,
-            "device": proof.job.cluster.device,
+            "device": compared.job.cluster.device,
             "model": {
-                **asdict(proof.job.model),
-                "vocab_size": proof.vocab_size,
-                "parameters": parameters(proof.job.model, proof.vocab_size),
+                **asdict(compared.job.model),
+                "vocab_size": compared.vocab_size,
+                "parameters": parameters(compared.job.model, compared.vocab_size),
             },
-            "shrunk": {path: list(pair) for path, pair in proof.changes.items()},
-            "skipped": [asdict(skipped) for skipped in self.plan.skipped],
-            "notes": self.plan.notes,
+            "shrunk": {path: list(pair) for path, pair in compared.changes.items()},
+            "skipped": [asdict(skipped) for skipped in self.selection.skipped],
+            "notes": self.selection.notes,
             "seconds": round(self.seconds, 3),
         }
 
 
-def refuse_missing_device(plan: Selection) -> None:
-    """Raises JobError where the job asks for GPUs and this machine has none."""
-    if plan.proof.job.cluster.device == "cuda" and not torch.cuda.device_count():
-        raise JobError("cluster.device is cuda, but this machine has 0 CUDA devices; cluster.device=cpu compares")
+def refuse_missing_device(selection: Selection) -> None:
+    """Raises JobError if the job asks for GPUs and this machine has none."""
+    if selection.compared.job.cluster.device == "cuda" and not torch.cuda.device_count():
+        raise JobError("cluster.device is cuda, but this machine has 0 CUDA devices; use cluster.device=cpu")
 
 
 def run(
-    plan: Selection, steps: int, on_case: Callable[[LayoutCase], None], on_start: Callable[[Layout], None]
+    selection: Selection, steps: int, on_case: Callable[[LayoutCase], None], on_start: Callable[[Layout], None]
 ) -> VerifyReport:
-    """Compare every layout of the plan, over `steps` steps.
+    """Compares every selected layout, over `steps` steps.
 
-    Raises what the steps of one process raise (NotFiniteError for a job that diverges at once). What the ranks of a
-    layout raise makes its case fail with the message, and the others go on.
+    Raises the errors of the one-process run (NotFiniteError for a job that diverges at once). An error on a layout's
+    ranks makes its case fail with the message, and the others continue.
     """
     began = time.perf_counter()
-    report = VerifyReport(plan, steps)
-    processes = max((layout.processes for layout in plan.layouts), default=1)
-    device = plan.proof.job.cluster.device
+    report = VerifyReport(selection, steps)
+    processes = max((layout.processes for layout in selection.layouts), default=1)
+    device = selection.compared.job.cluster.device
     with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, Pool(processes, PRELOAD, device) as pool:
         _start(pool, processes)
         records: dict[tuple[ModelConfig, int, bool], Path] = {}
-        for layout in plan.layouts:
+        for layout in selection.layouts:
             on_start(layout)
-            job = plan.case(layout)
-            stale = plan.stale(layout)
-            count = max(steps, LEAST_STEPS) if stale else steps
+            job = selection.case(layout)
+            stale = selection.stale(layout)
+            count = max(steps, MIN_STEPS) if stale else steps
             of = job.model, job.train.global_batch, stale
             if of not in records:
                 path = Path(folder) / f"record_{len(records)}.safetensors"
-                alone, vocab = plan.alone(layout), plan.proof.vocab_size
+                alone, vocab = selection.alone(layout), selection.compared.vocab_size
                 pool.run(record, 1, alone, vocab, count, path, stale, timeout=job.run.timeout_s)
                 records[of] = path
-            report.cases.append(_case(pool, job, plan.proof.vocab_size, count, records[of]))
+            report.cases.append(_case(pool, job, selection.compared.vocab_size, count, records[of]))
             on_case(report.cases[-1])
     report.seconds = time.perf_counter() - began
     return report
 
 
 def _start(pool: Pool, processes: int) -> None:
-    """Start the pool's processes, with Ctrl-C held back until they are there (seconds).
+    """Starts the pool's processes, with Ctrl-C held back until they are ready (seconds).
 
     It goes to every process of a terminal, and the fork server ignores it only once it has imported torch: before, it
     would leave tracebacks. A blocked signal stays blocked in a child."""
@@ -152,7 +152,7 @@ def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Layo
     found, error = None, None
     try:
         found = pool.run(compare, layout.processes, job, vocab_size, steps, path, timeout=job.run.timeout_s)[0]
-    except Exception as raised:  # whatever a rank may raise is this case's result, not the end of the others
+    except Exception as raised:  # an error on a rank is this case's result and does not end the others
         kind = "" if isinstance(raised, PhalanxError) else f"{type(raised).__name__}: "
         error = kind + (str(raised).strip().splitlines() or [""])[0]
     first = first_difference(found, TOLERANCE) if found else None
@@ -172,29 +172,29 @@ def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Layo
     )
 
 
-def first_difference(found: Differences, tolerance: float) -> First | None:
-    """The first gradient that differs by more than `tolerance` (or by no number), else the first parameter, else the
-    first loss, else nothing."""
+def first_difference(found: Differences, tolerance: float) -> FirstDifference | None:
+    """Returns the first gradient that differs by more than `tolerance` (or by NaN), else the first parameter, else the
+    first loss, else None."""
     for step, gradients in enumerate(found.gradients):
         for name, rel in gradients.items():
             if not rel <= tolerance:
-                return First("gradient", name, step + 1, rel)
+                return FirstDifference("gradient", name, step + 1, rel)
     for name, rel in found.parameters.items():
         if not rel <= tolerance:
-            return First("parameter", name, len(found.losses), rel)
+            return FirstDifference("parameter", name, len(found.losses), rel)
     for step, rel in enumerate(found.losses):
         if not rel <= tolerance:
-            return First("loss", None, step + 1, rel)
+            return FirstDifference("loss", None, step + 1, rel)
     return None
 
 
 def worst(differences: list[float]) -> float:
-    """The largest, where one that is no number is larger than any."""
+    """Returns the largest difference; NaN counts as larger than any."""
     return max((math.inf if math.isnan(rel) else rel for rel in differences), default=0.0)
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replaces NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""The job that is compared: the model as it is where that is cheap, else a small one of the same kind."""
+"""The job to compare: the model itself if that is cheap, else a small one of the same kind."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB = 2, 8, 256, 3
 """The vocabulary is a prime: no number of tensor ranks divides it, so that its padding is at work."""
 SMALL_EXPERTS = 8
 SMALL_Q_RANK, SMALL_KV_RANK, SMALL_PART = 16, 8, 4
-"""Latent attention: its ranks, and the size of each part of a head."""
+"""Latent attention: the ranks of its compressions, and the size of each part of a head."""
 BUCKETS = 4
-"""Gradient buckets of the model that is compared: a real one has many, and their order matters."""
-LEAST_EPS = 1e-8
-"""Adam divides by this where a gradient is zero but for rounding, which a smaller one makes visible."""
+"""Gradient buckets of the compared model: a real one has many, and their order matters."""
+MIN_EPS = 1e-8
+"""Adam's eps at least: a smaller one would amplify the rounding of gradients that are zero."""
 
 Changes = dict[str, tuple[Any, Any]]
-"""By dotted path: what the job says, and what was compared."""
+"""The job's value and the compared value, by dotted path."""
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What is compared."""
+class ComparedJob:
+    """The job that is compared, and what it has in place of the original."""
 
     job: Job
-    """With a layout of one process; in float64."""
+    """The compared job, with a layout of one process; in float64."""
     vocab_size: int
     changes: Changes
-    """Empty where the job is compared as it is."""
+    """The differences between both jobs; empty if the job is compared as it is."""
 
 
-def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
-    """The job to compare in place of `job`, which differs in size where that takes too long, unless `as_is`.
+def compared_job(job: Job, as_is: bool, max_ranks: int) -> ComparedJob:
+    """Returns the job to compare in place of `job`: smaller if the original takes too long, unless `as_is`.
 
-    A small model has the same parts, heads and key/value heads, and its widths and experts divide by the same numbers
-    of ranks up to `max_ranks`: the same layouts are legal for it. It runs on CPU processes unless the job asks for
-    `cluster.device=cuda`.
+    A small model has the same parts, heads and key/value heads, and its widths and experts are divisible by the same
+    numbers of ranks up to `max_ranks`: the same layouts are legal for it. It runs on CPU processes unless the job asks
+    for `cluster.device=cuda`.
     """
     vocab = job.model.vocab_size or SMALL_VOCAB
     small = job
@@ -52,7 +52,7 @@ def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
         model = _small_model(job.model, vocab, max_ranks)
         vocab = model.vocab_size or SMALL_VOCAB
         bucket_mb = min(job.layout.bucket_mb, float(f"{count(model, vocab) * 8 / BUCKETS / 2**20:.3g}"))
-        optimizer = replace(job.optimizer, eps=max(job.optimizer.eps, LEAST_EPS))
+        optimizer = replace(job.optimizer, eps=max(job.optimizer.eps, MIN_EPS))
         small = replace(job, model=model, optimizer=optimizer, layout=replace(job.layout, bucket_mb=bucket_mb))
     changes = {
         path: (fields.get(job, path), fields.get(small, path))
@@ -62,13 +62,13 @@ def proof_of(job: Job, as_is: bool, max_ranks: int) -> Proof:
     train = replace(small.train, precision="fp64", gradients="same", compile=False, cpu_linear="auto", global_batch=0)
     layout = Layout(bucket_mb=small.layout.bucket_mb)
     cluster = Cluster(device="cuda" if job.cluster.device == "cuda" else "cpu")
-    return Proof(replace(small, train=train, layout=layout, cluster=cluster), vocab, changes)
+    return ComparedJob(replace(small, train=train, layout=layout, cluster=cluster), vocab, changes)
 
 
 def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     seq_len = model.seq_len
     if seq_len > CHEAP_SEQ_LEN:
-        seq_len = like(seq_len, SMALL_SEQ_LEN, max_ranks)
+        seq_len = alike(seq_len, SMALL_SEQ_LEN, max_ranks)
     # As large a part of the sequence; rounded up, so that a window never becomes 0, which is none.
     window = -(-model.window * seq_len // model.seq_len)
     model = replace(model, seq_len=seq_len, window=window)
@@ -80,13 +80,13 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     moe = model.moe
     if moe.n_experts:
         moe = _small_experts(moe, n_layers, max_ranks)
-        moe = replace(moe, d_ff=like(model.expert_ff_size, min(model.expert_ff_size, width // 4), max_ranks))
+        moe = replace(moe, d_ff=alike(model.expert_ff_size, min(model.expert_ff_size, width // 4), max_ranks))
     return replace(
         model,
         n_layers=n_layers,
         d_model=width,
         head_dim=head if not mla.kv_rank and (model.head_dim or width != model.n_heads * head) else model.head_dim,
-        d_ff=like(model.ff_size, min(model.ff_size, 2 * width), max_ranks),
+        d_ff=alike(model.ff_size, min(model.ff_size, 2 * width), max_ranks),
         vocab_size=min(vocab, SMALL_VOCAB) if model.vocab_size else 0,
         moe=moe,
         mla=mla,
@@ -94,10 +94,10 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
 
 
 def _small_experts(moe: MoE, n_layers: int, max_ranks: int) -> MoE:
-    """Fewer experts, in some layer at least. Of their groups as large a share is chosen from, and the groups hold more
-    experts than a token visits, so that there is something to choose."""
+    """Returns fewer experts, in at least one layer. The same fraction of their groups is chosen from, and the groups
+    hold more experts than a token visits, so that the choice is not trivial."""
     moe = replace(moe, n_dense_layers=min(moe.n_dense_layers, n_layers - 1))
-    n = like(moe.n_experts, min(moe.n_experts, SMALL_EXPERTS), max_ranks)
+    n = alike(moe.n_experts, min(moe.n_experts, SMALL_EXPERTS), max_ranks)
     if n == moe.n_experts:
         return moe
     groups = next(groups for groups in range(min(moe.n_groups, n // 2), 0, -1) if n % groups == 0)
@@ -118,7 +118,7 @@ def _small_latent(mla: MLA) -> MLA:
     )
 
 
-def like(number: int, at_least: int, max_ranks: int) -> int:
-    """The smallest number from `at_least` on that divides by just those of 2 to `max_ranks` by which `number` does."""
+def alike(number: int, at_least: int, max_ranks: int) -> int:
+    """Returns the smallest number from `at_least` on with the same divisors among 2 to `max_ranks` as `number`."""
     ranks = range(2, max_ranks + 1)
     return next(n for n in range(at_least, number + 1) if all((n % r == 0) == (number % r == 0) for r in ranks))

@@ -1,7 +1,7 @@
-"""Steps of a pipeline that is not flushed, and the same stale gradients taken by one process on purpose.
+"""Steps of a pipeline that is not flushed, and the same stale gradients on one process.
 
-PipeDream-2BW is not what one process computes: from the third step on, gradients are those at the weights before the
-last update (parallel/pipedream.py). What is compared is therefore one process that does the same.
+PipeDream-2BW does not compute what synchronous training does: from the third step on, gradients are those at the
+weights before the last update (parallel/pipedream.py). So it is compared with one process that does the same.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from phalanx.parallel.pipedream import PipeDream
 from phalanx.train.step import Stepper
 from phalanx.train.stream import UnflushedSteps
 
-LEAST_STEPS = 4
-"""The first two steps use the same weights; the third one's are old, and the last one empties the pipeline."""
+MIN_STEPS = 4
+"""The minimum number of steps: the first two use the same weights, the third one's are stale, the last one drains the
+pipeline."""
 
 Read = Callable[[int], tuple[list[MicroBatch], int]]
-"""A step's micro-batches on this rank, and the valid tokens of the whole batch."""
+"""Returns a step's micro-batches on this rank, and the valid tokens of the whole batch."""
 
 
 def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int, lr: float) -> list[float]:
-    """Steps through the pipeline, which is empty before them and after. Returns the losses."""
+    """Takes steps through the pipeline, which is empty before and after. Returns the losses."""
     stream, losses = UnflushedSteps(stepper, pipeline), []
     for step in range(steps):
         batches, valid = read(step)
@@ -34,8 +35,8 @@ def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int, lr: 
 
 
 def delayed(stepper: Stepper, read: Read, steps: int, lr: float) -> list[float]:
-    """The same on one process."""
-    weights = [fragment.value for fragment in stepper.replica.fragments]
+    """Takes steps with equally stale gradients on one process. Returns the losses."""
+    weights = [shard.value for shard in stepper.replica.shards]
     older = newest = _copies(weights)
     losses = []
     for step in range(steps):

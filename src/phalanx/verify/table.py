@@ -1,15 +1,15 @@
-"""A report for a person: one line a layout, then what went wrong, what was left out, and the verdict."""
+"""The report as text: one line per layout, then failures, skipped layouts, and the verdict."""
 
 from __future__ import annotations
 
 from phalanx.units import seconds
 from phalanx.verify.measure import TOLERANCE
-from phalanx.verify.plan import Selection
-from phalanx.verify.run import First, LayoutCase, VerifyReport
+from phalanx.verify.run import FirstDifference, LayoutCase, VerifyReport
+from phalanx.verify.select import Selection
 
 
 def table(report: VerifyReport) -> str:
-    """The report as plain text in columns."""
+    """Returns the report as plain text in columns."""
     head = ("layout", "ranks", "loss", "gradients", "parameters", "", "time")
     rows = [head, *(_row(case) for case in report.cases)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -21,32 +21,34 @@ def table(report: VerifyReport) -> str:
     failed = [case for case in report.cases if not case.ok]
     if failed:
         lines += ["", "Differences:", *(f"  {case.layout}: {complaint(case)}" for case in failed)]
-    if report.plan.skipped:
-        lines += ["", "Not compared:", *_skipped(report.plan)]
+    if report.selection.skipped:
+        lines += ["", "Not compared:", *_skipped(report.selection)]
     return "\n".join([*lines, "", _verdict(report)])
 
 
 def complaint(case: LayoutCase) -> str:
-    """What is wrong with a case that failed: the error, or the first difference."""
+    """Returns the cause of a failed case: the error, or the first difference."""
     if case.error is not None:
         return case.error
     first = case.first_difference
     return _where(first) if first else ""
 
 
-def introduction(plan: Selection, steps: int) -> list[str]:
-    """What is about to be compared, and how it differs from the job."""
-    job = plan.proof.job
-    what = f"{_number(len(plan.layouts), 'layout')} with one process"
+def introduction(selection: Selection, steps: int) -> list[str]:
+    """Returns lines about the layouts to compare and the changes of the job."""
+    job = selection.compared.job
+    what = f"{_number(len(selection.layouts), 'layout')} with one process"
     lines = [f"comparing {what}: {_number(steps, 'step')} in {job.train.precision}"]
-    lines += [f"{path}: {wanted} in the job, {used} here" for path, (wanted, used) in plan.proof.changes.items()]
+    lines += [
+        f"{path}: {wanted} in the job, {used} here" for path, (wanted, used) in selection.compared.changes.items()
+    ]
     if not job.model.vocab_size:
-        lines.append(f"model.vocab_size: the tokenizer's in the job, {plan.proof.vocab_size} here")
-    return [*lines, *plan.notes]
+        lines.append(f"model.vocab_size: the tokenizer's in the job, {selection.compared.vocab_size} here")
+    return [*lines, *selection.notes]
 
 
 def progress(case: LayoutCase) -> str:
-    """One line about a case that is done."""
+    """Returns one line about a finished case."""
     return f"{'ok  ' if case.ok else 'FAIL'}  {case.layout} ({seconds(case.seconds)})" + (
         "" if case.ok else f": {complaint(case)}"
     )
@@ -58,10 +60,9 @@ def _row(case: LayoutCase) -> tuple[str, ...]:
     return case.layout, str(case.world), *numbers, "ok" if case.ok else "FAIL", seconds(case.seconds)
 
 
-def _skipped(plan: Selection) -> list[str]:
-    """The layouts that were left out, by reason; --json lists each."""
+def _skipped(selection: Selection) -> list[str]:
     by_reason: dict[str, list[str]] = {}
-    for skipped in plan.skipped:
+    for skipped in selection.skipped:
         by_reason.setdefault(skipped.reason, []).append(skipped.layout)
     return [
         f"  {layouts[0]}{f' and {len(layouts) - 1} more' if len(layouts) > 1 else ''}: {reason}"
@@ -73,7 +74,7 @@ def _cell(text: str, width: int, left: bool) -> str:
     return text.ljust(width) if left else text.rjust(width)
 
 
-def _where(first: First) -> str:
+def _where(first: FirstDifference) -> str:
     if first.what == "parameter":
         return f"{first.name}: after step {first.step} the parameter differs by {first.rel:.1e}, its gradients agree"
     if first.what == "loss":

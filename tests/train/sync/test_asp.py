@@ -88,9 +88,9 @@ def trained(ranks: Ranks, layout: Layout, slow: float = 0.0, stop_at: int = -1, 
                 stop=lambda: bool(seen) and 0 <= stop_at <= seen[-1],
                 note=updates.append,
             )
-    fragments = stepper.replica.fragments
-    values = {f.name: f.value.detach().clone() for f in fragments}
-    found = dict(wholes(fragments, values, mesh, True))
+    shards = stepper.replica.shards
+    values = {f.name: f.value.detach().clone() for f in shards}
+    found = dict(wholes(shards, values, mesh, True))
     sent = mesh.ledger.sent("dp_replicate", "send")
     return done, stopped, updates, found, sent
 
@@ -102,25 +102,25 @@ def replayed(layout: Layout, updates: list[Update]) -> dict[str, torch.Tensor]:
     server, worker = (Stepper(alone, meshes.build(Layout(), "cpu"), CPU, VOCAB) for _ in range(2))
 
     def values():
-        return [f.value.detach().clone() for f in server.replica.fragments]
+        return [f.value.detach().clone() for f in server.replica.shards]
 
     versions = [values()]
     for number, update in enumerate(updates):
         assert update.version == number + 1
         with torch.no_grad():
-            for fragment, value in zip(worker.replica.fragments, versions[update.push.based_on], strict=True):
-                fragment.value.copy_(value)
+            for shard, value in zip(worker.replica.shards, versions[update.push.based_on], strict=True):
+                shard.value.copy_(value)
         step = update.push.chunk // layout.dp_replicate
         loss = worker.gradients(read(job, update.push.chunk, 0), step, TOKENS)
         assert update.push.loss == pytest.approx(loss.item() / TOKENS, rel=1e-9)
-        for mine, theirs in zip(server.replica.fragments, worker.replica.fragments, strict=True):
+        for mine, theirs in zip(server.replica.shards, worker.replica.shards, strict=True):
             mine.gradient = theirs.gradient
         norm = server.optimizer.square_norm().sqrt()
         assert update.push.norm == pytest.approx(norm.item(), rel=1e-9)
         server.optimizer.step(lr(step), norm)
         worker.replica.clear()
         versions.append(values())
-    return {f.name: f.value.detach() for f in server.replica.fragments}
+    return {f.name: f.value.detach() for f in server.replica.shards}
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ def trained(ranks: Ranks, layout: Layout) -> tuple[dict[str, torch.Tensor], floa
         batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
         stepper.step(batches, step, valid, 1e-2)
     sent = mesh.ledger.sent("dp_replicate", "all_reduce")
-    fragments = stepper.replica.fragments
-    values = {f.name: f.value for f in fragments}
-    return dict(wholes(fragments, values, mesh, ranks.rank == 0)), sent
+    shards = stepper.replica.shards
+    values = {f.name: f.value for f in shards}
+    return dict(wholes(shards, values, mesh, ranks.rank == 0)), sent
 
 
 def simulated(layout: Layout) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def simulated(layout: Layout) -> dict[str, torch.Tensor]:
     job = job_of(Layout(dp_replicate=layout.dp_replicate))
     alone = dataclasses.replace(job, layout=Layout())
     replicas = [Stepper(alone, meshes.build(Layout(), "cpu"), CPU, VOCAB) for _ in range(layout.dp_replicate)]
-    anchor = {f.name: f.value.detach().clone() for f in replicas[0].replica.fragments}
+    anchor = {f.name: f.value.detach().clone() for f in replicas[0].replica.shards}
     momentum = {name: torch.zeros_like(value) for name, value in anchor.items()}
     for step in range(STEPS):
         for number, stepper in enumerate(replicas):
@@ -56,17 +56,17 @@ def simulated(layout: Layout) -> dict[str, torch.Tensor]:
             stepper.step(batches, step, valid // layout.dp_replicate, 1e-2)
         if (step + 1) % EVERY and step + 1 < STEPS:
             continue
-        for fragments in zip(*(stepper.replica.fragments for stepper in replicas), strict=True):
-            name = fragments[0].name
-            mean = torch.stack([f.value.detach() for f in fragments]).mean(dim=0)
+        for shards in zip(*(stepper.replica.shards for stepper in replicas), strict=True):
+            name = shards[0].name
+            mean = torch.stack([f.value.detach() for f in shards]).mean(dim=0)
             if layout.sync == "diloco":
                 gradient = anchor[name] - mean
                 momentum[name] = 0.9 * momentum[name] + gradient
                 mean = anchor[name] = anchor[name] - 0.7 * (gradient + 0.9 * momentum[name])
             with torch.no_grad():
-                for fragment in fragments:
-                    fragment.value.copy_(mean)
-    return {f.name: f.value.detach() for f in replicas[0].replica.fragments}
+                for shard in shards:
+                    shard.value.copy_(mean)
+    return {f.name: f.value.detach() for f in replicas[0].replica.shards}
 
 
 @pytest.mark.parametrize("sync", ["local_sgd", "diloco"])

@@ -56,7 +56,7 @@ def train(ranks, job: Job, stop_at: int = -1, poison: bool = False):
             stop.signal = signal.SIGTERM
         loss = real(*args)
         if poison and ranks.rank == 1 and trainer.state.step >= 4:
-            stepper.replica.fragments[0].gradient.mul_(math.nan)
+            stepper.replica.shards[0].gradient.mul_(math.nan)
             return loss * math.nan
         return loss
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.comm.algorithms import direct, halving, hierarchical, ring, tree
-from phalanx.comm.algorithms.plan import CollectiveProgram
+from phalanx.comm.algorithms.program import CollectiveProgram
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
 
 THAKUR = "Thakur, Rabenseifner & Gropp 2005"
 MOST_RANKS = 512
-"""A program lists every message, and the number of a ring's grows with the square of the ranks."""
+"""The limit on ranks: a program lists every message, and a ring has one per rank and step, quadratic in the ranks."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class AlgorithmEntry:
     """One algorithm of a collective."""
 
     build: Callable[..., CollectiveProgram]
-    """From ranks and elements, and what `takes` names."""
+    """Builds the program from ranks, elements, and the setting that `takes` names."""
     steps: str
-    """How many, as a closed form in the P ranks."""
+    """The number of steps as a closed form in the P ranks."""
     source: str
     takes: Literal["", "root", "group"] = ""
-    """The setting that it has besides: the root's rank, or the ranks of a group with fast links."""
+    """The additional setting: the root's rank, or the number of ranks in a group with fast links."""
 
 
 ALGORITHMS: dict[str, AlgorithmEntry] = {
@@ -49,19 +49,25 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
 }
 
 
-def build(name: str, ranks: int, elements: int, **settings: int) -> CollectiveProgram:
-    """Returns the program of the algorithm `name` among `ranks` ranks for a tensor of so many elements.
-
-    `settings` may have the `root` or `group` that the algorithm takes; by default the root is rank 0, and a group is
-    the largest proper divisor of the ranks. Raises JobError with the nearest name, or where a setting does not fit.
-    """
+def full_name(name: str) -> str:
+    """Returns the catalogue's spelling of an algorithm's name. Raises JobError with the nearest one if it has none."""
     spelled = name.lower().replace("_", "-").replace(" ", "-")
     if spelled not in ALGORITHMS:
         meant = nearest(spelled, ALGORITHMS) or next((known for known in ALGORITHMS if spelled in known), None)
         hint = f"; did you mean {meant}?" if meant else ""
         raise JobError(f"no collective algorithm {name!r}{hint} (known: {', '.join(ALGORITHMS)})")
+    return spelled
+
+
+def build(name: str, ranks: int, elements: int, **settings: int) -> CollectiveProgram:
+    """Returns the program of the algorithm `name` among `ranks` ranks for a tensor of `elements` elements.
+
+    `settings` may have the `root` or `group` that the algorithm takes; by default the root is rank 0, and a group is
+    the largest proper divisor of the ranks. Raises JobError with the nearest name, or where a setting does not fit.
+    """
+    spelled = full_name(name)
     if ranks > MOST_RANKS:
-        raise JobError(f"ranks {ranks}: at most {MOST_RANKS}, for a program lists every message")
+        raise JobError(f"ranks {ranks}: at most {MOST_RANKS}, because a program lists every message")
     entry = ALGORITHMS[spelled]
     if wrong := [setting for setting in settings if setting != entry.takes]:
         raise JobError([f"{spelled} has no {setting}; leave --{setting} out" for setting in wrong])

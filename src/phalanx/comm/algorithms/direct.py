@@ -1,12 +1,19 @@
-"""Collectives in which every message goes straight from its owner to its user, one after the other."""
+"""Collectives whose messages go straight from owner to user, one after the other."""
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram, check_root, chunked, reversed_as_copies, step
+from phalanx.comm.algorithms.program import (
+    ChunkMessage,
+    CollectiveProgram,
+    check_root,
+    chunked,
+    reversed_as_copies,
+    step,
+)
 
 
 def naive_all_reduce(ranks: int, n: int) -> CollectiveProgram:
-    """Everything to rank 0 and back: 2(P-1) steps of D, all through rank 0, whose traffic is 2·D·(P-1)."""
+    """Builds an all-reduce through rank 0: 2(P-1) steps of D each; rank 0's traffic is 2·D·(P-1)."""
     check_root(0, ranks)
     inward = [step("to rank 0", [ChunkMessage(rank, 0, range(n), "reduce")]) for rank in range(1, ranks)]
     outward = [step("from rank 0", [ChunkMessage(0, rank, range(n), "copy")]) for rank in range(1, ranks)]
@@ -14,7 +21,7 @@ def naive_all_reduce(ranks: int, n: int) -> CollectiveProgram:
 
 
 def scatter(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
-    """Chunk r of `root` on rank r: P-1 steps, in which the root sends D less its own chunk."""
+    """Builds a scatter, which puts chunk r of `root` on rank r: P-1 steps; the root sends D less its own chunk."""
     check_root(root, ranks)
     chunks = chunked(n, ranks)
     steps = [
@@ -25,17 +32,17 @@ def scatter(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
 
 
 def gather(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
-    """Chunk r of rank r on `root`: the scatter run backwards."""
+    """Builds a gather, which puts chunk r of rank r on `root`: the scatter run backwards."""
     outward = scatter(ranks, n, root)
     inward = reversed_as_copies("gather", outward.steps)
     return CollectiveProgram("gather", ranks, outward.sizes, outward.chunks, tuple(inward))
 
 
 def all_to_all(ranks: int, n: int) -> CollectiveProgram:
-    """Chunk j of rank r as part r of the result on rank j: P-1 pairwise steps, D·(P-1)/P bytes.
+    """Builds an all-to-all, which puts chunk j of rank r on rank j as part r: P-1 pairwise steps, D·(P-1)/P bytes.
 
-    The buffer of rank r is the `n` elements of its input and then its result: P parts as long as chunk r. The part that
-    a rank gets from itself is in place from the start.
+    The buffer of rank r holds the `n` elements of its input and then its result: P parts as long as chunk r. The part
+    that a rank gets from itself is in place from the start.
     """
     chunks = chunked(n, ranks)
     steps = [

@@ -1,14 +1,13 @@
-"""A picture of a plan: ranks from left to right, steps downwards, an arrow for each message.
+"""Draws a collective program: ranks from left to right, steps downwards, an arrow per message.
 
-A small SVG writer of its own. Without a background and in colours of middle lightness, so that a page may be light or
-dark.
+The SVG has no background and uses colours of medium lightness, so that it suits light and dark pages.
 """
 
 from __future__ import annotations
 
 from html import escape
 
-from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram, chunks_of
+from phalanx.comm.algorithms.program import ChunkMessage, CollectiveProgram, chunks_of
 from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
 
 _CELL = 14  # pixels
@@ -18,36 +17,36 @@ _TOP = 62
 _BAND = 84  # height of a step: the chunks that are sent, then the arrows
 
 
-def svg(plan: CollectiveProgram) -> str:
-    """The picture of `plan` as an SVG document.
+def svg(program: CollectiveProgram) -> str:
+    """Returns the picture of `program` as an SVG document.
 
-    Above an arrow stand the chunks that it carries, in their colours; a solid arrow is combined with what the receiver
-    holds, a dashed one overwrites it. Chunks without elements are not shown: draw a plan of at least as many elements
+    The chunks that an arrow carries stand above it, in their colours; a solid arrow is combined with the receiver's
+    data, a dashed one overwrites it. Chunks without elements are not shown: draw a program of at least as many elements
     as chunks.
     """
-    widest = max((len(chunks_of(message, plan)) for message in plan.messages), default=1)
+    widest = max((len(chunks_of(message, program)) for message in program.messages), default=1)
     spacing = max(72, widest * _CELL + 20)
-    width = _MARGIN_LEFT + plan.ranks * spacing + _MARGIN
-    height = _TOP + len(plan.steps) * _BAND + 2 * _MARGIN
-    columns = [_MARGIN_LEFT + rank * spacing + spacing / 2 for rank in range(plan.ranks)]
+    width = _MARGIN_LEFT + program.ranks * spacing + _MARGIN
+    height = _TOP + len(program.steps) * _BAND + 2 * _MARGIN
+    columns = [_MARGIN_LEFT + rank * spacing + spacing / 2 for rank in range(program.ranks)]
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
         f"role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-        f"<title>{escape(_title(plan))}</title>",
-        f"<text x='{_MARGIN}' y='24' font-size='15' font-weight='600'>{escape(_title(plan))}</text>",
+        f"<title>{escape(_title(program))}</title>",
+        f"<text x='{_MARGIN}' y='24' font-size='15' font-weight='600'>{escape(_title(program))}</text>",
         *(_rank(rank, x, height - 2 * _MARGIN) for rank, x in enumerate(columns)),
     ]
-    for index, step in enumerate(plan.steps):
+    for index, step in enumerate(program.steps):
         top = _TOP + index * _BAND
         parts.append(_text(_MARGIN, top + 12, f"step {index + 1}", weight=600))
         parts.append(_text(_MARGIN, top + 28, step.phase))
-        parts.extend(_message(message, plan, columns, top) for message in step.messages)
+        parts.extend(_message(message, program, columns, top) for message in step.messages)
     parts.append(_text(_MARGIN, height - 18, "solid: combined with the receiver's own   dashed: copied"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _title(plan: CollectiveProgram) -> str:
-    return f"{plan.name} on {plan.ranks} ranks: {len(plan.steps)} steps"
+def _title(program: CollectiveProgram) -> str:
+    return f"{program.name} on {program.ranks} ranks: {len(program.steps)} steps"
 
 
 def _rank(rank: int, x: float, bottom: float) -> str:
@@ -59,22 +58,22 @@ def _text(x: float, y: float, text: str, weight: int = 400) -> str:
     return f"<text x='{x:g}' y='{y:g}' font-weight='{weight}' xml:space='preserve'>{escape(text)}</text>"
 
 
-def _message(message: ChunkMessage, plan: CollectiveProgram, columns: list[float], top: float) -> str:
-    """The chunks above the source, and the arrow from there to the target at the end of the step."""
-    carried = chunks_of(message, plan)
+def _message(message: ChunkMessage, program: CollectiveProgram, columns: list[float], top: float) -> str:
+    """Returns the chunks above the source, and the arrow from there to the target at the end of the step."""
+    carried = chunks_of(message, program)
     colour = COLOURS[carried[0] % len(COLOURS)] if len(carried) == 1 else NEUTRAL
-    cells = _cells(carried, plan, columns[message.source], top)
+    cells = _cells(carried, program, columns[message.source], top)
     return f"<g class='message'>{cells}{_arrow(message, columns, top, colour)}</g>"
 
 
-def _cells(carried: list[int], plan: CollectiveProgram, centre: float, top: float) -> str:
-    """One numbered square for each chunk; a wider one named `all` where the algorithm does not divide the tensor."""
-    size = 2 * _CELL if len(plan.chunks) == 1 else _CELL
+def _cells(carried: list[int], program: CollectiveProgram, centre: float, top: float) -> str:
+    """Returns one numbered square per chunk; a wider one labelled `all` if the algorithm does not divide the tensor."""
+    size = 2 * _CELL if len(program.chunks) == 1 else _CELL
     left = centre - size * len(carried) / 2
     cells = []
     for place, chunk in enumerate(carried):
         x = left + place * size
-        label = "all" if len(plan.chunks) == 1 else str(chunk)
+        label = "all" if len(program.chunks) == 1 else str(chunk)
         cells.append(
             f"<rect x='{x:g}' y='{top}' width='{size}' height='{_CELL}' fill='{COLOURS[chunk % len(COLOURS)]}'/>"
             f"<text x='{x + size / 2:g}' y='{top + 11}' text-anchor='middle' font-size='10' fill='#fff'>{label}</text>"
@@ -83,7 +82,7 @@ def _cells(carried: list[int], plan: CollectiveProgram, centre: float, top: floa
 
 
 def _arrow(message: ChunkMessage, columns: list[float], top: float, colour: str) -> str:
-    """A line to just above the next step, and its head."""
+    """Returns a line to just above the next step, and its head."""
     x1, y1 = columns[message.source], top + _CELL
     x2, y2 = columns[message.target], top + _BAND - 6
     length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5

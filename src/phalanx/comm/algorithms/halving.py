@@ -1,11 +1,11 @@
 """Recursive halving and doubling all-reduce (Rabenseifner; Thakur, Rabenseifner & Gropp 2005).
 
-The bytes of the ring in a number of steps that grows with the logarithm of the ranks.
+It sends as many bytes as the ring in a number of steps that grows with the logarithm of the ranks.
 """
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.plan import (
+from phalanx.comm.algorithms.program import (
     ChunkMessage,
     CollectiveProgram,
     CollectiveStep,
@@ -17,7 +17,7 @@ from phalanx.comm.algorithms.plan import (
 
 
 def all_reduce(ranks: int, n: int) -> CollectiveProgram:
-    """Halving reduce-scatter, then doubling all-gather: 2·log2 P steps, 2·D·(P-1)/P bytes, P a power of two.
+    """Builds a halving reduce-scatter, then a doubling all-gather: 2·log2 P steps, 2·D·(P-1)/P bytes, P a power of two.
 
     The ranks above the largest power of two Q first fold into ranks 0 ... P-Q-1 and get the result at the end: two more
     steps of D each.
@@ -32,7 +32,7 @@ def all_reduce(ranks: int, n: int) -> CollectiveProgram:
 
 
 def _exchange(power: int, chunks: tuple[range, ...], k: int) -> CollectiveStep:
-    """Ranks 2^k apart hold the same window of chunks; each keeps the half of it that its bit k names.
+    """Builds one exchange: ranks 2^k apart hold the same window of chunks; each keeps the half selected by its bit k.
 
     The nearest ranks exchange the longest messages.
     """

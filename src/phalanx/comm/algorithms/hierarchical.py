@@ -1,21 +1,21 @@
 """Hierarchical all-reduce: inside groups of ranks with fast links, between the groups, inside again.
 
-The way of HSDP and of two-dimensional rings (Mikami et al. 2018, "2D-Torus all-reduce").
+HSDP and two-dimensional rings communicate this way (Mikami et al. 2018, "2D-Torus all-reduce").
 """
 
 from __future__ import annotations
 
 from phalanx.comm.algorithms import ring
-from phalanx.comm.algorithms.plan import CollectiveProgram, CollectiveStep, chunked, joined, side_by_side
+from phalanx.comm.algorithms.program import CollectiveProgram, CollectiveStep, chunked, joined, side_by_side
 
 
 def all_reduce(ranks: int, n: int, group: int) -> CollectiveProgram:
-    """Ring reduce-scatter in each group; rings of the ranks with the same place, each over its shard; ring all-gather.
+    """Builds a ring reduce-scatter per group, rings across groups over each shard, and a ring all-gather per group.
 
     The groups are the ranks 0 ... group-1, group ... 2·group-1 and so on. 2(group-1) + 2(P/group-1) steps. A rank sends
     2·D·(P-1)/P bytes as in one ring, but only 2·(D/group)·(G-1)/G of them leave its group, with G = P/group.
 
-    Raises ValueError when the ranks are not a multiple of `group`.
+    Raises ValueError if the number of ranks is not a multiple of `group`.
     """
     if group < 1 or ranks % group:
         divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]

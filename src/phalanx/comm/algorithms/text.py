@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from phalanx.comm.algorithms.plan import ChunkMessage, CollectiveProgram, CollectiveStep, chunks_of
+from phalanx.comm.algorithms.program import ChunkMessage, CollectiveProgram, CollectiveStep, chunks_of
 from phalanx.units import gib
 
 ROWS, COLUMNS = 32, 12
-"""Steps and ranks that are shown at most."""
+"""Maximum numbers of steps and ranks shown."""
 
 
 def table(program: CollectiveProgram) -> Iterator[str]:
-    """Yields the lines of the steps: `3⇒1` is chunk 3 to rank 1, which combines it with its own; `3→1` overwrites."""
+    """Yields the lines of the steps: `3⇒1` is chunk 3 to rank 1, combined with its own; `3→1` overwrites."""
     shown = program.steps[:ROWS]
     ranks = range(min(program.ranks, COLUMNS))
     heads = ["step", "phase", *(f"rank {rank}" for rank in ranks)]
@@ -31,7 +31,7 @@ def table(program: CollectiveProgram) -> Iterator[str]:
 
 
 def counts(program: CollectiveProgram, element_bytes: int) -> Iterator[str]:
-    """Yields the lines of what is sent, with elements of so many bytes."""
+    """Yields the lines of the traffic, with elements of `element_bytes` bytes."""
     yield f"steps: {len(program.steps)}"
     yield f"messages sent per rank: {_by_rank(program.messages_sent(), str)}"
     yield f"bytes sent per rank: {_by_rank([n * element_bytes for n in program.elements_sent()], gib)}"
@@ -53,7 +53,7 @@ def _cell(message: ChunkMessage, program: CollectiveProgram) -> str:
 
 
 def _by_rank(numbers: Sequence[int], shown: Callable[[int], str]) -> str:
-    """Returns one figure where all ranks have the same, all figures of few ranks, and otherwise the range."""
+    """Returns one figure if it is the same for all ranks, all figures of few ranks, and otherwise the range."""
     if len(set(numbers)) == 1:
         return shown(numbers[0])
     if len(numbers) <= COLUMNS:

@@ -1,11 +1,11 @@
-"""Binomial-tree collectives: the ranks that are done double with every step (Thakur, Rabenseifner & Gropp 2005).
+"""Binomial-tree collectives: the number of finished ranks doubles per step (Thakur, Rabenseifner & Gropp 2005).
 
-The fewest steps possible, each with the whole tensor: for short messages.
+They take the fewest steps possible, each with the whole tensor: good for short messages.
 """
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.plan import (
+from phalanx.comm.algorithms.program import (
     ChunkMessage,
     CollectiveProgram,
     CollectiveStep,
@@ -17,26 +17,26 @@ from phalanx.comm.algorithms.plan import (
 
 
 def all_reduce(ranks: int, n: int) -> CollectiveProgram:
-    """Reduce to rank 0, then broadcast: 2·ceil(log2 P) steps."""
+    """Builds a reduce to rank 0 and a broadcast: 2·ceil(log2 P) steps."""
     steps = _reduce_steps(ranks, n, root=0)
-    return _plan("tree all-reduce", ranks, n, steps + reversed_as_copies("broadcast", steps))
+    return _program("tree all-reduce", ranks, n, steps + reversed_as_copies("broadcast", steps))
 
 
 def reduce(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
-    """The result on `root`: ceil(log2 P) steps; every other rank sends D once and is left half reduced."""
-    return _plan("tree reduce", ranks, n, _reduce_steps(ranks, n, root))
+    """Builds a reduce to `root`: ceil(log2 P) steps; every other rank sends D once and is left partially reduced."""
+    return _program("tree reduce", ranks, n, _reduce_steps(ranks, n, root))
 
 
 def broadcast(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
-    """The tensor of `root` on every rank: the reduction run backwards, ceil(log2 P) steps.
+    """Builds a broadcast from `root`: the reduction run backwards, ceil(log2 P) steps.
 
-    In each step every rank that has the tensor sends all of it to one that has not.
+    In each step every rank that has the tensor sends all of it to one that does not.
     """
-    return _plan("tree broadcast", ranks, n, reversed_as_copies("broadcast", _reduce_steps(ranks, n, root)))
+    return _program("tree broadcast", ranks, n, reversed_as_copies("broadcast", _reduce_steps(ranks, n, root)))
 
 
 def _reduce_steps(ranks: int, n: int, root: int) -> list[CollectiveStep]:
-    """Ranks counted from the root. In step k those whose lowest set bit is k send to the rank without that bit."""
+    """Returns the steps, ranks counted from the root: in step k, rank r with lowest set bit k sends to r - 2^k."""
     check_root(root, ranks)
     whole = range(n)
     return [
@@ -51,5 +51,5 @@ def _reduce_steps(ranks: int, n: int, root: int) -> list[CollectiveStep]:
     ]
 
 
-def _plan(name: str, ranks: int, n: int, steps: list[CollectiveStep]) -> CollectiveProgram:
+def _program(name: str, ranks: int, n: int, steps: list[CollectiveStep]) -> CollectiveProgram:
     return CollectiveProgram(name, ranks, (n,) * ranks, chunked(n, 1), tuple(steps))

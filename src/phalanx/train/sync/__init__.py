@@ -1,1 +1,1 @@
-"""How replicas agree when they do not sum their gradients in every step: `layout.sync` other than bsp."""
+"""Synchronization of replicas that do not sum their gradients in every step: `layout.sync` other than bsp."""

@@ -1,4 +1,4 @@
-"""Measurements of asynchronous training: whole steps out of single updates, and the staleness of gradients."""
+"""Measurements of asynchronous training: whole steps combined from single updates, and the staleness of gradients."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from phalanx.train.sync.server import Update
 
 
 class Arrivals:
-    """Hears of every update, in order; `show(step, values)` hears of every whole step, as many updates as there are
+    """Receives every update, in order; calls `show(step, values)` for every whole step, as many updates as there are
     replicas."""
 
     def __init__(self, replicas: int, show: Callable[[int, dict[str, float]], None]):
         self.replicas, self.show = replicas, show
         self.pending: list[Update] = []
         self.histogram: Counter[int] = Counter()
-        """Updates by their staleness."""
+        """Number of updates by staleness."""
         self.loss = float("nan")
         """Mean over the last whole step."""
 
@@ -38,7 +38,7 @@ class Arrivals:
         self.show(update.version // self.replicas, values)
 
     def summary(self) -> dict[str, Any]:
-        """Staleness of all updates so far: {"mean": ..., "max": ..., "updates": ..., "histogram": {"1": ...}}."""
+        """Returns the staleness of all updates so far: {"mean": ..., "max": ..., "updates": ..., "histogram": ...}."""
         updates = self.histogram.total()
         return {
             "mean": sum(stale * count for stale, count in self.histogram.items()) / updates if updates else 0.0,

@@ -1,9 +1,9 @@
 """Asynchronous SGD (ASP) through a parameter server (Li et al. 2014; Dean et al. 2012, section 4.1, Downpour SGD).
 
-Each replica computes the gradient of its share of a batch, sends it to the server (sync/server.py), and gets back the
-newest parameters and the next share. It waits for nobody: the parameters have moved on meanwhile, and the gradient is
-*stale* by as many updates as others made. The server's AdamW takes one step for every gradient, so a step of the global
-batch is as many updates as there are replicas. The replicas synchronize only where a validation or a checkpoint is due.
+Each replica computes the gradient of its part of a batch, sends it to the server (sync/server.py), and gets the newest
+parameters and the next part. It waits for no other replica: the parameters have changed meanwhile, and the gradient is
+*stale* by the number of updates that others made. The server's AdamW takes one step per gradient, so a step of the
+global batch is as many updates as replicas. Replicas synchronize only for a validation or a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from phalanx.train.sync.synchronization import synchronize
 
 
 class Asynchronous:
-    """One rank's part in asynchronous training: it computes, and where its replica is the first, it also serves."""
+    """One rank's part in asynchronous training: it computes, and on the first replica it also serves."""
 
     def __init__(self, stepper: Stepper):
         job, mesh = stepper.job, stepper.mesh
         self.stepper, self.mesh = stepper, mesh
-        self.fragments: Sequence[ParameterShard] = stepper.replica.fragments
-        self.values = [fragment.value for fragment in self.fragments]
+        self.shards: Sequence[ParameterShard] = stepper.replica.shards
+        self.values = [shard.value for shard in self.shards]
         self.size = sum(value.numel() for value in self.values)
         self.gradient_dtype = torch.float32 if job.train.gradients == "fp32" else self.values[0].dtype
         self.messages = mesh.messages("dp_replicate", job.run.timeout_s)
         self.replicas, self.replica = self.messages.size, self.messages.rank
         self.leads = all(place == 0 for axis, place in mesh.coordinates.items() if axis != "dp_replicate")
-        """Whether this position's server sets the order of updates."""
+        """True if this position's server sets the order of updates."""
         self.server: Server | None = None
         if self.replica == 0:
             self.server = Server(stepper.optimizer, self.messages, self.gradient_dtype, job.run.timeout_s)
@@ -53,14 +53,14 @@ class Asynchronous:
         stop: Callable[[], bool] = lambda: False,
         note: Callable[[Update], None] | None = None,
     ) -> tuple[int, bool]:
-        """Train from step `first` to step `until`, or to the one in which some rank was asked to stop.
+        """Trains from step `first` to step `until`, or to the one in which some rank was asked to stop.
 
-        `read` gives this rank's micro-batches of a chunk, which has `chunk_tokens` valid tokens over the replica's
-        ranks; `lr` the rate of a step; `note` hears of every update on rank 0. Returns the steps done and whether to
+        `read` returns this rank's micro-batches of a chunk, which has `chunk_tokens` valid tokens over the replica's
+        ranks; `lr` the rate of a step; `note` receives every update on rank 0. Returns the steps done and whether to
         stop. Afterwards all replicas have the server's parameters.
 
         Raises NotFiniteError on every rank after a loss or gradient that is not finite, which the server has not
-        applied; RunError when a replica or the server is lost.
+        applied; RunError if a replica or the server is lost.
         """
         problem, asked = "", False
         reply = Reply(first * self.replicas, first * self.replicas + self.replica)
@@ -70,7 +70,7 @@ class Asynchronous:
             push, gradient, problem = self._compute(read(reply.chunk), reply, chunk_tokens, stop())
             asked = asked or push.stop
             reply, values = self._exchange(push, gradient)
-            if reply.chunk >= 0:  # otherwise newer ones come from the meeting
+            if reply.chunk >= 0:  # otherwise newer ones come from the synchronization
                 spread(values, self.values)
                 self.stepper.replica.publish()
         if self.server:
@@ -81,14 +81,14 @@ class Asynchronous:
     def _compute(
         self, micro_batches: Sequence[MicroBatch], reply: Reply, tokens: int, stop: bool
     ) -> tuple[Push, Tensor | None, str]:
-        """Compute a share of a batch. Returns what to push, the flat gradient (n,), and a problem if there is one."""
+        """Computes a part of a batch. Returns the push, the flat gradient (n,), and a problem if there is one."""
         stepper, step = self.stepper, reply.chunk // self.replicas
         loss = stepper.gradients(micro_batches, step, tokens)
-        gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.fragments]
-        of = {fragment.name: gradient for fragment, gradient in zip(self.fragments, gradients, strict=True)}
+        gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.shards]
+        of = {shard.name: gradient for shard, gradient in zip(self.shards, gradients, strict=True)}
         # A norm rounded to bf16 would be wrong in the third digit.
         kind = torch.promote_types(self.values[0].dtype, torch.float32)
-        square = get_total_norm([of[f.name].to(kind) for f in counted(self.fragments)]).double() ** 2
+        square = get_total_norm([of[f.name].to(kind) for f in counted(self.shards)]).double() ** 2
         status = torch.stack((loss * self.mesh.owns_loss, square.to(loss.device), loss.new_tensor(stop)))
         self.mesh.reduce_replica(status).wait()
         total, square_norm, stops = status.tolist()
@@ -105,7 +105,7 @@ class Asynchronous:
         return push, flat.to("cpu", self.gradient_dtype), ""
 
     def _exchange(self, push: Push, gradient: Tensor | None) -> tuple[Reply, Tensor]:
-        """Push and pull. Where a replica has several ranks, the first learns the gradient's ticket for the others."""
+        """Pushes and pulls. If a replica has several ranks, the first learns the gradient's ticket for the others."""
         ticket = torch.zeros((), dtype=torch.float64, device=self.stepper.device)
         reply, values = None, None
         if self.leads:
@@ -128,7 +128,7 @@ class Asynchronous:
         return reply, values
 
     def _take_over(self) -> int:
-        """Give every replica the server's parameters. Returns their version."""
+        """Gives every replica the server's parameters. Returns their version."""
         replicas, device = self.mesh.axis("dp_replicate"), self.stepper.device
         version = torch.tensor([self.server.version if self.server else 0], device=device)
         replicas.broadcast(version).wait()

@@ -1,7 +1,7 @@
 """DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): local steps, then one outer step for all.
 
-Every `layout.sync_every` steps each replica's way from the common anchor counts as a gradient; their average moves the
-anchor by SGD with Nesterov momentum, and all replicas go on from there. The inner AdamW's moments stay local.
+Every `layout.sync_every` steps each replica's difference from the common anchor counts as a gradient; their average
+moves the anchor by SGD with Nesterov momentum; all replicas continue there. The inner AdamW's moments stay local.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOMENTUM = "outer_momentum"
 
 class DiLoCo(LocalSGD):
     """Local SGD whose average is a gradient for an outer optimizer. Keeps two copies of the parameters: the anchor,
-    which is what all replicas have right after a meeting, and its momentum."""
+    which all replicas have right after a synchronization, and its momentum."""
 
     def __init__(self, job: Job, mesh: Mesh, optimizer: AdamW, device: torch.device):
         super().__init__(job, mesh, optimizer, device)
@@ -32,7 +32,7 @@ class DiLoCo(LocalSGD):
         gradient = self.anchor - join(self.values)
         self.replicas.all_reduce(gradient).wait()
         gradient.div_(self.replicas.size)
-        # Nesterov's form as torch.optim.SGD has it.
+        # Nesterov momentum in the form of torch.optim.SGD.
         self.momentum.mul_(self.decay).add_(gradient)
         self.anchor.sub_(gradient.add_(self.momentum, alpha=self.decay), alpha=self.lr)
         spread(self.anchor, self.values)

@@ -1,9 +1,9 @@
 """Local SGD (Stich 2019, "Local SGD converges fast and communicates little"): replicas train alone, then average.
 
-Every `layout.sync_every` steps, and after the last, the replicas' parameters are averaged. Before that nothing passes
-between them, not even a loss: a request to stop and a loss that is not finite wait for the next meeting. The moments of
-the optimizer stay local. With plain SGD and sync_every=1 this would be bsp, as the average of steps is the step of the
-average. With AdamW it is not, since its step is no linear function of the gradient.
+Every `layout.sync_every` steps, and after the last, the replicas' parameters are averaged. In between they do not
+communicate, not even a loss: a request to stop and a loss that is not finite wait for the next synchronization. The
+moments of the optimizer stay local. With plain SGD and sync_every=1 this would be bsp, as the average of steps is the
+step of the average. With AdamW it is not, since its step is no linear function of the gradient.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from phalanx.train.sync.flat import join, spread
 from phalanx.train.sync.synchronization import synchronize
 
 State = dict[str, dict[str, torch.Tensor]]
-"""By kind, then by a fragment's name, tensors of its shape."""
+"""Tensors of a shard's shape, by kind, then by the shard's name."""
 
 
 class LocalSGD:
-    """One rank's part: it averages its fragments with the ranks that hold the same ones in other replicas."""
+    """One rank's part: it averages its parameter shards with the ranks that hold the same ones in other replicas."""
 
     def __init__(self, job: Job, mesh: Mesh, optimizer: AdamW, device: torch.device):
         self.every, self.steps = job.layout.sync_every, job.train.steps
         self.replicas = mesh.axis("dp_replicate")
         self.optimizer, self.device = optimizer, device
-        # Half precisions agree on the fp32 masters: an average rounded to bf16 would forget most of a step.
+        # Half precisions average the fp32 masters: an average rounded to bf16 would lose most of a step.
         self.values = list(optimizer.masters.values())
         self.problem = ""
 
     def after_update(self, step: int, stop: bool, problem: str) -> bool:
-        """Called after the optimizer's `step`-th update (from 0 on), or, where there is a `problem`, instead of it.
-        Returns whether any replica was asked to `stop`, as far as is known: between meetings False.
+        """Averages if it is due, after the optimizer's `step`-th update (from 0 on), or, with a `problem`, instead of
+        it. Returns whether any replica was asked to `stop`, as far as known: False between synchronizations.
 
-        Raises NotFiniteError on every rank, at the first meeting after any replica's problem.
+        Raises NotFiniteError on every rank, at the first synchronization after any replica's problem.
         """
         self.problem = self.problem or problem
         if (step + 1) % self.every and step + 1 != self.steps:
@@ -48,14 +48,14 @@ class LocalSGD:
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Give all replicas the same parameters."""
+        """Gives all replicas the same parameters."""
         mean = join(self.values)
         self.replicas.all_reduce(mean).wait()
         spread(mean.div_(self.replicas.size), self.values)
 
     def state_tensors(self) -> State:
-        """Return the state that a checkpoint has to hold beside the optimizer's own, the same in all replicas."""
+        """Returns the state that a checkpoint must hold beside the optimizer's own, the same in all replicas."""
         return {}
 
     def reload(self) -> None:
-        """Take up the parameters that a checkpoint has brought."""
+        """Adopts the parameters loaded from a checkpoint."""

@@ -1,9 +1,9 @@
 """A parameter server: it applies each replica's gradient when it arrives, and answers with the newest parameters.
 
-A server is not a process of its own but threads on the rank that comes first among the replicas: one thread for each
-other replica, which receives, updates under a lock, and answers. Where replicas are sharded or tensor-parallel, every
-position has its server; a gradient's *ticket*, its place in the order of arrival at the first of them, keeps all in one
-order, so that the parts of a model are always of one version.
+A server is not a process of its own but threads on the first replica's rank: one thread per other replica, which
+receives, updates under a lock, and answers. If replicas are sharded or tensor-parallel, every position has its server;
+a gradient's *ticket*, its place in the order of arrival at the first of them, keeps all in one order, so that all parts
+of a model have the same version.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from phalanx.train.sync.flat import join, parts
 
 @dataclass(frozen=True)
 class Push:
-    """The facts that a replica sends with a gradient: one float64 per field, exact for whole numbers below 2^53."""
+    """The values that a replica sends with a gradient: one float64 per field, exact for whole numbers below 2^53."""
 
     chunk: int
-    """The share of a batch that it was computed from: chunk c is the (c mod replicas)-th of step c // replicas."""
+    """The part of a batch that it was computed from: chunk c is the (c mod replicas)-th of step c // replicas."""
     based_on: int
     """Version of the parameters that it was computed from."""
     loss: float
@@ -34,11 +34,11 @@ class Push:
     norm: float
     """The 2-norm of the whole gradient."""
     stop: bool
-    """The replica was asked to stop."""
+    """True if the replica was asked to stop."""
     broken: bool
-    """Loss or gradient is not finite; no gradient follows."""
+    """True if loss or gradient is not finite; no gradient follows."""
     ticket: int = -1
-    """Place in the order of arrival; -1 at the position that sets the order."""
+    """Position in the order of arrival; -1 at the position that sets the order."""
 
     def tensor(self) -> Tensor:
         return torch.tensor([float(value) for value in astuple(self)], dtype=torch.float64)
@@ -53,10 +53,10 @@ class Push:
 
 @dataclass(frozen=True)
 class Reply:
-    """The server's answer, beside the parameters."""
+    """The server's answer, without the parameters."""
 
     version: int
-    """The parameters' version: how many gradients arrived before them."""
+    """The parameters' version: the number of gradients applied to them."""
     chunk: int
     """The chunk to compute next; -1 for none before the replicas synchronize."""
 
@@ -82,7 +82,7 @@ class Update:
 
     @property
     def staleness(self) -> int:
-        """Updates by others between the parameters that it was computed from and those that it changed."""
+        """The number of updates by others between the parameters it was computed from and those it changed."""
         return self.version - 1 - self.push.based_on
 
 
@@ -91,31 +91,31 @@ class Server:
 
     def __init__(self, optimizer: AdamW, messages: Axis, gradient_dtype: torch.dtype, timeout_s: float):
         self.optimizer, self.messages, self.replicas = optimizer, messages, messages.size
-        self.values = [fragment.value for fragment in optimizer.fragments]
+        self.values = [shard.value for shard in optimizer.shards]
         self.gradient_dtype, self.timeout_s = gradient_dtype, timeout_s
         self.arrival = threading.Condition()
         self.threads: list[threading.Thread] = []
         self.failure: RunError | None = None
 
     def open(self, version: int, limit: int, lr: Callable[[int], float], note: Callable[[Update], None] | None) -> None:
-        """Serve until chunk `limit`, from chunk `version` on; replica r has begun with the r-th. `lr` is the rate of a
-        step. `note` hears of every update, in order, in some thread."""
-        self.version, self.handed, self.limit = version, version + self.replicas, limit
+        """Serves until chunk `limit`, from chunk `version` on; replica r has begun with the r-th. `lr` is the rate of a
+        step. `note` receives every update, in order, in some thread."""
+        self.version, self.assigned, self.limit = version, version + self.replicas, limit
         self.lr, self.note = lr, note
         arguments = [(replica, torch.get_num_threads()) for replica in range(1, self.replicas)]
-        # Daemons: a rank that fails ends at once, though a thread still waits for its replica.
+        # Daemons: a failing rank ends at once, even if a thread still waits for its replica.
         self.threads = [threading.Thread(target=self._serve, args=pair, daemon=True) for pair in arguments]
         for thread in self.threads:
             thread.start()
 
     def exchange(self, push: Push, gradient: Tensor | None) -> tuple[Reply, Tensor]:
-        """Apply a replica's gradient, flat and in `gradient_dtype`. Returns the answer and the newest parameters, flat
-        and on the CPU. Raises RunError when a replica was lost."""
+        """Applies a replica's gradient, flat and in `gradient_dtype`. Returns the answer and the newest parameters,
+        flat and on the CPU. Raises RunError if a replica was lost."""
         with self.arrival:
             if push.ticket >= 0:
                 self.arrival.wait_for(lambda: self.failure or self.version == push.ticket, self.timeout_s)
                 if not self.failure and self.version != push.ticket:
-                    raise RunError(f"gradient {self.version} did not come within {self.timeout_s:g} s")
+                    raise RunError(f"gradient {self.version} did not arrive within {self.timeout_s:g} s")
             if self.failure:
                 raise self.failure
             lr = self.lr(push.chunk // self.replicas)
@@ -130,7 +130,7 @@ class Server:
         return reply, values
 
     def close(self) -> None:
-        """Wait until every replica has its last answer. Raises RunError when one was lost."""
+        """Waits until every replica has its last answer. Raises RunError if one was lost."""
         for thread in self.threads:
             thread.join()
         self.threads = []
@@ -138,7 +138,7 @@ class Server:
             raise self.failure
 
     def _serve(self, replica: int, threads: int) -> None:
-        """The life of a thread: one replica's pushes, until no share of a batch is left."""
+        """Serves one replica's pushes in a thread, until no chunk is left."""
         torch.set_num_threads(threads)
         gradient = torch.empty(sum(value.numel() for value in self.values), dtype=self.gradient_dtype)
         chunk = 0
@@ -157,25 +157,25 @@ class Server:
                 self.arrival.notify_all()
 
     def _apply(self, gradient: Tensor, norm: float, lr: float) -> None:
-        fragments = self.optimizer.fragments
-        for fragment, part in zip(fragments, parts(gradient, self.values), strict=True):
-            fragment.gradient = part.to(fragment.value.device)
+        shards = self.optimizer.shards
+        for shard, part in zip(shards, parts(gradient, self.values), strict=True):
+            shard.gradient = part.to(shard.value.device)
         self.optimizer.take()
-        device = fragments[0].value.device
+        device = shards[0].value.device
         self.optimizer.step(lr, torch.tensor(norm, dtype=torch.float64, device=device))
-        for fragment in fragments:
-            fragment.gradient = None
+        for shard in shards:
+            shard.gradient = None
 
     def _next_chunk(self, push: Push) -> int:
-        """Chunks go to whoever asks first: a slow replica computes fewer. The same at every position."""
+        """Assigns the next chunk to the replica that asks: a slow one computes fewer. The same at every position."""
         if push.broken:
-            self.limit = self.handed
+            self.limit = self.assigned
         elif push.stop:  # the step that has begun is finished
-            self.limit = min(self.limit, -(-self.handed // self.replicas) * self.replicas)
-        if self.handed >= self.limit:
+            self.limit = min(self.limit, -(-self.assigned // self.replicas) * self.replicas)
+        if self.assigned >= self.limit:
             return -1
-        self.handed += 1
-        return self.handed - 1
+        self.assigned += 1
+        return self.assigned - 1
 
 
 def _lost(replica: int, error: Exception) -> RunError:

@@ -10,9 +10,9 @@ from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES
 
 
 def synchronize(replicas: Axis, device: torch.device, stop: bool, problem: str) -> bool:
-    """Wait for all replicas. Returns whether any of them was asked to stop.
+    """Waits for all replicas. Returns whether any of them was asked to stop.
 
-    A `problem` is one that keeps its replica from going on: all raise NotFiniteError with the first replica's."""
+    A `problem` keeps its replica from continuing: all raise NotFiniteError with the first replica's."""
     message = (bytes([stop]) + problem.encode())[:STOP_MESSAGE_BYTES]
     mine = torch.zeros(STOP_MESSAGE_BYTES, dtype=torch.uint8)
     mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)

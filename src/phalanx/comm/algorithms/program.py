@@ -1,4 +1,4 @@
-"""A collective as data: who sends which elements to whom, step by step, and what that adds up to."""
+"""A collective as data: which rank sends which elements to which, step by step, with the resulting counts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ChunkMessage:
     span: range
     """The elements of the source's buffer that are sent."""
     action: Action
-    """What the target does with them: `copy` overwrites its elements, `reduce` combines them with its own."""
+    """The target's operation: `copy` overwrites its elements, `reduce` combines them with its own."""
     shift: int = 0
-    """How much further in the target's buffer they land. 0 but for all-to-all."""
+    """Offset of the landing position in the target's buffer. Nonzero only for all-to-all."""
 
     @property
     def landing(self) -> range:
@@ -33,7 +33,7 @@ class ChunkMessage:
 class CollectiveStep:
     """Messages that travel at the same time: every rank sends at most one of them and receives at most one.
 
-    What is sent was there before the step. A step whose messages are all empty has none, and still counts.
+    The data sent was there before the step. A step whose messages are all empty has none, and still counts.
     """
 
     phase: str
@@ -49,7 +49,7 @@ class CollectiveProgram:
     sizes: tuple[int, ...]
     """Elements of the buffer on each rank."""
     chunks: tuple[range, ...]
-    """The parts into which the algorithm divides the tensor. Where it is shared out, chunk r is for rank r."""
+    """The parts into which the algorithm divides the tensor. If it is scattered, chunk r is for rank r."""
     steps: tuple[CollectiveStep, ...]
 
     @property
@@ -59,34 +59,34 @@ class CollectiveProgram:
 
     @property
     def reduces(self) -> bool:
-        """Whether any message is combined with what the target holds."""
+        """True if any message is combined with the target's data."""
         return any(message.action == "reduce" for message in self.messages)
 
     def messages_sent(self) -> list[int]:
-        """Messages that each rank sends."""
+        """Returns the number of messages that each rank sends."""
         sources = [message.source for message in self.messages]
         return [sources.count(rank) for rank in range(self.ranks)]
 
     def elements_sent(self) -> list[int]:
-        """Elements that each rank sends; times the bytes of an element this is its traffic."""
+        """Returns the elements that each rank sends; times the bytes of an element, this is its traffic."""
         sent = [0] * self.ranks
         for message in self.messages:
             sent[message.source] += len(message.span)
         return sent
 
     def critical_elements(self) -> int:
-        """The longest message of every step, summed.
+        """Returns the sum of the longest message of every step, in elements.
 
-        In the alpha-beta model with one class of links (Thakur, Rabenseifner & Gropp 2005) the plan takes
+        In the alpha-beta model with one class of links (Thakur, Rabenseifner & Gropp 2005) the program takes
         len(steps)·alpha + critical_elements()·element_bytes·beta seconds.
         """
         return sum(max((len(message.span) for message in step.messages), default=0) for step in self.steps)
 
 
 def chunked(n: int, parts: int) -> tuple[range, ...]:
-    """`n` elements in `parts` contiguous chunks whose sizes differ by at most 1, the longer ones first.
+    """Splits `n` elements into `parts` contiguous chunks whose sizes differ by at most 1, the longer ones first.
 
-    Raises ValueError when n is negative or parts is not positive.
+    Raises ValueError if n is negative or parts is not positive.
     """
     if n < 0 or parts < 1:
         raise ValueError(f"cannot divide {n} elements among {parts} ranks: need elements >= 0 and ranks >= 1")
@@ -104,25 +104,25 @@ def chunks_of(message: ChunkMessage, program: CollectiveProgram) -> list[int]:
 
 
 def joined(chunks: Sequence[range]) -> range:
-    """Neighbouring chunks as one span."""
+    """Returns neighbouring chunks as one span."""
     return range(chunks[0].start, chunks[-1].stop)
 
 
 def step(phase: str, messages: Iterable[ChunkMessage]) -> CollectiveStep:
-    """A step without the messages that carry nothing."""
+    """Returns a step without empty messages."""
     return CollectiveStep(phase, tuple(message for message in messages if message.span))
 
 
-def side_by_side(plans: Sequence[Sequence[CollectiveStep]]) -> list[CollectiveStep]:
-    """Step lists of equal length, among disjoint ranks, as one: their first steps together, their second steps, ..."""
+def side_by_side(step_lists: Sequence[Sequence[CollectiveStep]]) -> list[CollectiveStep]:
+    """Merges step lists of equal length among disjoint ranks into one: first steps together, second steps, ..."""
     return [
         CollectiveStep(together[0].phase, tuple(chain.from_iterable(each.messages for each in together)))
-        for together in zip(*plans, strict=True)
+        for together in zip(*step_lists, strict=True)
     ]
 
 
 def reversed_as_copies(phase: str, steps: Sequence[CollectiveStep]) -> list[CollectiveStep]:
-    """The way back: the same messages from target to source, last step first; what was collected is handed out."""
+    """Reverses the steps: the same messages from target to source, last step first, as copies of the reduced data."""
     return [
         CollectiveStep(
             phase, tuple(ChunkMessage(each.target, each.source, each.span, "copy") for each in back.messages)
@@ -132,6 +132,6 @@ def reversed_as_copies(phase: str, steps: Sequence[CollectiveStep]) -> list[Coll
 
 
 def check_root(root: int, ranks: int) -> None:
-    """Raises ValueError when `root` is none of the ranks."""
+    """Raises ValueError if `root` is not one of the ranks."""
     if not 0 <= root < ranks:
         raise ValueError(f"root {root} is not one of the {ranks} ranks (0 to {ranks - 1})")

@@ -1,4 +1,4 @@
-"""What `phalanx verify` compares with one process: the small job, the layouts, and those that it leaves out."""
+"""Selects the comparison of `phalanx verify`: the small job, the layouts, and those that are skipped."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from phalanx.partition.pipeline import flushes, is_file
 from phalanx.units import counted
 from phalanx.verify import covering, matrix
 from phalanx.verify.fit import deep_enough, with_experts
-from phalanx.verify.small import Proof, proof_of
+from phalanx.verify.small import ComparedJob, compared_job
 
 GLOBAL_BATCHES = (8, 24)
-"""Sequences a step: the first that divides by a layout's data ranks × accumulation, else that product."""
+"""Sequences per step: the first one divisible by a layout's data ranks × accumulation, else that product."""
 PIPELINE_BATCHES = (8,)
-"""The same where there is a pipeline, whose micro-batches may be a sequence each: 5 of them take 5."""
+"""The same for pipelines, whose micro-batches may be one sequence each: 5 of them take 5."""
 PAIR_RANKS = 8
-"""Most ranks of a layout in which features meet: with more of them layouts would be larger, not other."""
+"""Maximum ranks of a layout of the covering set: more would make layouts larger, not different."""
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,30 @@ class Skipped:
 
 @dataclass
 class Selection:
-    """What is compared."""
+    """The layouts to compare with one process, and their job."""
 
-    proof: Proof
+    compared: ComparedJob
     layouts: list[Layout] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What a layout that is compared has to do with the job's own."""
+    """Notes on how compared layouts differ from the job's own."""
 
     def case(self, layout: Layout) -> Job:
-        """The job of one case: the same model and optimizer, with the layout and a global batch that it divides. The
-        model has a layer for each stage at least, and experts where the layout deals them out."""
-        return _with(deep_enough(with_experts(self.proof.job, layout), layout), layout)
+        """Returns the job of one case: the same model and optimizer, with the layout and a global batch divisible by
+        it. The model has at least one layer per stage, and experts if the layout uses expert parallelism."""
+        return _with(deep_enough(with_experts(self.compared.job, layout), layout), layout)
 
     def alone(self, layout: Layout) -> Job:
-        """The job of one process that the layout's case is compared with."""
-        return replace(self.case(layout), layout=self.proof.job.layout)
+        """Returns the job of one process that the layout's case is compared with."""
+        return replace(self.case(layout), layout=self.compared.job.layout)
 
     def stale(self, layout: Layout) -> bool:
-        """Whether a layout's gradients are one update late by design (a pipeline without a flush). It is compared with
-        one process that takes its own so."""
+        """Returns whether a layout's gradients are one update late by design (a pipeline without a flush). It is
+        compared with one process whose gradients are equally late."""
         return not flushes(layout)
 
 
-def make(
+def select(
     job: Job,
     *,
     lines: Sequence[str] = (),
@@ -68,14 +68,14 @@ def make(
     max_ranks: int = 8,
     as_is: bool = False,
 ) -> Selection:
-    """Choose what to compare: the layouts of `lines`, or the job's own with the matrix and the covering set, with all
-    there is (`full`), or with every pipeline schedule alone (`schedules`).
+    """Selects the layouts of `lines`, or the job's own with the matrix and the covering set, with every layout
+    (`full`), or with every pipeline schedule alone (`schedules`).
 
-    A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. A model with fewer
-    layers than stages gets some there, and one without experts gets some for layouts that deal them out, unless
-    `as_is`. Raises JobError with every problem of the layouts that were named.
+    A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. Unless `as_is`, a
+    model with fewer layers than stages gets more, and one without experts gets some for layouts with expert
+    parallelism. Raises JobError with every problem of the named layouts.
     """
-    plan, problems = Selection(proof_of(job, as_is, max_ranks)), list[str]()
+    selection, problems = Selection(compared_job(job, as_is, max_ranks)), list[str]()
     for line in lines:
         try:
             layout = layout_line.parse(line)
@@ -83,30 +83,30 @@ def make(
             problems += error.problems
             continue
         if layout.auto:
-            problems.append(f"layout {line!r}: compared are layouts, not the planner's choice; name its fields")
+            problems.append(f"layout {line!r}: verify compares layouts, not the planner's choice; name its fields")
             continue
         asked = replace(job, layout=layout)
         if wrong := [*out_of_range(asked), *size_problems(asked)]:
             problems += [f"layout {line!r}: {path}: {message}" for path, message in wrong]
             continue
         fit = job if as_is else with_experts(job, layout)
-        problems += [f"layout {line!r}: {reason}" for reason in _reasons(fit, plan, layout, max_ranks)]
-        _add(plan, layout)
+        problems += [f"layout {line!r}: {reason}" for reason in _reasons(fit, selection, layout, max_ranks)]
+        _add(selection, layout)
     if problems:
         raise JobError(problems)
     if not lines:
-        _own(plan, job, max_ranks)
-        _rest(plan, job, full, schedules, max_ranks, as_is)
-    plan.notes += _notes(plan, job)
-    return plan
+        _own(selection, job, max_ranks)
+        _rest(selection, job, full, schedules, max_ranks, as_is)
+    selection.notes += _notes(selection, job)
+    return selection
 
 
-def _rest(plan: Selection, job: Job, full: bool, schedules: bool, max_ranks: int, as_is: bool) -> None:
-    """The layouts that are compared besides the job's own, where nobody names any."""
+def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks: int, as_is: bool) -> None:
+    """Adds the layouts that are compared by default besides the job's own."""
 
     def reasons(layout: Layout) -> list[str]:
         fit = job if as_is else deep_enough(with_experts(job, layout), layout)
-        return _reasons(fit, plan, layout, max_ranks)
+        return _reasons(fit, selection, layout, max_ranks)
 
     candidates = list[Layout]()
     if full or not schedules:
@@ -118,19 +118,18 @@ def _rest(plan: Selection, job: Job, full: bool, schedules: bool, max_ranks: int
         candidates += matrix.schedules(max_ranks)
     for layout in candidates:
         if why := reasons(layout):
-            plan.skipped.append(Skipped(layout.line(), "; ".join(why)))
+            selection.skipped.append(Skipped(layout.line(), "; ".join(why)))
         else:
-            _add(plan, layout)
+            _add(selection, layout)
 
 
-def _notes(plan: Selection, job: Job) -> Iterator[str]:
-    """What some layouts are compared with, or in, that the job does not say."""
-    if any(map(plan.stale, plan.layouts)):
+def _notes(selection: Selection, job: Job) -> Iterator[str]:
+    if any(map(selection.stale, selection.layouts)):
         yield (
             "pipelines without a flush are compared with one process whose gradients are one update late, as theirs are"
         )
-    models = [plan.case(layout).model for layout in plan.layouts]
-    written = [bool(layout.recompute_cut) for layout in plan.layouts]
+    models = [selection.case(layout).model for layout in selection.layouts]
+    written = [bool(layout.recompute_cut) for layout in selection.layouts]
     if cut := sum(mine and job.model.n_layers != model.n_layers for mine, model in zip(written, models, strict=True)):
         yield f"model.n_layers: {job.model.n_layers} in the job, those of recompute_cut in {counted(cut, 'layout')}"
     stages = (model.n_layers for mine, model in zip(written, models, strict=True) if not mine)
@@ -151,8 +150,8 @@ def _notes(plan: Selection, job: Job) -> Iterator[str]:
         yield "data.document_mask: the random sequences are cut into documents at random places"
 
 
-def _own(plan: Selection, job: Job, max_ranks: int) -> None:
-    """The job's own layout comes first, on fewer ranks if need be."""
+def _own(selection: Selection, job: Job, max_ranks: int) -> None:
+    """Adds the job's own layout first, on fewer ranks if necessary."""
     own = job.layout
     if own.world == 1 and own == replace(Layout(), bucket_mb=own.bucket_mb):
         return
@@ -162,48 +161,49 @@ def _own(plan: Selection, job: Job, max_ranks: int) -> None:
         layout,
         micro_batch=0,
         accumulation=_accumulation(layout, accumulation),
-        pp_cut=layout.pp_cut if plan.proof.job.model.n_layers == job.model.n_layers else "",
-        recompute_cut=layout.recompute_cut if plan.proof.job.model.n_layers == job.model.n_layers else "",
-        loss_chunk=min(layout.loss_chunk, max(1, plan.proof.job.model.seq_len // 2)),
+        pp_cut=layout.pp_cut if selection.compared.job.model.n_layers == job.model.n_layers else "",
+        recompute_cut=layout.recompute_cut if selection.compared.job.model.n_layers == job.model.n_layers else "",
+        loss_chunk=min(layout.loss_chunk, max(1, selection.compared.job.model.seq_len // 2)),
         bucket_mb=Layout.bucket_mb,
     )
-    if reasons := _reasons(job, plan, layout, max_ranks):
-        plan.skipped.append(Skipped(layout.line(), "the job's own layout, reduced: " + "; ".join(reasons)))
+    if reasons := _reasons(job, selection, layout, max_ranks):
+        selection.skipped.append(Skipped(layout.line(), "the job's own layout, reduced: " + "; ".join(reasons)))
         return
-    _add(plan, layout)
+    _add(selection, layout)
     if layout.line() == own.line():
-        plan.notes.append(f"the first layout is the job's own: {own.line()}")
+        selection.notes.append(f"the first layout is the job's own: {own.line()}")
     else:
-        plan.notes.append(f"the job's own layout, {own.line()} ({own.world} ranks), is compared as {layout.line()}")
+        selection.notes.append(
+            f"the job's own layout, {own.line()} ({own.world} ranks), is compared as {layout.line()}"
+        )
 
 
 def _accumulation(layout: Layout, accumulation: int) -> int:
-    """As few micro-batches a step as show everything: 2, or 2 a rank that a pipeline has. Those of a file are its own;
-    0 stands for one."""
+    """Returns the smallest sufficient number of micro-batches per step: 2, or 2 per pipeline rank. A schedule file has
+    its own; 0 stands for one."""
     if layout.pp > 1 and is_file(layout.schedule):
         return accumulation
     fewer = min(accumulation, 2 * layout.pp)
     return fewer if fewer > 1 else 0
 
 
-def _add(plan: Selection, layout: Layout) -> None:
-    """Take a layout in, once."""
+def _add(selection: Selection, layout: Layout) -> None:
     if layout.bucket_mb == Layout.bucket_mb:
-        layout = replace(layout, bucket_mb=plan.proof.job.layout.bucket_mb)
-    if layout not in plan.layouts:
-        plan.layouts.append(layout)
+        layout = replace(layout, bucket_mb=selection.compared.job.layout.bucket_mb)
+    if layout not in selection.layouts:
+        selection.layouts.append(layout)
 
 
-def _reasons(job: Job, plan: Selection, layout: Layout, max_ranks: int) -> list[str]:
-    """Why a layout cannot be compared: it is illegal for the job's model, or too large."""
+def _reasons(job: Job, selection: Selection, layout: Layout, max_ranks: int) -> list[str]:
+    """Returns why a layout cannot be compared: it is illegal for the job's model, or too large."""
     checked = replace(job, cluster=replace(job.cluster, nodes=1, devices_per_node=0))
     problems = problems_of(_with(checked, layout))
-    if not problems:  # where the small model divides by less than the job's own
-        problems = problems_of(plan.case(layout))
+    if not problems:  # the small model may have fewer divisors than the job's own
+        problems = problems_of(selection.case(layout))
     reasons = [f"{path}: {message}" for path, message in problems]
     if not reasons and layout.processes > max_ranks:
         reasons.append(f"needs {layout.processes} processes, more than --max-ranks {max_ranks}")
-    if layout.data_parallel == "threads" and plan.proof.job.cluster.device == "cuda":
+    if layout.data_parallel == "threads" and selection.compared.job.cluster.device == "cuda":
         reasons.append(
             "layout.data_parallel: threads is for CPUs; nearest legal: data_parallel=ddp, or cluster.device=cpu"
         )
@@ -211,7 +211,7 @@ def _reasons(job: Job, plan: Selection, layout: Layout, max_ranks: int) -> list[
 
 
 def _with(job: Job, layout: Layout) -> Job:
-    """The job with a layout and the smallest global batch that goes with it."""
+    """Returns the job with a layout and the smallest global batch that suits it."""
     known = max(1, layout.data_ranks * max(1, layout.micro_batch) * max(1, layout.accumulation))
     if layout.micro_batch and layout.accumulation:
         global_batch = known

@@ -1,4 +1,4 @@
-"""The plans of the collective algorithms: right results, fair steps, and traffic equal to the formulas."""
+"""The programs of the collective algorithms: right results, fair steps, and traffic equal to the formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.comm.algorithms import direct, halving, hierarchical, ring, tree
-from phalanx.comm.algorithms.plan import CollectiveProgram, chunked
+from phalanx.comm.algorithms.program import CollectiveProgram, chunked
 
 RANKS = st.integers(1, 17)
 ELEMENTS = st.integers(0, 60)
@@ -25,10 +25,10 @@ ALL_REDUCES: dict[str, Callable[[int, int], CollectiveProgram]] = {
 }
 
 
-def simulate(plan: CollectiveProgram, buffers: list[np.ndarray], reduce: Callable = np.add) -> list[np.ndarray]:
-    """The buffers after the plan. All messages of a step are read before any of them is written."""
+def simulate(program: CollectiveProgram, buffers: list[np.ndarray], reduce: Callable = np.add) -> list[np.ndarray]:
+    """The buffers after the program. All messages of a step are read before any of them is written."""
     buffers = [buffer.copy() for buffer in buffers]
-    for step in plan.steps:
+    for step in program.steps:
         on_the_way = [buffers[each.source][each.span.start : each.span.stop].copy() for each in step.messages]
         for message, data in zip(step.messages, on_the_way, strict=True):
             place = buffers[message.target][message.landing.start : message.landing.stop]
@@ -41,16 +41,16 @@ def inputs(ranks: int, n: int) -> np.ndarray:
     return np.random.default_rng(ranks * 1000 + n).integers(-1000, 1000, (ranks, n)).astype(np.float64)
 
 
-def check_steps(plan: CollectiveProgram) -> None:
+def check_steps(program: CollectiveProgram) -> None:
     """Every message fits both buffers; in a step a rank sends and receives at most once, and not the same elements."""
-    for step in plan.steps:
+    for step in program.steps:
         sent = {message.source: message.span for message in step.messages}
         received = {message.target: message.landing for message in step.messages}
         assert len(sent) == len(received) == len(step.messages)
         for message in step.messages:
             assert message.source != message.target
-            assert 0 <= message.span.start < message.span.stop <= plan.sizes[message.source]
-            assert 0 <= message.landing.start < message.landing.stop <= plan.sizes[message.target]
+            assert 0 <= message.span.start < message.span.stop <= program.sizes[message.source]
+            assert 0 <= message.landing.start < message.landing.stop <= program.sizes[message.target]
         for rank in sent.keys() & received.keys():
             assert sent[rank].stop <= received[rank].start or received[rank].stop <= sent[rank].start
 
@@ -72,10 +72,10 @@ def test_chunks_are_contiguous_and_even(parts: int, n: int):
 @pytest.mark.parametrize("reduce", [np.add, np.minimum, np.maximum])
 @given(ranks=RANKS, n=ELEMENTS)
 def test_all_reduce(name: str, reduce: np.ufunc, ranks: int, n: int):
-    plan = ALL_REDUCES[name](ranks, n)
-    check_steps(plan)
+    program = ALL_REDUCES[name](ranks, n)
+    check_steps(program)
     before = inputs(ranks, n)
-    for after in simulate(plan, list(before), reduce):
+    for after in simulate(program, list(before), reduce):
         np.testing.assert_array_equal(after, reduce.reduce(before, axis=0))
 
 
@@ -90,20 +90,20 @@ def test_all_ranks_get_the_same_bits(name: str, ranks: int, n: int):
 @given(data=st.data(), ranks=RANKS, n=ELEMENTS)
 def test_hierarchical_all_reduce(data: st.DataObject, ranks: int, n: int):
     group = data.draw(st.sampled_from([size for size in range(1, ranks + 1) if ranks % size == 0]))
-    plan = hierarchical.all_reduce(ranks, n, group)
-    check_steps(plan)
+    program = hierarchical.all_reduce(ranks, n, group)
+    check_steps(program)
     before = inputs(ranks, n)
-    for after in simulate(plan, list(before)):
+    for after in simulate(program, list(before)):
         np.testing.assert_array_equal(after, before.sum(axis=0))
     groups = ranks // group
-    assert len(plan.steps) == 2 * (group - 1) + 2 * (groups - 1)
+    assert len(program.steps) == 2 * (group - 1) + 2 * (groups - 1)
     leaving = [0] * ranks
-    for message in plan.messages:
+    for message in program.messages:
         if message.source // group != message.target // group:
             leaving[message.source] += len(message.span)
     assert sum(leaving) == 2 * (groups - 1) * n  # every shard, by a ring of its own
     if n % ranks == 0:
-        assert plan.elements_sent() == [closed(n, ranks)] * ranks
+        assert program.elements_sent() == [closed(n, ranks)] * ranks
         assert leaving == [closed(n // group, groups)] * ranks
 
 
@@ -114,56 +114,56 @@ def test_hierarchical_groups_have_to_divide():
 
 @given(ranks=RANKS, n=ELEMENTS)
 def test_naive_traffic(ranks: int, n: int):
-    plan = direct.naive_all_reduce(ranks, n)
-    through_zero = sum(len(message.span) for message in plan.messages if 0 in (message.source, message.target))
-    assert through_zero == sum(plan.elements_sent()) == plan.critical_elements() == 2 * n * (ranks - 1)
-    assert len(plan.steps) == 2 * (ranks - 1)
+    program = direct.naive_all_reduce(ranks, n)
+    through_zero = sum(len(message.span) for message in program.messages if 0 in (message.source, message.target))
+    assert through_zero == sum(program.elements_sent()) == program.critical_elements() == 2 * n * (ranks - 1)
+    assert len(program.steps) == 2 * (ranks - 1)
 
 
 @given(ranks=RANKS, n=ELEMENTS)
 def test_ring_traffic(ranks: int, n: int):
-    plan = ring.all_reduce(ranks, n)
+    program = ring.all_reduce(ranks, n)
     chunks = [len(chunk) for chunk in chunked(n, ranks)]
-    assert len(plan.steps) == 2 * (ranks - 1)
+    assert len(program.steps) == 2 * (ranks - 1)
     # Rank r passes on every chunk but its own while they are reduced, and all but its right neighbour's afterwards.
-    assert plan.elements_sent() == [2 * n - chunks[rank] - chunks[(rank + 1) % ranks] for rank in range(ranks)]
+    assert program.elements_sent() == [2 * n - chunks[rank] - chunks[(rank + 1) % ranks] for rank in range(ranks)]
     if n >= ranks:
-        assert plan.messages_sent() == [2 * (ranks - 1)] * ranks
+        assert program.messages_sent() == [2 * (ranks - 1)] * ranks
     if n % ranks == 0:
-        assert plan.elements_sent() == [closed(n, ranks)] * ranks
-        assert {len(message.span) for message in plan.messages} <= {n // ranks}
-        assert plan.critical_elements() == closed(n, ranks)
+        assert program.elements_sent() == [closed(n, ranks)] * ranks
+        assert {len(message.span) for message in program.messages} <= {n // ranks}
+        assert program.critical_elements() == closed(n, ranks)
 
 
 @given(ranks=RANKS, n=st.integers(1, 60))
 def test_tree_traffic(ranks: int, n: int):
-    plan = tree.all_reduce(ranks, n)
+    program = tree.all_reduce(ranks, n)
     levels = ceil(log2(ranks))
-    assert len(plan.steps) == 2 * levels
-    assert sum(plan.elements_sent()) == 2 * n * (ranks - 1)
-    assert max(plan.elements_sent()) == n * levels
-    assert plan.critical_elements() == 2 * n * levels
+    assert len(program.steps) == 2 * levels
+    assert sum(program.elements_sent()) == 2 * n * (ranks - 1)
+    assert max(program.elements_sent()) == n * levels
+    assert program.critical_elements() == 2 * n * levels
     assert len(tree.reduce(ranks, n).steps) == len(tree.broadcast(ranks, n).steps) == levels
 
 
 def test_tree_of_eight_ranks_takes_three_steps():
-    plan = tree.broadcast(8, 5)
-    assert [len(step.messages) for step in plan.steps] == [1, 2, 4]
+    program = tree.broadcast(8, 5)
+    assert [len(step.messages) for step in program.steps] == [1, 2, 4]
 
 
 @given(ranks=RANKS, n=ELEMENTS)
 def test_halving_traffic(ranks: int, n: int):
-    plan = halving.all_reduce(ranks, n)
+    program = halving.all_reduce(ranks, n)
     power = 2 ** int(log2(ranks))
-    assert len(plan.steps) == 2 * int(log2(ranks)) + 2 * (power < ranks)
+    assert len(program.steps) == 2 * int(log2(ranks)) + 2 * (power < ranks)
     folded = ranks - power
-    sent = plan.elements_sent()
+    sent = program.elements_sent()
     assert sent[power:] == [n] * folded
     # Each chunk is sent by every one of Q ranks but its owner to be reduced, and is received by all but its owner.
     assert sum(sent) == 2 * n * (power - 1) + 2 * n * folded
     if n % power == 0:
         assert sent[:power] == [closed(n, power) + n * (rank < folded) for rank in range(power)]
-        assert plan.critical_elements() == closed(n, power) + 2 * n * (folded > 0)
+        assert program.critical_elements() == closed(n, power) + 2 * n * (folded > 0)
 
 
 @given(ranks=RANKS, n=ELEMENTS)
@@ -188,10 +188,10 @@ def test_ring_halves(ranks: int, n: int):
 def test_rooted_collectives(data: st.DataObject, ranks: int, n: int):
     root = data.draw(st.integers(0, ranks - 1))
     before = inputs(ranks, n)
-    plans = [kind(ranks, n, root) for kind in (tree.reduce, tree.broadcast, direct.scatter, direct.gather)]
-    for plan in plans:
-        check_steps(plan)
-    reduced, copied, scattered, gathered = (simulate(plan, list(before)) for plan in plans)
+    programs = [kind(ranks, n, root) for kind in (tree.reduce, tree.broadcast, direct.scatter, direct.gather)]
+    for program in programs:
+        check_steps(program)
+    reduced, copied, scattered, gathered = (simulate(program, list(before)) for program in programs)
     np.testing.assert_array_equal(reduced[root], before.sum(axis=0))
     for after in copied:
         np.testing.assert_array_equal(after, before[root])
@@ -200,25 +200,25 @@ def test_rooted_collectives(data: st.DataObject, ranks: int, n: int):
         np.testing.assert_array_equal(scattered[rank][part], before[root][part])
         np.testing.assert_array_equal(gathered[root][part], before[rank][part])
     own = len(chunked(n, ranks)[root])
-    assert sum(plans[2].elements_sent()) == plans[2].elements_sent()[root] == n - own
-    assert sum(plans[3].elements_sent()) == n - own
-    assert len(plans[2].steps) == len(plans[3].steps) == ranks - 1
+    assert sum(programs[2].elements_sent()) == programs[2].elements_sent()[root] == n - own
+    assert sum(programs[3].elements_sent()) == n - own
+    assert len(programs[2].steps) == len(programs[3].steps) == ranks - 1
 
 
 @given(ranks=RANKS, n=ELEMENTS)
 def test_all_to_all(ranks: int, n: int):
-    plan = direct.all_to_all(ranks, n)
-    check_steps(plan)
+    program = direct.all_to_all(ranks, n)
+    check_steps(program)
     before = inputs(ranks, n)
-    chunks = [slice(chunk.start, chunk.stop) for chunk in plan.chunks]
-    buffers = [np.concatenate([before[rank], np.full(plan.sizes[rank] - n, np.nan)]) for rank in range(ranks)]
+    chunks = [slice(chunk.start, chunk.stop) for chunk in program.chunks]
+    buffers = [np.concatenate([before[rank], np.full(program.sizes[rank] - n, np.nan)]) for rank in range(ranks)]
     for rank, chunk in enumerate(chunks):
         length = chunk.stop - chunk.start
         buffers[rank][n + rank * length : n + (rank + 1) * length] = before[rank][chunk]
-    for chunk, after in zip(chunks, simulate(plan, buffers), strict=True):
+    for chunk, after in zip(chunks, simulate(program, buffers), strict=True):
         np.testing.assert_array_equal(after[n:], before[:, chunk].reshape(-1))
-    assert plan.elements_sent() == [n - len(chunk) for chunk in plan.chunks]
-    assert len(plan.steps) == ranks - 1
+    assert program.elements_sent() == [n - len(chunk) for chunk in program.chunks]
+    assert len(program.steps) == ranks - 1
 
 
 def test_bad_sizes_and_roots():
@@ -234,6 +234,6 @@ def test_bad_sizes_and_roots():
 
 
 def test_plans_do_not_import_torch():
-    modules = "direct, draw, halving, hierarchical, plan, ring, tree"
+    modules = "direct, draw, halving, hierarchical, program, ring, tree"
     code = f"import sys; from phalanx.comm.algorithms import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
