@@ -9,15 +9,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from phalanx.blocks.kinds import block, block_kinds
-from phalanx.config.cluster import Cluster, Link
+from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import cluster_of
+from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
+from phalanx.config.train import Train
 from phalanx.cost.frameworks.known import MEGATRON_CORE, PHALANX
+from phalanx.cost.job_spec import step_spec
+from phalanx.cost.placed import contents
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import messages_seconds, place
-from phalanx.cost.time.rank_time import block_time
+from phalanx.cost.time.rank_time import block_time, held_by
+from phalanx.cost.time.state_time import state_seconds
 from phalanx.cost.traffic.blocks import balanced_rows, block_traffic, row_traffic
+from phalanx.cost.traffic.step import step_traffic
 from phalanx.cost.traffic.table import Table
 from phalanx.partition import batch
 
@@ -78,3 +84,24 @@ def test_seconds_price_the_bytes_of_the_ledger(model, tp, ring, ulysses, ep, sp,
     counted.take(row_traffic(here, kind, recompute), balanced_rows(here) if shape.moe.n_experts else 0)
     seconds = sum(each.forward + each.again + each.backward for each in priced.values())
     assert seconds == pytest.approx(sum(counted.entries.values()) / 1e3, rel=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    model=st.sampled_from(["gpt2", "llama3-8b", "mixtral-8x7b"]),
+    shard=st.sampled_from([1, 2, 4, 8]),
+    replicate=st.sampled_from([1, 2, 4]),
+    ep=st.sampled_from([1, 2, 4]),
+    zero=st.sampled_from([1, 2]),
+    gradients=st.sampled_from(["same", "fp32"]),
+)
+def test_seconds_price_the_bytes_of_the_state(model, shard, replicate, ep, zero, gradients):
+    assume(ep <= shard and (ep == 1 or PRESETS[model].moe.n_experts))
+    layout = Layout(dp_shard=shard, dp_replicate=replicate, ep=ep, zero=zero, cp=1)
+    cluster = Cluster(devices_per_node=layout.world, accelerator=Accelerator(name="any"), intra=SLOW, inter=SLOW)
+    train = Train(global_batch=layout.data_ranks, precision="bf16", gradients=gradients)
+    spec = step_spec(Job(model=PRESETS[model], cluster=cluster, layout=layout, train=train), 50304)
+    seconds = state_seconds(spec, held_by(spec, contents(spec)[0]))
+    counted = step_traffic(spec.model, spec.layout, spec.batch, precision="bf16", gradients=gradients)
+    sent = sum(sum(counted.get(axis, {}).values()) for axis in ("dp_shard", "dp_replicate", "edp"))
+    assert seconds.gather + seconds.reduce == pytest.approx(sent / 1e3, rel=1e-3)

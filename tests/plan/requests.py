@@ -50,6 +50,10 @@ def on_laptop(global_batch: int, worlds: tuple[int, ...] = (), **fixed: Any) -> 
     return PlanRequest(model("baby"), LAPTOP, global_batch, "fp32", 4, PHALANX_CPU, fixed, worlds)
 
 
+FP32_GRADIENTS = replace(
+    PHALANX, memory_profile=replace(PHALANX.memory_profile, gradient_bytes=4, unbuffered_gradient_bytes=2)
+)
+
 QUESTIONS = {
     "llama, this program": request("llama3-8b", "dgx-h100:2", 64),
     "llama, nothing overlaps": request("llama3-8b", "dgx-a100:2", 48, MEGATRON_2021),
@@ -66,5 +70,6 @@ QUESTIONS = {
     "a small model on slow links": request("gpt2", "dgx-v100:2", 48, MEGATRON_2021),
     "a laptop": on_laptop(16, worlds=(1, 2, 4)),
     "8 bits": request("llama3-8b", "dgx-h100:2", 32, TORCHTITAN, "fp8"),
+    "gradients in fp32": request("llama3-8b", "dgx-h100:2", 32, FP32_GRADIENTS),
     "schedules of ones own choice": request("llama3-8b", "dgx-h100:1", 32, schedule="gpipe"),
 }

@@ -19,6 +19,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.train import Train
+from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.spec import StepSpec
@@ -171,9 +172,7 @@ def compare(ranks, job: Job) -> set[str]:
     equation = batch.solve(job.train.global_batch, layout)
     stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else ()
     spec = StepSpec(model, Cluster(), layout, equation, "bf16", WIDTHS[job.train.precision], stages=stages)
-    if job.train.gradients == "fp32":
-        profile = replace(spec.framework.memory_profile, gradient_bytes=4)
-        spec = replace(spec, framework=replace(spec.framework, memory_profile=profile))
+    spec = replace(spec, framework=rank_spec(job, VOCAB).framework)
     moments = set()
     for rank, size in enumerate(ranks(stepped, layout.world, job)):
         expected = step_memory(spec)[rank // (layout.world // layout.pp)]
@@ -251,8 +250,11 @@ def test_a_pipeline_keeps_the_logits_of_every_micro_batch_in_flight(ranks, layou
     compare(ranks, Job(model=MANY_WORDS, layout=layout, train=Train(global_batch=8)))
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_gradients_may_be_wider_than_parameters(ranks, zero):
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(pp=2, micro_batch=2), *(Layout(dp_shard=2, zero=zero) for zero in (1, 2, 3))],
+    ids=Layout.line,
+)
+def test_gradients_may_be_wider_than_parameters(ranks, layout):
     """With sequences so long that activations outweigh the copy of a bucket that gloo's reduce-scatter makes."""
-    train = Train(global_batch=4, precision="bf16", gradients="fp32")
-    compare(ranks, Job(model=DEEP, layout=Layout(dp_shard=2, zero=zero), train=train))
+    compare(ranks, Job(model=DEEP, layout=layout, train=Train(global_batch=4, precision="bf16", gradients="fp32")))

@@ -20,6 +20,9 @@ class MemoryProfile(Hashed):
     """Bytes of a stored parameter's number; 0 is that of the computation. torchtitan stores fp32 shards: 4."""
     gradient_bytes: int = 0
     """Bytes of a gradient's number as it is added up over micro-batches; 0 is that of the computation."""
+    unbuffered_gradient_bytes: int = 0
+    """Bytes of a gradient's number outside of flat buffers, in FSDP's shards and without data ranks, where it has the
+    parameter's type whichever it is reduced in; 0 is `gradient_bytes`."""
     passing_gradient_bytes: int = 0
     """Bytes a parameter of the stage, whole, for gradients of one micro-batch before they are added to those of
     `gradient_bytes` (DeepSpeed's BF16_Optimizer: 2)."""

@@ -12,6 +12,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.known import PHALANX, PHALANX_CPU
+from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition import batch
@@ -46,7 +47,7 @@ def rank_spec(job: Job, vocab: int) -> StepSpec:
         layout=job.layout,
         batch=batch.solve(job.train.global_batch, job.layout),
         products="fp32" if precision in ("fp32", "fp64") else precision,
-        width={"fp64": 8, "fp32": 4}.get(precision, 2),
+        width=WIDTHS[precision],
         framework=_framework(job),
         stages=stages(model, job.layout),
     )
@@ -55,9 +56,10 @@ def rank_spec(job: Job, vocab: int) -> StepSpec:
 def _framework(job: Job) -> Framework:
     """Returns this program as the job runs it."""
     framework = PHALANX_CPU if job.cluster.device == "cpu" else PHALANX
-    if job.train.gradients == "same" or job.layout.data_ranks * job.layout.cp == 1:
+    if job.train.gradients == "same":
         return framework
-    return replace(framework, memory_profile=replace(framework.memory_profile, gradient_bytes=4))
+    profile = replace(framework.memory_profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])
+    return replace(framework, memory_profile=profile)
 
 
 def stages(model: ModelConfig, layout: Layout) -> tuple[range, ...]:

@@ -65,7 +65,11 @@ class StepParts:
         self.stream = self.tokens * spec.model.d_model * spec.width
         stored = self.memory_profile.parameter_bytes or spec.width
         self.gradient_width = self.memory_profile.gradient_bytes or stored
-        self.widths = stored, self.gradient_width, STATE_WIDTHS[{2: "bf16", 4: "fp32"}.get(stored, "fp64")]
+        state_width = STATE_WIDTHS[{2: "bf16", 4: "fp32"}.get(stored, "fp64")]
+        unbuffered = self.memory_profile.unbuffered_gradient_bytes or self.gradient_width
+        if layout.data_ranks * layout.cp == 1:
+            self.gradient_width = unbuffered
+        self.widths = stored, self.gradient_width, state_width, unbuffered
         self.recomputes = written(layout)
         every = kinds_of(spec.model, self.recomputes, range(spec.model.n_layers))
         self.kinds = {kind: BlockBytes(self, kind) for kind in {kind for kind, _ in every}}
@@ -232,11 +236,13 @@ class RankParts:
         return found + numbers * blocks * self.width + max(0, numbers * gradients - largest.kept)
 
 
-def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
+def by_stage(
+    zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float, unbuffered: float | None = None
+) -> tuple[Any, Any, Any]:
     """Returns the bytes of state per parameter on each of `ranks` ranks (a number or an array of them), by ZeRO stage
-    (0: none), from those of one copy. FSDP keeps gradients in the type of its parameters, whatever they are summed
-    in."""
-    gradient = gradient + (zero >= 3) * (ranks > 1) * (parameter - gradient)
+    (0: none), from those of one copy. `unbuffered` are a gradient's once ZeRO-3 has sharded it, where others."""
+    if unbuffered is not None:
+        gradient = gradient + (zero >= 3) * (ranks > 1) * (unbuffered - gradient)
     return (
         parameter / (ranks if zero >= 3 else 1),
         gradient / (ranks if zero >= 2 else 1),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from phalanx.blocks.state import state_messages
 from phalanx.config.cluster import Accelerator
 from phalanx.config.layout import Layout
 from phalanx.cost.frameworks.framework import Framework
@@ -42,32 +43,26 @@ class StateSeconds:
 
 @lru_cache(50_000)
 def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> StateSeconds:
-    """Gathering and reducing what is held, in `parts` messages."""
-    layout, cluster = spec.layout, spec.cluster
-    width = spec.width
-    gradient = spec.framework.memory_profile.gradient_bytes or width
-    total_gather = total_reduce = 0.0
-    replicas = group(layout, "replicate")
+    """Returns the seconds of gathering and reducing what is held, in `parts` messages."""
+    layout, widths = spec.layout, state_widths(spec.framework, spec.products, spec.width)
+    found, replicas = {"parameter": 0.0, "gradient": 0.0}, group(layout, "replicate")
     # Experts that no rank has for itself travel with the rest of their block.
-    alike = layout.ep == 1
+    together = layout.ep == 1
     for numbers, shard in (
-        (held.dense + alike * held.experts, group(layout, "shard")),
-        (0 if alike else held.experts, group(layout, "edp")),
+        (held.dense + together * held.experts, group(layout, "shard")),
+        (0 if together else held.experts, group(layout, "edp")),
     ):
-        if not numbers:
-            continue
-        each = numbers / parts
-        if shard.ranks > 1:
-            narrow = 1 if spec.framework.gathers_narrow and spec.products in ("fp8", "fp4") else width
-            gather = seconds(cluster, "all_gather", each * narrow, shard)
-            reduce = seconds(cluster, "reduce_scatter", each * gradient, shard)
-            reduce += seconds(cluster, "all_reduce", each * gradient / shard.ranks, replicas)
-        else:
-            gather = 0.0
-            reduce = seconds(cluster, "all_reduce", each * gradient, replicas)
-        total_gather += parts * gather
-        total_reduce += parts * reduce
-    return StateSeconds(total_gather, total_reduce)
+        for message in state_messages(numbers / parts / shard.ranks, shard.ranks):
+            among = shard if message.among == "shard" else replicas
+            payload = message.elements * widths[message.number]
+            found[message.number] += parts * seconds(spec.cluster, message.collective, payload, among)
+    return StateSeconds(found["parameter"], found["gradient"])
+
+
+def state_widths(framework: Framework, products: str, width: int) -> dict[str, int]:
+    """Returns the bytes in which a parameter and a gradient travel between data ranks."""
+    narrow = framework.gathers_narrow and products in ("fp8", "fp4")
+    return {"parameter": 1 if narrow else width, "gradient": framework.memory_profile.gradient_bytes or width}
 
 
 def twins_seconds(spec: StepSpec, held: ParameterCounts) -> float:
@@ -75,7 +70,7 @@ def twins_seconds(spec: StepSpec, held: ParameterCounts) -> float:
     two, when the data ranks have theirs: for the pair that is furthest apart."""
     layout, ranks = spec.layout, group(spec.layout, "pp")
     mine = held.dense / layout.shard_ranks + held.experts / group(layout, "edp").ranks
-    width = spec.framework.memory_profile.gradient_bytes or spec.width
+    width = state_widths(spec.framework, spec.products, spec.width)["gradient"]
     return seconds(spec.cluster, "all_reduce", mine * width, RankGroup(2, ranks.stride * (ranks.ranks - 1)))
 
 
@@ -103,7 +98,7 @@ def update_seconds(device: Accelerator, updated: Any, clipped: Any) -> Any:
 def summing_seconds(device: Accelerator, framework: Framework, width: int, held: Any, micro_batches: Any) -> Any:
     """Returns the seconds per micro-batch of adding the gradients of so many parameters to those of the micro-batches
     before, of which the first has none: numbers, or arrays of them."""
-    moved = held * (framework.memory_profile.gradient_bytes or width) * framework.sum_passes
+    moved = held * state_widths(framework, "", width)["gradient"] * framework.sum_passes
     return stream_seconds(device, moved, 0) * (micro_batches - 1) / micro_batches
 
 

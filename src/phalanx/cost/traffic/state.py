@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from phalanx.blocks.state import state_messages
 from phalanx.config.layout import Layout
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.traffic.parameters import HeldParameter, LayerRun
@@ -95,9 +96,7 @@ def _fsdp(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPass
             gathers = run.times * _gathers(parameter, spread, work, run.full)
             gathers += again if parameter.group in ("block", "experts") else 0
             reductions = run.times * _reductions(parameter, spread.layout, work)
-            table.add(axis, "all_gather", share * ranks * spread.width, ranks, gathers)
-            table.add(axis, "reduce_scatter", share * ranks * spread.gradient_width, ranks, reductions)
-            table.add("dp_replicate", "all_reduce", share * spread.gradient_width, spread.replicas, run.times)
+            _send(table, spread, axis, share, ranks, (gathers, reductions, run.times))
             updated[parameter] += run.times * parameter.dealt(ranks, rank)
     return updated
 
@@ -153,17 +152,23 @@ def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankP
         least = spread.layout.bucket_mb * 2**20 / spread.width
         for bucket in _filled(tuple(parameter.size for parameter in parameters), least):
             share = -(-sum(parameters[n].size for n in bucket) // ranks)
-            whole = share * ranks
-            table.add(axis, "reduce_scatter", whole * spread.gradient_width, ranks, reductions)
-            table.add(axis, "all_gather", whole * spread.width, ranks)
             # Replicas sum their shares once, when all gradients are there.
-            table.add("dp_replicate", "all_reduce", share * spread.gradient_width, spread.replicas)
+            _send(table, spread, axis, share, ranks, (1, reductions, 1))
             start, first, end = 0, share * rank, share * (rank + 1)
             for n in bucket:
                 stop = start + parameters[n].size
                 updated[parameters[n]] += max(0, min(stop, end) - max(start, first))
                 start = stop
     return updated
+
+
+def _send(table: Table, spread: Spread, axis: str, share: int, ranks: int, times: tuple[int, int, int]) -> None:
+    """Counts the messages of parameters of which each of `ranks` ranks has `share` elements: how often they are
+    gathered, their gradients reduced, and summed over replicas."""
+    for message, often in zip(state_messages(share, ranks), times, strict=True):
+        width = spread.width if message.number == "parameter" else spread.gradient_width
+        where = (axis, ranks) if message.among == "shard" else ("dp_replicate", spread.replicas)
+        table.add(where[0], message.collective, message.elements * width, where[1], often)
 
 
 @cache

@@ -47,9 +47,9 @@ class Bounds:
         every = np.arange(len(self.pp))
         time = self._alike(every, 0)
         state = self.tables.numbers(self.tables.whole).sum(1)[self.tables.inner_of] / self.pp / self.shard_ranks
-        parameter, gradient, optimizer = (width * state for width in self.widths)
+        parameter, gradient, optimizer, unbuffered = (width * state for width in self.widths)
         kept, _ = self._kept(every, RECOMPUTE.index("full"))
-        memory = parameter + optimizer + np.maximum(gradient, kept / self.pp)
+        memory = parameter + optimizer + np.maximum(np.minimum(gradient, unbuffered), kept / self.pp)
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
     def options(self, pairs: NDArray[Any]) -> tuple[Floats, Floats]:

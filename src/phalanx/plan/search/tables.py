@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.blocks.kinds import BlockKind, Half, block_kinds
+from phalanx.blocks.state import state_messages
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -29,6 +30,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import group
 from phalanx.cost.time.link import RankGroup, seconds
 from phalanx.cost.time.rank_time import RankTime, around_time, half_times
+from phalanx.cost.time.state_time import state_widths
 from phalanx.cost.traffic.collectives import Collective
 from phalanx.partition.batch import Batch
 from phalanx.partition.pipeline import is_file, schedule_of
@@ -270,24 +272,20 @@ class Tables:
 
     def _slopes(self) -> Floats:
         request, found = self.request, []
-        narrow = request.framework.gathers_narrow and request.products in ("fp8", "fp4")
-        width = 1 if narrow else request.width
-        gradient = request.framework.memory_profile.gradient_bytes or request.width
+        widths = state_widths(request.framework, request.products, request.width)
         for tp, shard, replicate, ep in self.outer.tolist():
             layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep)
-            replicas = group(layout, "replicate")
-            all_reduce, begun = line(request.cluster, "all_reduce", replicas)
-            gathers, reduces, starts, late = [], [], [], []
-            for ranks in (group(layout, "shard"), group(layout, "edp")):
-                gather, started = line(request.cluster, "all_gather", ranks)
-                scatter, scattered = line(request.cluster, "reduce_scatter", ranks)
-                gathers.append(width * gather)
-                reduces.append(gradient * (scatter + all_reduce / ranks.ranks))
-                starts.append(started)
-                late.append(scattered + begun)
+            slopes, starts = ({"parameter": [0.0, 0.0], "gradient": [0.0, 0.0]} for _ in range(2))
+            for place, ranks in enumerate((group(layout, "shard"), group(layout, "edp"))):
+                for message in state_messages(1 / ranks.ranks, ranks.ranks):
+                    among = ranks if message.among == "shard" else group(layout, "replicate")
+                    slope, start = line(request.cluster, message.collective, among)
+                    slopes[message.number][place] += slope * message.elements * widths[message.number]
+                    starts[message.number][place] += start
             beside = group(layout, "shard" if shard > 1 else "replicate")
             byte, started = line(request.cluster, "all_gather", beside)
-            found.append((*gathers, *reduces, *starts, *late, started, byte, 1 - 1 / beside.ranks))
+            columns = (*slopes["parameter"], *slopes["gradient"], *starts["parameter"], *starts["gradient"])
+            found.append((*columns, started, byte, 1 - 1 / beside.ranks))
         return np.array(found)
 
 

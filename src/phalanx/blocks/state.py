@@ -1,0 +1,32 @@
+"""The messages of a parameter's state between data ranks: gradients that are summed, parameters that are gathered.
+
+Ranks that shard the state each end with one share of the gradients, after a reduce-scatter, and begin with one share of
+the parameters, before an all-gather; replicas sum their shares (Rajbhandari et al. 2020, sections 5 and 7; HSDP: Zhao
+et al. 2023, section 3.2.2). How often each is sent is the ZeRO stage's and the schedule's affair.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from phalanx.blocks.operator import Collective
+
+
+class StateMessage(NamedTuple):
+    """One collective over the state."""
+
+    number: Literal["parameter", "gradient"]
+    collective: Collective
+    among: Literal["shard", "replicas"]
+    elements: Any
+    """Elements of the whole tensor, as in phalanx.blocks.operator.Message: a number, or an array of them."""
+
+
+def state_messages(share: Any, ranks: Any) -> tuple[StateMessage, StateMessage, StateMessage]:
+    """Returns the messages of parameters of which each of `ranks` ranks has `share` elements, padding included: the
+    all-gather of the parameters, the reduce-scatter of their gradients, and the replicas' sum."""
+    return (
+        StateMessage("parameter", "all_gather", "shard", share * ranks),
+        StateMessage("gradient", "reduce_scatter", "shard", share * ranks),
+        StateMessage("gradient", "all_reduce", "replicas", share),
+    )
