@@ -6,7 +6,7 @@ Tests hold every bound below what predict says (tests/plan/test_bounds.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any
 
@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from phalanx.cost.memory.rank_parts import by_stage
 from phalanx.cost.time.exposed import pass_seconds
 from phalanx.cost.time.link import RankGroup
+from phalanx.cost.time.pipeline import GRID
 from phalanx.plan.search.bound_bytes import StepBytes, least_in_flight
 from phalanx.plan.search.bound_seconds import StepSeconds
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import RECOMPUTE, STATES, Rows, Space
-from phalanx.plan.search.tables import MICRO, TP, Floats, Pipelines, Tables, line
+from phalanx.plan.search.tables import MICRO, TP, Floats, Pipelines, Tables, distinct, line
+from phalanx.schedule.catalogue import SCHEDULES, chunks_of
 from phalanx.units import MIB
 
 ROUNDING = 1e-9
@@ -40,12 +42,16 @@ class Bounds:
         self.memory_profile = request.framework.memory_profile
         self.context = self.memory_profile.context_mib * MIB
         self.hop = self._hop()
+        _, first, self._options = np.unique(list(map(id, space.options)), return_index=True, return_inverse=True)
+        self._schedules = [np.unique(space.options[pair][:, 0]).tolist() for pair in first]
+        """By the number of a pair's options, its schedules."""
+        self._known: dict[tuple[int, int, int], float] = {}
 
     def pairs(self) -> tuple[Floats, Floats]:
         """Of every pair of a mesh and a micro-batch: seconds and bytes below which none of its layouts comes: nothing
         recomputed, everything sharded, all ranks of a pipeline alike, no bubble and nothing to reduce."""
         every = np.arange(len(self.pp))
-        time = self._alike(every, 0)
+        time, _ = self._uniform(every, 0)
         state = self.tables.numbers(self.tables.whole).sum(1)[self.tables.inner_of] / self.pp / self.shard_ranks
         parameter, gradient, optimizer, unbuffered = (width * state for width in self.widths)
         kept, _ = self._kept(every, RECOMPUTE.index("full"))
@@ -53,19 +59,22 @@ class Bounds:
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
     def options(self, pairs: NDArray[Any]) -> tuple[Floats, Floats]:
-        """Of some pairs, by recomputation: seconds below which they do not come under any schedule and state; and by
-        recomputation and state, bytes below which they do not come under any schedule."""
-        time, memory = np.empty((len(pairs), len(RECOMPUTE))), np.empty((len(pairs), len(RECOMPUTE), len(STATES)))
-        flying = self._flying(pairs)
+        """Returns, for some pairs, by recomputation and schedule, seconds below which they do not come under any state;
+        and by recomputation, schedule and state, bytes."""
+        shape = len(pairs), len(RECOMPUTE), len(self.space.schedules)
+        time, memory = np.empty(shape), np.empty((*shape, len(STATES)))
+        uniform = [self._uniform(pairs, mode) for mode in range(len(RECOMPUTE))]
+        flying, idle = self._by_schedule(pairs, [forward for _, forward in uniform])
         numbers = self.tables.numbers(self.tables.whole)[self.tables.inner_of[pairs]] / self.pp[pairs, None]
         ranks = np.stack([self.shard_ranks[pairs], self.edp[pairs]], 1)
-        for mode in range(len(RECOMPUTE)):
-            time[:, mode] = self._alike(pairs, mode)
+        for mode, (seconds, _) in enumerate(uniform):
+            time[:, mode] = seconds[:, None] * (1 + idle[mode] / self.space.accumulation[pairs, None])
             _, (kept, moving) = self._kept(pairs, mode)
+            activations = kept[:, None] * flying + moving[:, None]
             for number, state in enumerate(STATES):
                 each = by_stage(state.zero, ranks, *self.widths)
-                parameters, gradients, optimizer = ((numbers * size).sum(1) for size in each)
-                memory[:, mode, number] = parameters + optimizer + np.maximum(gradients, kept * flying + moving)
+                parameters, gradients, optimizer = ((numbers * size).sum(1)[:, None] for size in each)
+                memory[:, mode, :, number] = parameters + optimizer + np.maximum(gradients, activations)
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
     def rows(self, rows: Rows, limit: float = inf, runs: bool = False) -> tuple[Floats, Floats]:
@@ -118,13 +127,15 @@ class Bounds:
             hop=self.hop[pairs],
         )
 
-    def _alike(self, pairs: NDArray[Any], mode: int) -> Floats:
-        """Seconds of a step where all ranks of a pipeline are alike and nothing else takes time."""
+    def _uniform(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, Floats]:
+        """Returns the seconds of a step where all ranks of a pipeline are alike and nothing else takes time, and the
+        share at least of forward passes in them."""
         tables = self.tables
         inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
         forward, backward, host, host_backward, _ = tables.work(tables.whole, mode, inner).T
         work = pass_seconds(forward, host) + pass_seconds(backward, host_backward)
-        return self.space.accumulation[pairs] * work[which] / self.pp[pairs]
+        share = forward / (forward + backward + host + host_backward)
+        return self.space.accumulation[pairs] * work[which] / self.pp[pairs], share[which]
 
     def _kept(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, tuple[Floats, Floats]]:
         """Bytes that all blocks together keep of a micro-batch; and the least that one keeps and that its backward pass
@@ -137,25 +148,30 @@ class Bounds:
         moving = np.minimum.reduce([kind[:, 1] + kind[:, 2] for _, kind in kinds])
         return kept[which], (least[which], moving[which])
 
-    def _flying(self, pairs: NDArray[Any]) -> Floats:
-        """Of some pairs: micro-batches of a block that a rank has in flight at least, on average over ranks, under
-        whichever schedule."""
-        known: dict[tuple[int, int, int], float] = {}
-        found = np.empty(len(pairs))
-        for place, pair in enumerate(pairs.tolist()):
-            options = self.space.options[pair]
-            key = int(self.pp[pair]), int(self.space.accumulation[pair]), id(options)
-            if key not in known:
-                known[key] = min(
-                    self._in_flight(key[0], key[1], int(scheduled)) for scheduled in set(options[:, 0].tolist())
-                )
-            found[place] = known[key]
-        return found
+    def _by_schedule(self, pairs: NDArray[Any], forward: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
+        """Returns, for some pairs and by schedule: the micro-batches of a block that a rank has in flight at least, on
+        average over ranks; and for each of some shares of forward passes, idle time at least, in micro-batches of a
+        rank. Schedules that a pair does not have are left out."""
+        shape = len(pairs), len(self.space.schedules)
+        flying, idle = np.zeros(shape), [np.zeros(shape) for _ in forward]
+        several, which = distinct(self.pp[pairs], self.space.accumulation[pairs], self._options[pairs])
+        for number, (pp, m, options) in enumerate(several.tolist()):
+            members = np.flatnonzero(which == number)
+            for scheduled in self._schedules[options]:
+                flying[members, scheduled] = self._in_flight(pp, m, scheduled)
+                schedule, chunks = self.space.schedules[scheduled]
+                if pp > 1 and schedule in SCHEDULES:
+                    for found, share in zip(idle, forward, strict=True):
+                        least = np.maximum(0.0, share[members] - 0.5 / GRID)
+                        found[members, scheduled] = SCHEDULES[schedule].idle(pp, m, chunks_of(schedule, chunks), least)
+        return flying, idle
 
     def _in_flight(self, pp: int, m: int, scheduled: int) -> float:
+        if (pp, m, scheduled) in self._known:
+            return self._known[pp, m, scheduled]
         least = min(share.least for share in self.tables.cut(pp, scheduled).shares)
         flying = sum(least_in_flight(self.space.schedules[scheduled], pp, m, rank) for rank in range(pp))
-        return least * flying / pp
+        return self._known.setdefault((pp, m, scheduled), least * flying / pp)
 
     def _hop(self) -> Floats:
         """By pair, seconds of a message from a stage to the next."""
@@ -181,9 +197,11 @@ def runs_of(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.intp]]:
 
 def grouped(*keys: NDArray[Any]) -> Iterator[tuple[tuple[int, ...], NDArray[np.intp]]]:
     """The different combinations of some keys, and the places of each."""
-    combined = keys[0].astype(np.int64)
-    for key in keys[1:]:
-        combined = combined * 4096 + key
+    combined = np.zeros(len(keys[0]), np.int64)
+    for key in keys:
+        combined = combined * (int(key.max(initial=0)) + 1) + key
+    if combined.max(initial=0) < 2**16:
+        combined = combined.astype(np.uint16)  # which numpy sorts in linear time
     order = np.argsort(combined, kind="stable")
     ends = np.flatnonzero(np.diff(combined[order])) + 1
     for members in np.split(order, ends):

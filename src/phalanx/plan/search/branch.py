@@ -220,8 +220,8 @@ class Search:
             seconds, memory = self.bounds.options(block)
             rows = self.space.rows(block)
             place = np.repeat(np.arange(len(block)), [len(self.space.options[pair]) for pair in block])
-            fits = memory[place, rows.recompute, rows.state] <= self.limit
-            near = seconds[place, rows.recompute] <= found.cutoff
+            fits = memory[place, rows.recompute, rows.scheduled, rows.state] <= self.limit
+            near = seconds[place, rows.recompute, rows.scheduled] <= found.cutoff
             if keep is not None:
                 chosen = keep(rows)
                 fits, near, rows = fits[chosen], near[chosen], rows.select(chosen)
