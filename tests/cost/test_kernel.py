@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.devices import ACCELERATORS
-from phalanx.cost.time.kernel import READ, attention_seconds, peak_flops, product_seconds, rate, stream_seconds
+from phalanx.cost.time.kernel import (
+    STREAM_EFFICIENCY,
+    attention_seconds,
+    peak_flops,
+    product_seconds,
+    rate,
+    stream_seconds,
+)
 
 sizes = st.integers(1, 20_000)
 devices = st.sampled_from(sorted(ACCELERATORS))
@@ -75,7 +82,7 @@ def test_attention_over_fewer_keys_takes_less() -> None:
     assert whole == same
     # Almost in proportion, until reading queries, keys and values takes longer than computing.
     assert 0.1 * whole < tenth < 0.15 * whole
-    assert few == 2 * (32 + 8) * 32768 * 256 / (device.bandwidth_gbs * 1e9 * READ)
+    assert few == 2 * (32 + 8) * 32768 * 256 / (device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY)
 
 
 def test_streams_take_bandwidth_and_launches() -> None:

@@ -15,7 +15,7 @@ from phalanx.blocks.operator import AttentionCore, Operator
 from phalanx.config.cluster import Accelerator
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import messages_seconds, place
-from phalanx.cost.time.kernel import BEST_INNER, FILLING, READ, peak_flops, rate
+from phalanx.cost.time.kernel import BEST_INNER, FILLING, STREAM_EFFICIENCY, peak_flops, rate
 from phalanx.cost.time.layer import number_format, operator_seconds
 
 Bound = Literal["compute", "memory", "launch"]
@@ -78,7 +78,7 @@ def reached(device: Accelerator, products: str, slowdown: float = 1.0) -> Roof:
     """The roof that a program reaches which takes `slowdown` times as long as its kernels alone: a product whose inner
     dimension has no end, and streaming kernels."""
     peak = rate(device, products) * (1 + FILLING / BEST_INNER)
-    return Roof(peak / slowdown, device.bandwidth_gbs * 1e9 * READ / slowdown)
+    return Roof(peak / slowdown, device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY / slowdown)
 
 
 def block_slowdown(spec: StepSpec) -> float:
@@ -124,7 +124,7 @@ def _point(
         return operator_seconds(on, [operator], spec.framework, spec.products, spec.layout.tp, spec.layout.ep).forward
 
     free = {"ceiling": inf, "fp8_ceiling": inf}
-    bandwidth = device.bandwidth_gbs * 1e9 * READ
+    bandwidth = device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY
     moved = seconds(replace(device, launch_us=0, **free)) * bandwidth
     limits: dict[Bound, float] = {
         "compute": seconds(replace(device, bandwidth_gbs=inf, launch_us=0)),

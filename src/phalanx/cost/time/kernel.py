@@ -31,7 +31,7 @@ FILLING = 128
 """Start and end of a tile (loading the first operands, writing the result), as rows of the inner dimension."""
 BEST_INNER = 5120
 """Inner dimension of the products that the ceilings were measured with."""
-READ = 0.85
+STREAM_EFFICIENCY = 0.85
 """Share of the memory's bandwidth that streaming kernels reach (STREAM on NVIDIA's devices: 0.85 to 0.93)."""
 UNALIGNED_RATE = {32: 0.97, 16: 0.92, 8: 0.65, 4: 0.45, 2: 0.35, 1: 0.25}
 """Rate of a product whose least aligned dimension is a multiple of only so many elements, beside multiples of 64, which
@@ -42,7 +42,7 @@ FLASH = {1: (0.55, 0.45), 2: (0.75, 0.65), 3: (0.95, 0.8)}
 for, by generation: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023, figures 4 to 7: 0.73 and 0.63 of the
 peak of an A100 at most), FlashAttention-3 and cuDNN 9 (Shah et al. 2024, figures 5 and 6: 640
 and 550 TFLOP/s of an H100 at most)."""
-NEW = 3
+NATIVE_GENERATION = 3
 """From this generation on fused attention uses Hopper's and Blackwell's own instructions."""
 FLASH_HALF = 192
 """Keys a query sees on average at which a fused attention kernel reaches half of that."""
@@ -89,7 +89,7 @@ def product_seconds(device: Accelerator, products: str, m: int, n: int, k: int, 
             seconds = waves * 2 * rows * columns * (k / split + filling) / (core * relative)
             best = min(best, seconds)
     slow = 1.0 if plain else UNALIGNED_RATE.get(min(x & -x for x in (n, k)), 1.0)
-    seconds = max(best / slow, moved / (device.bandwidth_gbs * 1e9 * READ), device.launch_us * 1e-6)
+    seconds = max(best / slow, moved / (device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY), device.launch_us * 1e-6)
     return seconds + device.product_us * 1e-6
 
 
@@ -105,7 +105,7 @@ def attention_seconds(
     value_head: int,
     *,
     backward: bool,
-    generation: int = NEW,
+    generation: int = NATIVE_GENERATION,
     seen: float | None = None,
 ) -> float:
     """Fused causal attention of `heads` heads and `kv_heads` key heads, of all sequences together; the mask leaves out
@@ -115,14 +115,16 @@ def attention_seconds(
     products = "fp32" if products == "fp32" else "bf16"
     work = 2.5 if backward else 1.0
     flops = work * queries * seen * heads * (head + value_head)
-    full = rate(device, products) * FLASH[generation][backward] * (device.older if generation < NEW else 1.0)
+    full = (
+        rate(device, products) * FLASH[generation][backward] * (device.older if generation < NATIVE_GENERATION else 1.0)
+    )
     narrow = min(1.0, 0.6 + 0.4 * head / 128)
     slow = UNALIGNED_RATE.get(head & -head, 1.0)
     seconds = flops / (full * narrow * slow * seen / (seen + 2 * FLASH_HALF))
     moved = work * WIDTHS[products] * (heads * queries + kv_heads * keys) * (head + value_head)
-    return max(seconds, moved / (device.bandwidth_gbs * 1e9 * READ), device.launch_us * 1e-6)
+    return max(seconds, moved / (device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY), device.launch_us * 1e-6)
 
 
 def stream_seconds(device: Accelerator, moved: Any, kernels: float = 1) -> Any:
     """Reading and writing `moved` bytes (a number or an array of them) of device memory in so many kernels."""
-    return moved / (device.bandwidth_gbs * 1e9 * READ) + kernels * device.launch_us * 1e-6
+    return moved / (device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY) + kernels * device.launch_us * 1e-6

@@ -25,7 +25,7 @@ from phalanx.cost.time.state_time import (
 )
 from phalanx.partition.recompute import Mode, uniform_recompute
 
-HOST_OPERATIONS = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 90}
+HOST_OPS = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 90}
 """Operations that the program itself does around a block's collectives in a forward pass, by what needs them (ring: by
 message, with the attention of its blocks and their merging; shard: FSDP's hooks). Only on a CPU are they not hidden:
 they are the processor time of two processes beside that of data parallel alone, in times of starting an operation."""
@@ -198,10 +198,9 @@ def _host_operations(spec: StepSpec, kind: BlockKind, half: Half) -> dict[str, f
     twice that in the backward pass."""
     layout, attention = spec.layout, half == "attention"
     return {
-        "tp": (layout.tp > 1) * HOST_OPERATIONS["sp" if layout.sp else "tp"] / 2,
-        "cp": attention
-        * ((layout.ring - 1) * HOST_OPERATIONS["ring"] + (layout.cp_ulysses > 1) * HOST_OPERATIONS["ulysses"]),
-        "ep": (not attention and kind.feed_forward == "experts" and layout.ep > 1) * HOST_OPERATIONS["ep"],
+        "tp": (layout.tp > 1) * HOST_OPS["sp" if layout.sp else "tp"] / 2,
+        "cp": attention * ((layout.ring - 1) * HOST_OPS["ring"] + (layout.cp_ulysses > 1) * HOST_OPS["ulysses"]),
+        "ep": (not attention and kind.feed_forward == "experts" and layout.ep > 1) * HOST_OPS["ep"],
     }
 
 
@@ -240,7 +239,7 @@ def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
         local=layout.accumulate == "local",
         overlaps=framework.dp_overlaps,
     )
-    handling = HOST_OPERATIONS["shard"] * _host_seconds(spec)
+    handling = HOST_OPS["shard"] * _host_seconds(spec)
     starts = framework.kernel_us * 1e-6
     return replace(
         block,

@@ -23,7 +23,7 @@ from phalanx.cost.time.exposed import (
 )
 from phalanx.cost.time.link import occupancy
 from phalanx.cost.time.pipeline import GRID, idle
-from phalanx.cost.time.rank_time import HOST_OPERATIONS
+from phalanx.cost.time.rank_time import HOST_OPS
 from phalanx.cost.time.state_time import summing_seconds, update_seconds
 from phalanx.plan.search.space import RECOMPUTE, STATES
 from phalanx.plan.search.tables import Floats, Pipelines, RankContents
@@ -86,7 +86,7 @@ class StepSeconds:
         """Returns what zero 3 adds to the work of ranks that share parameters."""
         _, reshard, accumulate = STATES[state]
         seconds, starts = np.zeros((5, *self.work.shape[1:])), self.framework.kernel_us * 1e-6
-        handling = HOST_OPERATIONS["shard"] * self.device.host_us * 1e-6
+        handling = HOST_OPS["shard"] * self.device.host_us * 1e-6
         twice = 2 if RECOMPUTE[self.group.mode] == "full" and not self.device.host_us else 1
         for kind, (gather, reduce, slower) in self._blocks.items():
             forward, backward, *_ = self.tables.block(kind, self.group.mode, self.group.inner).T

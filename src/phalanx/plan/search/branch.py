@@ -37,29 +37,29 @@ Keep = Callable[[Rows], Mask]
 Progress = Callable[[str, int, int], None]
 """What is done, how much of it, of how much."""
 
-MARGIN, MANY = 1.03, 1000
+MARGIN, ENOUGH_FITTING = 1.03, 1000
 """Predicted times up to so much beyond the best are of interest: simulated ones are seldom faster by more. Once so many
 layouts fit, only those are that may be the best."""
 SIMULATED = 300
 """Layouts that are simulated at most."""
-VISITS, MESHES = 400_000, 10
+SIMULATED_ACTIONS, SIMULATED_MESHES = 400_000, 10
 """Actions of schedules that these have together at most, about half a second of simulating; but so many meshes are
 simulated in any case."""
-FIRST, SEEDS = 512, 24
+SEED_PAIRS, SEEDS = 512, 24
 """Pairs of each length of pipeline that are looked at first, and how many layouts of these that fit."""
-BLOCK = 2048
+PAIR_BLOCK = 2048
 """Pairs whose layouts are looked at at a time."""
-ROWS = 1_000_000
+ROW_BLOCK = 1_000_000
 """Layouts that are bounded at a time."""
-FEW = 128
+FIRST_TIMED = 128
 """Layouts whose schedules' programs are run at first, the nearest; then twice as many, and so on."""
-SOME, AT_MOST, TRIED = 64, 256, 300
+LEAN_BLOCK, LEAN_PAIRS, LEAN_LAYOUTS = 64, 256, 300
 """Pairs at a time, pairs and layouts at most, that are looked at for the one that needs the least memory."""
 GAIN = 0.995
 """A layout is simulated while the search goes on where it may be faster than the best by so much."""
-KEPT = 1000
+MOST_TOO_LARGE = 1000
 """Layouts that do not fit which are kept for the picture."""
-ALIKE = 1.001
+TIE = 1.001
 """Times up to so much apart are equal: the simpler layout wins."""
 
 
@@ -84,7 +84,7 @@ class Found:
     @property
     def cutoff(self) -> float:
         """Predicted seconds beyond which a layout is of no interest."""
-        return self.least * (MARGIN if len(self.predicted) < MANY else 1)
+        return self.least * (MARGIN if len(self.predicted) < ENOUGH_FITTING else 1)
 
     def add(self, spec: StepSpec, seconds: float) -> None:
         """A layout that fits, and its predicted time."""
@@ -178,18 +178,18 @@ class Search:
         """The layout of some pairs and of the rows to `keep` that needs the least memory, of those with the lowest
         bounds; None where there is none."""
         order = np.flatnonzero(pairs)
-        order = order[np.argsort(self.pair_bytes[order], kind="stable")][:AT_MOST]
+        order = order[np.argsort(self.pair_bytes[order], kind="stable")][:LEAN_PAIRS]
         best, tried = None, 0
-        for start in range(0, len(order), SOME):
+        for start in range(0, len(order), LEAN_BLOCK):
             if best and self.pair_bytes[order[start]] >= best[0][0]:
                 break
-            rows = self.space.rows(order[start : start + SOME])
+            rows = self.space.rows(order[start : start + LEAN_BLOCK])
             rows = rows if keep is None else rows.select(keep(rows))
             if not len(rows):
                 continue
             _, memory = self.bounds.rows(rows)
             for number in np.argsort(memory, kind="stable"):
-                if best and (memory[number] >= best[0][0] or tried > TRIED):
+                if best and (memory[number] >= best[0][0] or tried > LEAN_LAYOUTS):
                     break
                 try:
                     spec = self.request.spec(self.space.layout(rows, int(number)))
@@ -203,7 +203,7 @@ class Search:
     def _first(self, order: NDArray[np.intp]) -> NDArray[np.intp]:
         """Of every number of pipeline ranks some of the pairs with the lowest bounds."""
         pp = self.bounds.pp[order]
-        return np.concatenate([order[pp == ranks][:FIRST] for ranks in np.unique(pp)] or [order])
+        return np.concatenate([order[pp == ranks][:SEED_PAIRS] for ranks in np.unique(pp)] or [order])
 
     def _seeds(self, pairs: NDArray[np.intp]) -> Rows:
         """The rows of some pairs under the schedules that seed a search, where they are among the space's."""
@@ -214,9 +214,9 @@ class Search:
 
     def _possible(self, pairs: NDArray[np.intp], found: Found, keep: Keep | None, told: Progress) -> Iterator[Rows]:
         """The rows of some pairs whose recomputation and state can fit and can be among the best."""
-        for start in range(0, len(pairs), BLOCK):
+        for start in range(0, len(pairs), PAIR_BLOCK):
             told("layouts", start, len(pairs))
-            block = pairs[start : start + BLOCK]
+            block = pairs[start : start + PAIR_BLOCK]
             seconds, memory = self.bounds.options(block)
             rows = self.space.rows(block)
             place = np.repeat(np.arange(len(block)), [len(self.space.options[pair]) for pair in block])
@@ -252,7 +252,7 @@ class Search:
     ) -> None:
         """Predict what can be among the best of some rows, in the order of their bounds; with `enough`, only until so
         many fit."""
-        order, start, few = np.argsort(seconds, kind="stable"), 0, FEW
+        order, start, few = np.argsort(seconds, kind="stable"), 0, FIRST_TIMED
         while start < len(order) and seconds[order[start]] <= found.cutoff and len(found.predicted) < enough:
             here = order[start : start + few]
             some = rows.select(here[seconds[here] <= found.cutoff])
@@ -284,7 +284,7 @@ class Search:
             found.add(spec, step_parts(spec).total)
             return
         found.rejected["memory: predicted not to fit"] += 1
-        if len(found.too_large) < KEPT:
+        if len(found.too_large) < MOST_TOO_LARGE:
             found.too_large.append((spec, needed))
 
 
@@ -297,7 +297,7 @@ def _joined(blocks: Iterable[Rows]) -> Iterator[Rows]:
     waiting = list[Rows]()
     for rows in blocks:
         waiting.append(rows)
-        if sum(map(len, waiting)) >= ROWS:
+        if sum(map(len, waiting)) >= ROW_BLOCK:
             yield joined(waiting)
             waiting = []
     if waiting:
@@ -316,8 +316,8 @@ def simulated(found: Found) -> list[Candidate]:
         # Once that takes too long, of every mesh the first; and where that was slower than predicted, the first with
         # another schedule.
         times = meshes.get(degrees(layout), {})
-        more = len(meshes) < MESHES if not times else seconds < GAIN * min(times.values())
-        if visits > VISITS and (layout.schedule in times or not more):
+        more = len(meshes) < SIMULATED_MESHES if not times else seconds < GAIN * min(times.values())
+        if visits > SIMULATED_ACTIONS and (layout.schedule in times or not more):
             continue
         # Layouts that differ in how the state is shared have the same passes: two of each are enough.
         passes = same_passes(layout)
@@ -336,7 +336,7 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     left = sorted(candidates, key=lambda one: (one.seconds, complexity(one.layout)))
     if not left:
         return left
-    ties = [one for one in left if one.seconds <= left[0].seconds * ALIKE]
+    ties = [one for one in left if one.seconds <= left[0].seconds * TIE]
     simple = min(ties, key=lambda one: (complexity(one.layout), one.seconds))
     return [simple, *(one for one in left if one is not simple)]
 

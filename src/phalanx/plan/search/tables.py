@@ -41,7 +41,7 @@ from phalanx.schedule import catalogue
 Floats = NDArray[np.float64]
 TP, SP, CP, ULYSSES, EP, MICRO = range(6)
 """Columns of the inner combinations."""
-HUGE = 1e15
+BANDWIDTH_BOUND_BYTES = 1e15
 """Bytes beside which latencies are nothing."""
 
 
@@ -318,8 +318,10 @@ def _cut(model: ModelConfig, layout: Layout) -> Cut:
 def line(cluster: Cluster, collective: Collective, among: RankGroup) -> tuple[float, float]:
     """A line below the seconds of a collective over its bytes: its slope where latencies do not count, and what a
     message of no bytes takes. But for an all-reduce it is the seconds themselves."""
-    small, large, larger = (seconds(cluster, collective, size, among) for size in (1.0, HUGE, 2 * HUGE))
-    slope = (larger - large) / HUGE
+    small, large, larger = (
+        seconds(cluster, collective, size, among) for size in (1.0, BANDWIDTH_BOUND_BYTES, 2 * BANDWIDTH_BOUND_BYTES)
+    )
+    slope = (larger - large) / BANDWIDTH_BOUND_BYTES
     return slope, small - slope
 
 
