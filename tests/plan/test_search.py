@@ -20,7 +20,7 @@ from phalanx.cost.predict import predict
 from phalanx.errors import JobError
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.planner import search
-from phalanx.plan.search.branch import ALIKE, Search, complexity, ranked, simulated
+from phalanx.plan.search.branch import TIE, Search, complexity, ranked, simulated
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import space_of
 from phalanx.simulate.step import step_seconds
@@ -74,8 +74,8 @@ def test_the_best_is_the_best_of_all(name: str) -> None:
     mine = ranked(candidate for one in searches for candidate in simulated(one.best()))[0]
     assert mine.seconds == step_seconds(mine.spec)
     # Uneven stages and recomputation by layer can only make it faster.
-    assert plan.best[0].seconds <= mine.seconds * ALIKE
-    assert mine.layout == best.layout or 1 / ALIKE <= mine.seconds / best.seconds <= ALIKE, (
+    assert plan.best[0].seconds <= mine.seconds * TIE
+    assert mine.layout == best.layout or 1 / TIE <= mine.seconds / best.seconds <= TIE, (
         f"{mine.layout.line()} {mine.seconds}, by force {best.layout.line()} {best.seconds}"
     )
     assert sum(plan.rejected.values()) < plan.searched
@@ -114,7 +114,7 @@ def test_the_fastest_come_first_and_every_mesh_once() -> None:
     best = found("experts").best
     assert len(best) > 1
     assert all(a.seconds <= b.seconds for a, b in itertools.pairwise(best[1:]))
-    assert all(best[0].seconds <= ALIKE * one.seconds for one in best)
+    assert all(best[0].seconds <= TIE * one.seconds for one in best)
 
 
 def test_a_layout_that_is_simulated_faster_than_predicted_is_found() -> None:
@@ -125,12 +125,12 @@ def test_a_layout_that_is_simulated_faster_than_predicted_is_found() -> None:
 
 def test_of_equals_the_simpler_wins() -> None:
     plan = found("a laptop").best[0]
-    simple = replace(plan, seconds=plan.seconds * (1 + (ALIKE - 1) / 2))
+    simple = replace(plan, seconds=plan.seconds * (1 + (TIE - 1) / 2))
     spec = replace(plan.spec, layout=replace(plan.layout, recompute="full", reshard=False, zero=3, dp_shard=4))
     fancy = Candidate(spec, plan.prediction, plan.seconds)
     assert complexity(simple.layout) < complexity(fancy.layout)
     assert ranked([fancy, simple])[0] is simple
-    slower = replace(simple, seconds=fancy.seconds * ALIKE * 1.001)
+    slower = replace(simple, seconds=fancy.seconds * TIE * 1.001)
     assert ranked([slower, fancy])[0] is fancy
     assert ranked([]) == []
 
