@@ -48,6 +48,7 @@ def attention(place: Place) -> Iterator[Operator]:
                 else []
             ),
         ),
+        results=(SavedTensor("wq, wv", (queries + model.kv_heads * model.v_head_size) * width, "width"),),
         messages=tuple(enter(place, regather=True)),
     )
     yield _core(place, max(1, model.kv_heads // place.tp))
@@ -100,6 +101,7 @@ def latent_attention(place: Place) -> Iterator[Operator]:
             SavedTensor("queries, keys", 2 * heads * width, "width"),
             SavedTensor("values", model.n_heads * width * values, "width"),
         ),
+        results=(SavedTensor("wq, wv", (heads + model.kv_heads * model.v_head_size) * width, "width"),),
     )
     joined = 4 * tokens * (model.n_heads // place.tp) * model.head_size
     # Keys are put together of a part with positions, the same for all heads, and a part without.
@@ -168,6 +170,7 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
         ),
         memory_bound=tuple(work),
         saved=tuple(saved),
+        results=(SavedTensor("attention", model.n_heads * model.v_head_size * place.width, "width"),),
         messages=tuple(_context_messages(place, kv_heads)),
     )
 

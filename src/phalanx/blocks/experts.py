@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from phalanx.blocks.feed_forward import hidden_bytes, mlp
+from phalanx.blocks.feed_forward import down_result, gate_result, hidden_bytes, mlp
 from phalanx.blocks.operator import MemoryBound, Message, Operator, SavedTensor, Weight
 from phalanx.blocks.place import INDEX, WIDE, Place
 from phalanx.blocks.residual import enter, leave
@@ -31,12 +31,14 @@ def experts(place: Place) -> Iterator[Operator]:
         place, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts)
     )
     read = SavedTensor("experts.up", arrived * model.d_model * place.read, spread)
-    yield replace(_in_mixture(up, moe.n_experts), saved=(read,))
+    yield replace(
+        _in_mixture(up, moe.n_experts), saved=(read,), results=gate_result(place, moe.top_k * model.expert_ff_size)
+    )
     here = max(1, moe.n_experts // place.ep)
     each = (one._replace(forward=here * one.forward, backward=here * one.backward) for one in activation.memory_bound)
     yield replace(activation, memory_bound=tuple(each))
     hidden = SavedTensor("experts", arrived * model.expert_ff_size * hidden_bytes(place), "width")
-    yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,))
+    yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,), results=down_result(place))
     # What experts wrote, and with gates: torch's index_add keeps what it adds.
     combined = () if place.profile.weights_inside else (SavedTensor("combine", 2 * rows * stream, spread),)
     # Nothing after the sum over experts is saved but the dropout's mask: else that sum is not repeated.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from phalanx.blocks.operator import PLAIN, MemoryBound, Operator, SavedTensor, Weight
 from phalanx.blocks.place import Place
@@ -20,10 +21,21 @@ def dense(place: Place) -> Iterator[Operator]:
         up.weights,
         up.rows,
         saved=(SavedTensor("up", place.model.d_model * place.read, "gathered"),),
+        results=gate_result(place, place.model.ff_size),
         messages=tuple(enter(place, regather=True)),
     )
     yield activation
-    yield down.sending(*leave(place))
+    yield replace(down, results=down_result(place)).sending(*leave(place))
+
+
+def gate_result(place: Place, width: int) -> tuple[SavedTensor]:
+    """Returns the result of the matrix with the gate, `width` numbers per token."""
+    return (SavedTensor("gate", width * place.width, "width"),)
+
+
+def down_result(place: Place) -> tuple[SavedTensor]:
+    """Returns the result of the last matrix, after its reduce-scatter."""
+    return (SavedTensor("down", place.model.d_model * place.width, "tokens"),)
 
 
 def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) -> tuple[Operator, Operator, Operator]:

@@ -57,7 +57,7 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
 
 @lru_cache(maxsize=20_000)
 def _attention_half(place: Place, attention: str) -> tuple[Operator, ...]:
-    return norm(place, "attn_norm"), *ATTENTION[attention](place), residual(place, "attn")
+    return norm(place, "attn_norm", first=True), *ATTENTION[attention](place), residual(place, "attn")
 
 
 @lru_cache(maxsize=20_000)

@@ -208,6 +208,9 @@ class Operator:
     core: AttentionCore | None = None
     memory_bound: tuple[MemoryBound, ...] = ()
     saved: tuple[SavedTensor, ...] = ()
+    results: tuple[SavedTensor, ...] = ()
+    """Results that selective recomputation by operator keeps in place of `saved` (torchtitan's `op`): of every two
+    matrix products, wq, wk, wv, wo, gate, up, down, the first, attention, and what a reduce-scatter writes."""
     messages: tuple[Message, ...] = ()
 
     def product(self, tp: int, ep: int) -> Product | None:

@@ -14,9 +14,9 @@ from phalanx.blocks.place import Place
 from phalanx.config.model import ModelConfig
 
 
-def norm(place: Place, name: str) -> Operator:
-    """Returns a norm before a half of a block. It reads and writes the stream; backward it reads the gradient and the
-    input and writes a gradient."""
+def norm(place: Place, name: str, *, first: bool = False) -> Operator:
+    """Returns a norm before a half of a block, the `first` or the second. It reads and writes the stream; backward it
+    reads the gradient and the input and writes a gradient."""
     numbers = place.hidden / place.token_share
     kernels = 1 if place.model.norm == "layernorm" else 4
     return Operator(
@@ -24,6 +24,7 @@ def norm(place: Place, name: str) -> Operator:
         norm_weights(place.model, name, place.model.d_model),
         memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, kernels),),
         saved=(SavedTensor(name, place.model.d_model * place.width, "tokens"),),
+        results=(SavedTensor("block input", place.model.d_model * place.width, "tokens"),) if first else (),
     )
 
 

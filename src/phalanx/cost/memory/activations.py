@@ -8,13 +8,11 @@ deviation are left out, as there, and attention's log-sum-exp, four bytes a head
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 from phalanx.blocks.kinds import BlockKind, block
 from phalanx.blocks.memory_profile import MemoryProfile
-from phalanx.blocks.operator import SavedTensor
-from phalanx.blocks.place import Place, place_of
+from phalanx.blocks.place import place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 
@@ -38,24 +36,12 @@ def saved(
     if layout.recompute == "full":
         return alone
     selective = profile.selective if layout.recompute == "selective" else ""
-    if selective == "products":
-        tensors = _products(place, kind)
-    else:
-        tensors = (tensor for operator in block(place, kind) for tensor in operator.saved)
+    tensors = (
+        tensor
+        for operator in block(place, kind)
+        for tensor in (operator.results if selective == "products" else operator.saved)
+    )
     found = (
         (each.operator, each.size / shares[each.cut]) for each in tensors if not (selective == "core" and each.inside)
     )
     return tuple((name, size / 2) for name, size in (*alone, *found)) if selective == "layers" else tuple(found)
-
-
-def _products(place: Place, kind: BlockKind) -> Iterator[SavedTensor]:
-    """torchtitan's selective recomputation by operator: the block's input, attention's output, what a reduce-scatter
-    writes, and the first of every two matrix products: of wq, wk, wv, wo, gate, up, down it is wq, wv, gate, down."""
-    model, width = place.model, place.width
-    stream = model.d_model * width
-    hidden = model.moe.top_k * model.expert_ff_size if kind.feed_forward == "experts" else model.ff_size
-    yield SavedTensor("block input", stream, "tokens")
-    yield SavedTensor("wq, wv", (model.n_heads * model.head_size + model.kv_heads * model.v_head_size) * width, "width")
-    yield SavedTensor("attention", model.n_heads * model.v_head_size * width, "width")
-    yield SavedTensor("gate", hidden * width, "width")
-    yield SavedTensor("down", stream, "tokens")
