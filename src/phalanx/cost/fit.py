@@ -220,7 +220,9 @@ def fit_sharing(
     shared = _block_seconds(device, precision, model, sequences)
 
     def scaled(share: float) -> Sharing:
-        return replace(gains, alone_products=gains.alone_products * share, alone_streams=gains.alone_streams * share)
+        # Further threads do not slow a process down: where they seem to, something else had the cores.
+        products, streams = (max(1.0, gain * share) for gain in (gains.alone_products, gains.alone_streams))
+        return replace(gains, alone_products=products, alone_streams=streams)
 
     def surplus(share: float) -> float:
         one = with_processes(Cluster(accelerator=device, sharing=scaled(share)), 1).accelerator
