@@ -26,9 +26,9 @@ from phalanx.cost.frameworks.memory_profiles import (
     XLA,
     MemoryProfile,
 )
+from phalanx.cost.memory.formulas import by_stage
 from phalanx.cost.memory.in_flight import flights
 from phalanx.cost.memory.rank_memory import RankMemory, step_memory
-from phalanx.cost.memory.rank_parts import by_stage
 from phalanx.cost.memory.state import state_bytes
 from phalanx.cost.spec import Products, StepSpec
 from phalanx.errors import JobError

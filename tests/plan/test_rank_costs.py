@@ -7,7 +7,7 @@ import pytest
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.frameworks.known import MEGATRON_2021, MEGATRON_DEEPSPEED, PHALANX
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.placed import contents
 from phalanx.cost.time.rank_time import rank_time
@@ -70,3 +70,20 @@ def test_bytes_are_near_the_exact_ones_one_layer_further(layout):
     other = asked.spec(replace(spec.layout, pp_cut="+".join(map(str, sizes))))
     ranks.calibrated(other)
     assert [a / 2**30 for a in ranks.around] == pytest.approx([b / 2**30 for b in before], abs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "zero", "ep"),
+    [("llama3-8b", MEGATRON_DEEPSPEED, 1, 1), ("mixtral-8x7b", MEGATRON_2021, 2, 8), ("mixtral-8x7b", PHALANX, 3, 8)],
+)
+def test_state_of_a_block_is_the_cost_models(model, framework, zero, ep):
+    """Gradients in two types, and experts that no other rank has."""
+    layout = Layout(pp=4, dp_shard=8, zero=zero, ep=ep, micro_batch=1, recompute="full")
+    asked = replace(request(model), cluster=cluster_of("dgx-h100:4"), framework=framework)
+    asked = replace(asked, cluster=replace(asked.cluster, accelerator=replace(asked.cluster.accelerator, memory_gib=0)))
+    ranks = PipelineRanks(asked.spec(layout))
+    around = []
+    for cut in ("8+8+8+8", "10+8+8+6"):
+        ranks.calibrated(asked.spec(replace(layout, pp_cut=cut)))
+        around.append(list(ranks.around))
+    assert around[0] == pytest.approx(around[1], abs=2)

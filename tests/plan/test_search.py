@@ -177,3 +177,17 @@ def test_numbers_of_devices_without_a_layout_do_not_stop_the_others() -> None:
     """Sixteen data ranks do not share a batch of two."""
     plan = search(on_laptop(2, (2, 16), pp=1, cp=1, tp=1))
     assert plan.best[0].layout.world == 2
+
+
+def test_the_leanest_of_layouts_with_the_same_memory_is_the_fastest():
+    """All are fullest in the optimizer's step."""
+    one = replace(
+        request("llama3-8b", "dgx-h100:2", 64, dp_replicate=16, recompute="none"), model=model("llama3-8b", seq_len=512)
+    )
+    search = Search(one)
+    rows = search.space.rows(np.arange(len(search.space.options)))
+    specs = [one.spec(search.space.layout(rows, number)) for number in range(len(rows))]
+    assert len({needed_bytes(spec) for spec in specs}) == 1 < len(specs)
+    leanest = search.leanest
+    assert leanest is not None
+    assert leanest.prediction.step_time_s == min(predict(spec).step_time_s for spec in specs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from phalanx.cost.memory.formulas import fullest
 from phalanx.cost.memory.in_flight import Flight, covering
 from phalanx.cost.memory.rank_parts import RankParts, StepParts
 from phalanx.cost.spec import StepSpec
@@ -104,27 +105,28 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     whole = rank.whole()
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
-    stays = memory_profile.gradients_stay or passes > max(map(sum, flight.most))
+    stays = step.formulas.stays(passes, max(map(sum, flight.most)))
     early = max(rank.unsent(), gradients if stays else rank.bucket())
     again, moving = rank.backward(stays or rank.unsent() > 0)
-    copied = rank.copied()
-    moments: list[tuple[Moment, float, float, float, float]] = [
-        ("backward", early, kept + again, waiting, whole + moving),
-        ("optimizer", gradients + copied, 0, 0, 0),
+    copied, held = rank.copied(), parameters + optimizer
+    stepping = gradients + copied
+    moments: list[tuple[Moment, float, float, float]] = [
+        ("backward", kept + again, waiting, moving),
+        ("loss", kept + hidden, logits + waiting, 0),
     ]
-    if rank.last:
-        moments.append(("loss", early, kept + hidden, logits + waiting, whole))
-    moment, gradients, activations, logits, communication = max(moments, key=lambda each: sum(each[1:]))
-    allocated = parameters + gradients + optimizer + activations + logits + communication
+    moment, activations, logits, moving = max(moments, key=lambda each: sum(each[1:]))
+    before = early, activations + logits + moving, whole
+    allocated = fullest(held, *before, stepping)
     # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
-    before = max(sum(each[1:]) for each in moments if each[0] != "optimizer")
-    beside = parameters + optimizer + before + copied if memory_profile.step_is_flat else 0
+    beside = fullest(held + copied, *before, 0) if memory_profile.step_is_flat else 0
     reserved, context = max(allocated, beside) * memory_profile.reserve - allocated, step.context()
     if capacity := step.spec.cluster.accelerator.memory_gib * 2**30:
         # A full device has its allocator give back what no tensor uses.
         reserved = max(0, min(reserved, capacity - context - allocated))
+    if allocated <= held + stepping:
+        moment, early, activations, logits, whole, moving = "optimizer", stepping, 0, 0, 0, 0
     return RankMemory(
-        *(round(n) for n in (parameters, gradients, optimizer, activations, logits, communication)),
+        *(round(n) for n in (parameters, early, optimizer, activations, logits, whole + moving)),
         reserved=round(reserved) + context,
         context=context,
         moment=moment,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, kinds_of, outside, table
 from phalanx.cost.memory.activations import saved
+from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
 from phalanx.cost.memory.in_flight import Flight
-from phalanx.cost.memory.state import STATE_WIDTHS
 from phalanx.cost.placed import placed
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.pipeline import flushes
@@ -63,13 +62,11 @@ class StepParts:
         self.tokens = spec.batch.micro_batch * spec.model.seq_len / layout.cp
         self.share = layout.tp if layout.sp else 1
         self.stream = self.tokens * spec.model.d_model * spec.width
-        stored = self.memory_profile.parameter_bytes or spec.width
-        self.gradient_width = self.memory_profile.gradient_bytes or stored
-        state_width = STATE_WIDTHS[{2: "bf16", 4: "fp32"}.get(stored, "fp64")]
-        unbuffered = self.memory_profile.unbuffered_gradient_bytes or self.gradient_width
-        if layout.data_ranks * layout.cp == 1:
-            self.gradient_width = unbuffered
-        self.widths = stored, self.gradient_width, state_width, unbuffered
+        self.under_way = TRANSIT * self.stream / self.share
+        """Bytes of messages between stages."""
+        self.formulas = MemoryFormulas(self.memory_profile, spec.width)
+        self.data_ranks = layout.data_ranks * layout.cp
+        """Ranks over which gradients are reduced."""
         self.recomputes = written(layout)
         every = kinds_of(spec.model, self.recomputes, range(spec.model.n_layers))
         self.kinds = {kind: BlockBytes(self, kind) for kind in {kind for kind, _ in every}}
@@ -81,9 +78,7 @@ class StepParts:
     def context(self) -> int:
         """Bytes outside the allocator."""
         layout = self.spec.layout
-        axes = (layout.pp, layout.dp_replicate * layout.shard_ranks, layout.tp, layout.cp, layout.ep)
-        communicators = sum(size > 1 for size in axes)
-        return (self.memory_profile.context_mib + communicators * self.memory_profile.communicator_mib) * MIB
+        return self.formulas.context(layout.pp, self.data_ranks, layout.tp, layout.cp, layout.ep)
 
 
 class RankParts:
@@ -92,7 +87,7 @@ class RankParts:
     def __init__(self, step: StepParts, flight: Flight):
         self.step, self.flight = step, flight
         self.model, self.layout = step.spec.model, step.spec.layout
-        self.memory_profile, self.width = step.memory_profile, step.spec.width
+        self.memory_profile, self.width, self.formulas = step.memory_profile, step.spec.width, step.formulas
         self.blocks = [step.kinds_of(stage) for stage in flight.held]
         # The backward pass begins with the last.
         self.present = [
@@ -106,7 +101,7 @@ class RankParts:
             parameters = step.kinds[kind].parameters
             dense, experts = dense + many * parameters.dense, experts + many * parameters.experts
         ranks = self.layout.shard_ranks
-        self.shards = (dense, ranks), (experts, max(1, ranks // self.layout.ep))
+        self.shards = (dense, ranks), (experts, expert_ranks(ranks, self.layout.ep))
         """Parameters of the rank's stages, and over how many ranks their state is sharded: dense ones, and experts."""
 
     def state(self) -> tuple[float, float, float]:
@@ -114,35 +109,28 @@ class RankParts:
         layout = self.layout
         if layout.offload == "all":
             return 0, 0, 0
-        versions, waiting = (1, 1) if flushes(layout) else (3, 2)
-        parameters = gradients = optimizer = 0.0
-        for numbers, ranks in self.shards:
-            each = by_stage(layout.zero, ranks, *self.step.widths)
-            parameters += numbers * each[0] * versions
-            gradients += numbers * (each[1] * waiting + self.memory_profile.passing_gradient_bytes)
-            optimizer += numbers * each[2]
+        parameters, gradients, optimizer = self.formulas.state(
+            self.shards, layout.zero, self.step.data_ranks, flushes=flushes(layout)
+        )
         return parameters, gradients, 0 if layout.offload == "optimizer" else optimizer
 
     def unsent(self) -> float:
         """Bytes of gradients, whole, that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
-        each = self.memory_profile.reduces_each or self.layout.accumulate == "sharded"
-        if self.layout.zero < 2 or each or self.step.spec.batch.accumulation == 1:
+        if not self.formulas.defers(self.layout.zero, self.layout.accumulate):
             return 0
-        return sum(numbers for numbers, ranks in self.shards if ranks > 1) * self.step.gradient_width
+        return self.formulas.unsent(self.shards, self.step.spec.batch.accumulation)
 
     def bucket(self) -> float:
         """Bytes of the first bucket to be filled; without any, gradients come one by one as activations go."""
         layout = self.layout
-        if layout.data_ranks * layout.cp == 1 or (layout.zero == 3 and layout.shard_ranks > 1):
+        if self.step.data_ranks == 1 or (layout.zero == 3 and layout.shard_ranks > 1):
             return 0
-        whole = sum(numbers for numbers, _ in self.shards) * self.step.gradient_width
+        whole = sum(numbers for numbers, _ in self.shards) * self.formulas.gradient
         return min(whole, layout.bucket_mb * MIB)
 
     def copied(self) -> float:
         """Bytes of the gradients that the optimizer copies to its own precision."""
-        if self.step.gradient_width >= 4 or self.layout.offload != "none":
-            return 0
-        return sum(numbers / ranks for numbers, ranks in self.shards) * self.memory_profile.step_gradient_bytes
+        return self.formulas.copied(self.shards, self.step.data_ranks) if self.layout.offload == "none" else 0
 
     def kept(self) -> tuple[float, float]:
         """Bytes of what blocks keep at most of all micro-batches in flight, and how many these are."""
@@ -162,7 +150,7 @@ class RankParts:
         step, layout = self.step, self.layout
         again = layout.sp_regather or self.memory_profile.regathers
         gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
-        between = TRANSIT * step.stream / step.share if layout.pp > 1 else 0
+        between = step.under_way if layout.pp > 1 else 0
         most = max(self._backward(held, gradients) for held in self.blocks)
         return most, gathered + between
 
@@ -181,7 +169,7 @@ class RankParts:
         """Bytes of the gradients of a block's weights."""
         layout, each = self.layout, 0.0
         for numbers, (_, ranks) in zip(kind.parameters[:2], self.shards, strict=True):
-            each += numbers * by_stage(layout.zero, ranks, *self.step.widths)[1]
+            each += numbers * self.formulas.per_parameter(layout.zero, ranks, self.step.data_ranks)[1]
         return each
 
     def logits(self) -> tuple[float, float]:
@@ -211,40 +199,18 @@ class RankParts:
 
     def whole(self) -> float:
         """Bytes of parameters that ZeRO-3 has whole and of their gradients on the way; of buckets and dummies."""
-        layout, step, memory_profile = self.layout, self.step, self.memory_profile
-        found = 0.0
+        layout, memory_profile = self.layout, self.memory_profile
+        found = self.formulas.buffer(self.step.data_ranks)
         if memory_profile.dummy_gradients:
             matrices = sum(kind.parameters.matrices for kind in self.present)
             found += (matrices + self.last * table(self.model, layout.tp)) * self.width
-        if layout.data_ranks * layout.cp > 1:
-            found += memory_profile.bucket_numbers * step.gradient_width
         if layout.zero < 3 or layout.shard_ranks == 1:
             return found
         if memory_profile.gathers_matrices:
             matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
             return found + matrix * 2 * self.width
-        blocks = self.count
-        if layout.reshard and not (memory_profile.whole_under_pp and layout.pp > 1):
-            blocks = min(1 + layout.prefetch, blocks)
-        found += (self.outside + self.last * table(self.model, layout.tp)) * self.width
-        if not self.present:
-            return found
-        gradients = self.width + max(self.width, step.gradient_width)
-        largest = max(self.present, key=lambda kind: sum(kind.parameters[:2]))
-        numbers = sum(largest.parameters[:2])
-        # The first gradients of a block are there when the block's activations are gone.
-        return found + numbers * blocks * self.width + max(0, numbers * gradients - largest.kept)
-
-
-def by_stage(
-    zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float, unbuffered: float | None = None
-) -> tuple[Any, Any, Any]:
-    """Returns the bytes of state per parameter on each of `ranks` ranks (a number or an array of them), by ZeRO stage
-    (0: none), from those of one copy. `unbuffered` are a gradient's once ZeRO-3 has sharded it, where others."""
-    if unbuffered is not None:
-        gradient = gradient + (zero >= 3) * (ranks > 1) * (unbuffered - gradient)
-    return (
-        parameter / (ranks if zero >= 3 else 1),
-        gradient / (ranks if zero >= 2 else 1),
-        optimizer / (ranks if zero >= 1 else 1),
-    )
+        sizes = [(sum(kind.parameters[:2]), kind.kept) for kind in self.present]
+        block, kept = max(sizes, key=lambda size: size[0], default=(0, 0))
+        blocks = self.formulas.gathers(self.count, layout.pp, layout.prefetch, reshard=layout.reshard)
+        outside = self.outside + self.last * table(self.model, layout.tp)
+        return found + self.formulas.gathered(outside, block, blocks, kept)

@@ -1,15 +1,17 @@
-"""Lower bounds on the bytes of the fullest rank, for many pairs of a mesh and a micro-batch at once."""
+"""Lower bounds on the bytes of the fullest rank, for many pairs of a mesh and a micro-batch at once: the formulas of
+cost/memory/formulas.py, with the fewest activations that a schedule can have in flight."""
 
 from __future__ import annotations
 
 from functools import cached_property
+from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
-from phalanx.cost.memory.rank_parts import by_stage
+from phalanx.blocks.kinds import BlockKind
+from phalanx.cost.memory.formulas import fullest
 from phalanx.plan.search.space import STATES, Scheduled
-from phalanx.plan.search.tables import Floats, Pipelines
+from phalanx.plan.search.tables import Floats, Pipelines, RankContents
 from phalanx.schedule.catalogue import SCHEDULES, chunks_of
 
 
@@ -26,78 +28,74 @@ class StepBytes:
 
     def __init__(self, group: Pipelines):
         self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
-        self.memory_profile = group.tables.request.framework.memory_profile
-        self.widths = group.tables.widths
+        self.formulas = group.tables.formulas
         self.entry = SCHEDULES.get(group.scheduled.schedule) if group.pp > 1 else None
+        parts = 2 if group.tables.request.model.moe.n_experts else 1
+        self.shards = list(zip(group.numbers, group.ranks, strict=True))[:parts]
+        self.kinds = {kind: self.tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
+        self.activations = self._activations() + self.formulas.buffer(group.data_ranks)
+        """Bytes of activations at the fullest moment at least, and of the buffer beside them."""
         self.states: dict[int, tuple[Floats, Floats, Floats]] = {}
-        self.activations = self._activations()
-        """Bytes, at the fullest moment at least."""
+        self.whole: dict[bool, Floats] = {}
 
     def _activations(self) -> Floats:
-        group, tables = self.group, self.tables
+        group = self.group
         several, which = np.unique(self.m, return_inverse=True)
-        kinds = {kind: tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
         found = []
         for share, rank in zip(group.shares, group.first, strict=True):
             most = [least_in_flight(group.scheduled, self.pp, n, rank) for n in several.tolist()]
             # What one block needs is there whichever comes first: the least of the kinds.
-            here = [kinds[kind] for kind, _ in share.blocks]
-            kept = np.array(most)[which] * share.least * np.minimum.reduce([kind[:, 0] for kind in here])
-            moving = np.minimum.reduce([kind[:, 1] + kind[:, 2] for kind in here])
-            found.append(kept + (np.maximum(moving, tables.loss(group.inner)) if share.head else moving))
+            least = np.minimum.reduce([self.kinds[kind] for kind, _ in share.blocks])
+            kept = np.array(most)[which] * share.least * least[:, 0]
+            moving = least[:, 1] + least[:, 2] if self.pp > 1 else least[:, 1]
+            found.append(kept + (np.maximum(moving, self.tables.loss(group.inner)) if share.head else moving))
         return np.array(found)
 
     def bytes(self, state: int) -> Floats:
         """Of the fullest rank: of those with the same share the first has the most in flight."""
         zero, reshard, accumulate = STATES[state]
-        kept, early, gradients = self._state(zero)
-        if zero >= 2 and accumulate == "local" and not self.memory_profile.reduces_each:
+        held, early, stepping = self._state(zero)
+        if self.formulas.defers(zero, accumulate):
             early = np.maximum(early, self._unsent)
-        whole = self._buckets
-        if zero == 3 and not self.memory_profile.gathers_matrices:
-            whole = whole + np.where(self.group.shared, self._whole(reshard), 0.0)
-        return (kept + np.maximum(gradients, early + self.activations + whole)).max(0)
+        whole = self._whole(reshard) if zero == 3 and not self.formulas.profile.gathers_matrices else 0.0
+        return fullest(held, early, self.activations, whole, stepping).max(0)
 
     def _state(self, zero: int) -> tuple[Floats, Floats, Floats]:
         """Bytes of parameters and the optimizer's state, of gradients while the most micro-batches are in flight, and
-        of all gradients."""
+        of gradients in the optimizer's step."""
         if zero not in self.states:
-            parameter, gradient, optimizer = by_stage(zero, self.group.ranks, *self.widths)
-            gradients = self.group.weighed(gradient)
-            self.states[zero] = (
-                self.group.weighed(parameter + optimizer),
-                np.where(self._stays, gradients, 0.0),
-                gradients,
+            flushes = self.entry is None or self.entry.steps == 1
+            parameters, gradients, optimizer = self.formulas.state(
+                self.shards, zero, self.group.data_ranks, flushes=flushes
             )
+            stepping = gradients + self.formulas.copied(self.shards, self.group.data_ranks)
+            self.states[zero] = parameters + optimizer, gradients * self._stays, stepping
         return self.states[zero]
 
     @cached_property
-    def _stays(self) -> NDArray[np.bool_]:
+    def _stays(self) -> Floats:
         """Whether gradients of earlier micro-batches are there while the most are in flight."""
-        returns = self.entry is not None and not self.entry.all_in_flight
-        several = self.m > 1 if self.pp == 1 else (self.m > 2 * self.pp + 1) & returns
-        return self.memory_profile.gradients_stay | several
+        several = 2 * self.pp + 1 if self.entry is not None and not self.entry.all_in_flight else inf
+        return self.formulas.stays(self.m, 1 if self.pp == 1 else several)
 
     @cached_property
     def _unsent(self) -> Floats:
-        """Bytes of gradients that wait for the last micro-batch to be reduced."""
-        return self.group.weighed(np.where((self.m > 1) & (self.group.ranks > 1), self.widths[1], 0.0))
-
-    @cached_property
-    def _buckets(self) -> Floats:
-        """Bytes of gradients on their way."""
-        return np.where(self.group.data_ranks > 1, self.memory_profile.bucket_numbers * self.widths[1], 0.0)
+        return self.formulas.unsent(self.shards, self.m)
 
     def _whole(self, reshard: bool) -> Floats:
-        """Bytes of parameters that zero 3 has whole at a time at least."""
-        around, block = self._matrices
-        most = [share.least for share in self.group.shares]
-        blocks = [min(1 + self.tables.space.base.prefetch, least) if reshard else least for least in most]
-        return around + block * np.array(blocks)[:, None]
+        """Bytes of parameters that zero 3 has whole, and of their gradients on the way."""
+        if reshard not in self.whole:
+            blocks = self.formulas.gathers(self.group.blocks, self.pp, self.tables.space.base.prefetch, reshard=reshard)
+            outside, block, kept = self._largest
+            self.whole[reshard] = self.formulas.gathered(outside, block, blocks[:, None], kept) * self.group.shared
+        return self.whole[reshard]
 
     @cached_property
-    def _matrices(self) -> tuple[Floats, Floats]:
-        """Bytes of whole parameters around a rank's blocks, and of one of these on average."""
-        group, width = self.group, self.tables.request.width
-        inside = np.stack([self.tables.numbers(share, inside=True)[group.inner].sum(1) for share in group.shares])
-        return (group.total - inside) * width, inside / group.blocks[:, None] * width
+    def _largest(self) -> tuple[Floats, Floats, Floats]:
+        """Parameters around a rank's blocks and of the largest of these, and bytes that it keeps at most."""
+        group, tables, sizes = self.group, self.tables, dict[BlockKind, Floats]()
+        for kind, activations in self.kinds.items():
+            numbers = tables.numbers(RankContents(((kind, 1),), False, False))[group.inner]
+            sizes[kind] = np.stack([numbers.sum(1), activations[:, 0]])
+        largest = [np.maximum.reduce([sizes[kind] for kind, _ in share.blocks]) for share in group.shares]
+        return np.stack([tables.outside(share, group.inner) for share in group.shares]), *np.stack(largest, 1)

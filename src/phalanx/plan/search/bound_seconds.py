@@ -113,7 +113,7 @@ class StepSeconds:
         found = {}
         for kind in self.group.kinds:
             alone = RankContents(((kind, 1),), False, False)
-            held = self.tables.numbers(alone, inside=True)[self.group.inner].T
+            held = self.tables.numbers(alone)[self.group.inner].T
             slower = self._interference(held.sum(0), self.framework.messages)
             found[kind] = *self._state(held, self.framework.messages), slower
         return found

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.memory.rank_parts import by_stage
+from phalanx.cost.memory.formulas import expert_ranks, fullest
 from phalanx.cost.time.exposed import pass_seconds
 from phalanx.cost.time.link import RankGroup
 from phalanx.cost.time.pipeline import GRID
@@ -23,7 +23,6 @@ from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import RECOMPUTE, STATES, Rows, Space
 from phalanx.plan.search.tables import MICRO, TP, Floats, Pipelines, Tables, distinct, line
 from phalanx.schedule.catalogue import SCHEDULES, chunks_of
-from phalanx.units import MIB
 
 ROUNDING = 1e-9
 """Relative difference of sums that are added up in another order."""
@@ -36,11 +35,11 @@ class Bounds:
         self.request, self.space, self.tables = request, space, Tables(request, space)
         self.pp, self.shard_ranks = space.column("pp"), space.column("dp_shard") * space.column("cp")
         self.data_ranks = self.shard_ranks * space.column("dp_replicate")
-        self.edp = np.maximum(1, self.shard_ranks // space.column("ep"))
+        self.ranks = np.stack([self.shard_ranks, expert_ranks(self.shard_ranks, space.column("ep"))])
         self.alike = space.column("ep") == 1
-        self.widths = self.tables.widths
-        self.memory_profile = request.framework.memory_profile
-        self.context = self.memory_profile.context_mib * MIB
+        self.formulas = self.tables.formulas
+        axes = (space.column(name) for name in ("tp", "cp", "ep"))
+        self.context = self.formulas.context(self.pp, self.data_ranks, *axes)
         self.hop = self._hop()
         _, first, self._options = np.unique(list(map(id, space.options)), return_index=True, return_inverse=True)
         self._schedules = [np.unique(space.options[pair][:, 0]).tolist() for pair in first]
@@ -52,30 +51,25 @@ class Bounds:
         recomputed, everything sharded, all ranks of a pipeline alike, no bubble and nothing to reduce."""
         every = np.arange(len(self.pp))
         time, _ = self._uniform(every, 0)
-        state = self.tables.numbers(self.tables.whole).sum(1)[self.tables.inner_of] / self.pp / self.shard_ranks
-        parameter, gradient, optimizer, unbuffered = (width * state for width in self.widths)
         kept, _ = self._kept(every, RECOMPUTE.index("full"))
-        memory = parameter + optimizer + np.maximum(np.minimum(gradient, unbuffered), kept / self.pp)
+        memory = self._fullest(every, 3, kept / self.pp)
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
     def options(self, pairs: NDArray[Any]) -> tuple[Floats, Floats]:
         """Returns, for some pairs, by recomputation and schedule, seconds below which they do not come under any state;
         and by recomputation, schedule and state, bytes."""
         shape = len(pairs), len(RECOMPUTE), len(self.space.schedules)
-        time, memory = np.empty(shape), np.empty((*shape, len(STATES)))
+        time, activations = np.empty(shape), np.empty(shape)
         uniform = [self._uniform(pairs, mode) for mode in range(len(RECOMPUTE))]
         flying, idle = self._by_schedule(pairs, [forward for _, forward in uniform])
-        numbers = self.tables.numbers(self.tables.whole)[self.tables.inner_of[pairs]] / self.pp[pairs, None]
-        ranks = np.stack([self.shard_ranks[pairs], self.edp[pairs]], 1)
         for mode, (seconds, _) in enumerate(uniform):
             time[:, mode] = seconds[:, None] * (1 + idle[mode] / self.space.accumulation[pairs, None])
             _, (kept, moving) = self._kept(pairs, mode)
-            activations = kept[:, None] * flying + moving[:, None]
-            for number, state in enumerate(STATES):
-                each = by_stage(state.zero, ranks, *self.widths)
-                parameters, gradients, optimizer = ((numbers * size).sum(1)[:, None] for size in each)
-                memory[:, mode, :, number] = parameters + optimizer + np.maximum(gradients, activations)
-        return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
+            activations[:, mode] = kept[:, None] * flying + moving[:, None]
+        memory = np.empty((*shape, len(STATES)))
+        for number, (zero, _, accumulate) in enumerate(STATES):
+            memory[..., number] = self._fullest(pairs, zero, activations.T, accumulate).T
+        return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context[pairs, None, None, None]
 
     def rows(self, rows: Rows, limit: float = inf, runs: bool = False) -> tuple[Floats, Floats]:
         """Of every layout: seconds and bytes below which it does not come. Seconds are infinite where bytes are beyond
@@ -89,7 +83,7 @@ class Bounds:
             sizes = np.empty((len(STATES), len(pairs)))
             for state in np.flatnonzero(np.bincount(states)):
                 sizes[state] = of_bytes.bytes(int(state))
-            memory[members] = sizes[states, which] * (1 - ROUNDING) + self.context
+            memory[members] = sizes[states, which] * (1 - ROUNDING) + self.context[pairs][which]
             small = memory[members] <= limit
             if not small.any():
                 continue
@@ -122,10 +116,20 @@ class Bounds:
             shared=self.shard_ranks[pairs] > 1,
             alike=self.alike[pairs],
             data_ranks=self.data_ranks[pairs],
-            ranks=np.stack([self.shard_ranks[pairs], self.edp[pairs]]),
+            ranks=self.ranks[:, pairs],
             numbers=np.stack([tables.numbers(share)[inner].T for share in cut], 1),
             hop=self.hop[pairs],
         )
+
+    def _fullest(self, pairs: NDArray[Any], zero: int, activations: Floats, accumulate: str = "sharded") -> Floats:
+        """Bytes of a rank of the pipeline, on average over its ranks, without what ZeRO-3 has whole."""
+        numbers = self.tables.numbers(self.tables.whole)[self.tables.inner_of[pairs]].T / self.pp[pairs]
+        shards, data_ranks, early = list(zip(numbers, self.ranks[:, pairs], strict=True)), self.data_ranks[pairs], 0.0
+        parameters, gradients, optimizer = self.formulas.state(shards, zero, data_ranks)
+        if self.formulas.defers(zero, accumulate):
+            early = self.formulas.unsent(shards, self.space.accumulation[pairs])
+        stepping = gradients + self.formulas.copied(shards, data_ranks)
+        return fullest(parameters + optimizer, early, activations, 0.0, stepping)
 
     def _uniform(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, Floats]:
         """Returns the seconds of a step where all ranks of a pipeline are alike and nothing else takes time, and the
@@ -144,9 +148,8 @@ class Bounds:
         inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
         kinds = [(number, tables.activations(kind, mode, inner)) for kind, number in tables.whole.blocks]
         kept = np.add.reduce([number * kind[:, 0] for number, kind in kinds])
-        least = np.minimum.reduce([kind[:, 0] for _, kind in kinds])
-        moving = np.minimum.reduce([kind[:, 1] + kind[:, 2] for _, kind in kinds])
-        return kept[which], (least[which], moving[which])
+        least = np.minimum.reduce([kind for _, kind in kinds])[which]
+        return kept[which], (least[:, 0], least[:, 1] + least[:, 2] * (self.pp[pairs] > 1))
 
     def _by_schedule(self, pairs: NDArray[Any], forward: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
         """Returns, for some pairs and by schedule: the micro-batches of a block that a rank has in flight at least, on

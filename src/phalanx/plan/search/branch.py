@@ -187,8 +187,8 @@ class Search:
             rows = rows if keep is None else rows.select(keep(rows))
             if not len(rows):
                 continue
-            _, memory = self.bounds.rows(rows)
-            for number in np.argsort(memory, kind="stable"):
+            seconds, memory = self.bounds.rows(rows)
+            for number in np.lexsort((seconds, memory)):
                 if best and (memory[number] >= best[0][0] or tried > LEAN_LAYOUTS):
                     break
                 try:

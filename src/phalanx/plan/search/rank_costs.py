@@ -15,9 +15,10 @@ from math import inf
 
 from phalanx.blocks.kinds import BlockKind, block_kinds
 from phalanx.cost.held import LayerKind
+from phalanx.cost.memory.formulas import expert_ranks
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.memory.rank_memory import needed_bytes, step_memory
-from phalanx.cost.memory.rank_parts import BlockBytes, StepParts, by_stage
+from phalanx.cost.memory.rank_parts import BlockBytes, StepParts
 from phalanx.cost.placed import Content, stages_of_case
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.rank_time import rank_time
@@ -69,20 +70,15 @@ class PipelineRanks:
         self._known: dict[tuple[int, tuple[Counts, ...]], Filling | None] = {}
 
     def _block(self, step: StepParts, kind: BlockKind) -> BlockCosts:
-        layout = self.spec.layout
+        layout, formulas = self.spec.layout, step.formulas
         kinds = [LayerKind(kind, mode) for mode in self.modes]
         parts = [BlockBytes(step, kind) for kind in kinds]
-        numbers = parts[0].parameters
-        state = 0.0
-        late = layout.zero >= 2 and layout.accumulate == "local" and not step.memory_profile.reduces_each
-        for count, ranks in (
-            (numbers.dense, layout.shard_ranks),
-            (numbers.experts, max(1, layout.shard_ranks // layout.ep)),
-        ):
-            parameters, gradients, optimizer = by_stage(layout.zero, ranks, *step.widths)
-            # Gradients of micro-batches before the last are whole.
-            whole = step.gradient_width if late and self.spec.batch.accumulation > 1 else gradients
-            state += count * (parameters + max(whole, gradients) + optimizer)
+        dense, experts, *_ = parts[0].parameters
+        shards = (dense, layout.shard_ranks), (experts, expert_ranks(layout.shard_ranks, layout.ep))
+        parameters, gradients, optimizer = formulas.state(shards, layout.zero, step.data_ranks)
+        if formulas.defers(layout.zero, layout.accumulate):
+            gradients = max(gradients, formulas.unsent(shards, self.spec.batch.accumulation))
+        state = parameters + gradients + optimizer
         times = [rank_time(self._plain, Content(((kind, 1),), False, False)).total for kind in kinds]
         return BlockCosts(tuple(times), tuple(part.kept for part in parts), state)
 

@@ -22,7 +22,7 @@ from phalanx.blocks.state import state_messages
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.held import LayerKind, block_parameters, outside
+from phalanx.cost.held import LayerKind, block_parameters, outside, table
 from phalanx.cost.job_spec import stages
 from phalanx.cost.memory.rank_parts import RankParts, StepParts
 from phalanx.cost.placed import Content, content_of
@@ -119,13 +119,7 @@ class Pipelines:
     @cached_property
     def total(self) -> Floats:
         """Parameters, by share."""
-        return self.weighed(np.ones((2, 1)))
-
-    def weighed(self, factors: Floats | float) -> Floats:
-        """The parameters, dense and of experts, each with its factors, added up."""
-        dense, experts = (factors, factors) if isinstance(factors, float | int) else factors
-        found = self.numbers[0] * dense
-        return found + self.numbers[1] * experts
+        return self.numbers.sum(0)
 
 
 class Tables:
@@ -144,8 +138,7 @@ class Tables:
         """The same of the outer degrees."""
         model = request.model
         self.whole = RankContents(every_block(model), True, True, least=model.n_layers)
-        self.widths = StepParts(alone(request, Layout(), 1)).widths
-        """Bytes of a parameter, its gradient and its optimizer's state, on one device."""
+        self.formulas = StepParts(alone(request, Layout(), 1)).formulas
         self.slopes = self._slopes()
         """By outer combination: seconds a parameter, gathered (dense, experts) and reduced (dense, experts), and those
         of a message of no bytes, in the same order; of what is gathered beside products, seconds of a message of no
@@ -154,7 +147,7 @@ class Tables:
         self._blocks: dict[BlockKind, Floats] = {}
         self._work: dict[Hashable, Floats] = {}
         self._parts: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.intp]]] = {}
-        self._numbers: dict[tuple[RankContents, bool], Floats] = {}
+        self._numbers: dict[RankContents, Floats] = {}
         self._cuts: dict[tuple[int, int], Cut] = {}
 
     def work(self, share: RankContents, mode: int, inner: NDArray[Any]) -> Floats:
@@ -194,14 +187,14 @@ class Tables:
 
     def activations(self, block: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
         """Returns, for inner combinations, bytes: what a block keeps of a micro-batch, what its backward pass needs
-        besides, what it gathers for that."""
+        besides, and messages between stages under way."""
         kind = LayerKind(block, RECOMPUTE[mode])
 
         def ask(spec: StepSpec) -> tuple[float, float, float]:
             step = StepParts(replace(spec, layout=replace(spec.layout, recompute=RECOMPUTE[mode])))
             found = step.kinds[kind]
             gathered = RankParts(step, step.flights[0]).backward(True)[1]
-            return found.kept, sum(found.backward), gathered
+            return found.kept, sum(found.backward) + gathered, step.under_way
 
         on = (TP, SP, CP, ULYSSES, EP) if block.feed_forward == "experts" else (TP, SP, CP, ULYSSES)
         return self._figures(("activations", kind), on, ask)[inner] * self.inner[inner, MICRO, None]
@@ -217,21 +210,29 @@ class Tables:
         found = self._figures(("loss", ""), (TP, SP, CP, MICRO) if chunks else (TP, SP, CP), ask)[inner]
         return found if chunks else found * self.inner[inner, MICRO]
 
-    def numbers(self, share: RankContents, inside: bool = False) -> Floats:
-        """By inner combination: parameters of a rank, dense and of experts; `inside`, its blocks' alone."""
-        if (share, inside) in self._numbers:
-            return self._numbers[share, inside]
+    def outside(self, share: RankContents, inner: NDArray[Any]) -> Floats:
+        """Returns, for inner combinations, the parameters around a rank's blocks and those of the head's gradient."""
+
+        def ask(spec: StepSpec) -> int:
+            tp = spec.layout.tp
+            return outside(spec.model, tp, share.embedding, share.head) + share.head * table(spec.model, tp)
+
+        return self._figures(("outside", (share.embedding, share.head)), (TP,), ask)[inner]
+
+    def numbers(self, share: RankContents) -> Floats:
+        """By inner combination: parameters of a rank, dense and of experts."""
+        if share in self._numbers:
+            return self._numbers[share]
         model = self.request.model
         degrees, which = self._projected((TP, EP))
         found = []
         for tp, _, _, _, ep, _ in degrees.tolist():
-            dense = 0.0 if inside else outside(model, tp, share.embedding, share.head)
-            experts = 0.0
+            dense, experts = outside(model, tp, share.embedding, share.head), 0.0
             for kind, number in share.blocks:
                 held = block_parameters(model, tp, ep, kind)
                 dense, experts = dense + number * held.dense, experts + number * held.experts
             found.append((dense, experts))
-        return self._numbers.setdefault((share, inside), np.array(found, np.float64)[which])
+        return self._numbers.setdefault(share, np.array(found, np.float64)[which])
 
     def cut(self, pp: int, scheduled: int) -> Cut:
         """What the ranks of a pipeline have under a schedule of the space."""

@@ -1,0 +1,117 @@
+"""Bytes of state, of what ZeRO-3 gathers and of the fullest moment of a step.
+
+Every formula takes numbers or arrays of them: rank_parts.py prices one rank with the same ones by which the planner
+bounds many layouts at once (plan/search/bound_bytes.py). `shards` are groups of parameters on one rank, such as dense
+ones and experts: how many there are, and over how many ranks their state is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from phalanx.blocks.memory_profile import MemoryProfile
+from phalanx.cost.elementwise import larger, smaller
+from phalanx.cost.memory.state import STATE_WIDTHS
+from phalanx.units import MIB
+
+Shards = Iterable[tuple[Any, Any]]
+
+
+class MemoryFormulas:
+    """The formulas for one framework and numbers of `width` bytes in the computation. `data_ranks` are those over which
+    gradients are reduced, context-parallel ones included."""
+
+    def __init__(self, profile: MemoryProfile, width: int):
+        self.profile, self.width = profile, width
+        self.parameter = profile.parameter_bytes or width
+        self.gradient = profile.gradient_bytes or self.parameter
+        self.unbuffered = profile.unbuffered_gradient_bytes or self.gradient
+        self.optimizer = STATE_WIDTHS[{2: "bf16", 4: "fp32"}.get(self.parameter, "fp64")]
+
+    def per_parameter(self, zero: int, ranks: Any, data_ranks: Any) -> tuple[Any, Any, Any]:
+        """Returns the bytes of a parameter, its gradient and its optimizer state on each of `ranks` ranks."""
+        buffered = data_ranks > 1 if zero < 3 else (data_ranks > 1) & (ranks == 1)
+        return by_stage(zero, ranks, self.parameter, self._gradient(buffered), self.optimizer)
+
+    def _gradient(self, buffered: Any) -> Any:
+        """Returns the bytes of a gradient's number, in flat buffers or outside of them."""
+        if self.unbuffered == self.gradient:
+            return self.gradient
+        return self.unbuffered + buffered * (self.gradient - self.unbuffered)
+
+    def state(self, shards: Shards, zero: int, data_ranks: Any, *, flushes: bool = True) -> tuple[Any, Any, Any]:
+        """Returns the bytes of parameters, gradients and optimizer state when the optimizer begins. A pipeline without
+        a flush has two versions of the weights besides the optimizer's own, and gradients that wait for their step."""
+        versions, waiting = (1, 1) if flushes else (3, 2)
+        parameters = gradients = optimizer = 0.0
+        for numbers, ranks in shards:
+            each = self.per_parameter(zero, ranks, data_ranks)
+            parameters = parameters + numbers * (each[0] * versions)
+            gradients = gradients + numbers * (each[1] * waiting + self.profile.passing_gradient_bytes)
+            optimizer = optimizer + numbers * each[2]
+        return parameters, gradients, optimizer
+
+    def defers(self, zero: int, accumulate: str) -> bool:
+        """Returns whether ZeRO-2 or 3 reduces gradients only after the last micro-batch."""
+        return zero >= 2 and accumulate == "local" and not self.profile.reduces_each
+
+    def unsent(self, shards: Shards, micro_batches: Any) -> Any:
+        """Returns the bytes of the gradients, whole, that wait for the last micro-batch where their reduction is
+        deferred."""
+        return sum(numbers * (ranks > 1) for numbers, ranks in shards) * (self.gradient * (micro_batches > 1))
+
+    def stays(self, passes: Any, in_flight: Any) -> Any:
+        """Returns whether gradients are there while the most forward passes are in flight: some of all `passes` of a
+        step have come back by then."""
+        return (passes > in_flight) | self.profile.gradients_stay
+
+    def copied(self, shards: Shards, data_ranks: Any) -> Any:
+        """Returns the bytes of the gradients that the optimizer copies to its own precision."""
+        each = (self._gradient(data_ranks > 1) < 4) * self.profile.step_gradient_bytes
+        return sum(numbers / ranks for numbers, ranks in shards) * each
+
+    def buffer(self, data_ranks: Any) -> Any:
+        """Returns the bytes of the buffer from which gradients are reduced over data and context-parallel ranks."""
+        return (data_ranks > 1) * (self.profile.bucket_numbers * self.gradient)
+
+    def gathers(self, blocks: Any, pp: int, prefetch: int, *, reshard: bool) -> Any:
+        """Returns how many of a rank's blocks ZeRO-3 has whole at a time."""
+        if not reshard or (self.profile.whole_under_pp and pp > 1):
+            return blocks
+        return smaller(1 + prefetch, blocks)
+
+    def gathered(self, outside: Any, block: Any, blocks: Any, kept: Any) -> Any:
+        """Returns the bytes of the parameters that ZeRO-3 has whole, and of their gradients on the way: `outside` the
+        blocks, and `blocks` of the largest, which has `block` parameters and keeps `kept` bytes. Its first gradients
+        are there when its activations are gone."""
+        gradients = block * (self.width + max(self.width, self.gradient))
+        return (outside + block * blocks) * self.width + larger(0.0, gradients - kept)
+
+    def context(self, *axes: Any) -> Any:
+        """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;
+        `axes` are their sizes."""
+        communicators = sum(size > 1 for size in axes)
+        return (self.profile.context_mib + communicators * self.profile.communicator_mib) * MIB
+
+
+def expert_ranks(shard_ranks: Any, ep: Any) -> Any:
+    """Returns over how many ranks the state of a rank's experts is sharded, of `shard_ranks` for dense parameters."""
+    return larger(1, shard_ranks // ep)
+
+
+def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
+    """Returns the bytes of state per parameter on each of `ranks` ranks, by ZeRO stage (0: none), from those of one
+    copy (Rajbhandari et al. 2020, section 5)."""
+    return (
+        parameter / (ranks if zero >= 3 else 1),
+        gradient / (ranks if zero >= 2 else 1),
+        optimizer / (ranks if zero >= 1 else 1),
+    )
+
+
+def fullest(state: Any, early: Any, activations: Any, whole: Any, gradients: Any) -> Any:
+    """Returns the bytes at the fullest moment of a step beside the context. `state`, parameters and optimizer state, is
+    there all the time; in the passes `early` gradients, activations and what is `whole` for a moment; in the
+    optimizer's step all `gradients` and their copies."""
+    return state + larger(early + activations + whole, gradients)

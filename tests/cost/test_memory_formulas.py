@@ -1,0 +1,47 @@
+"""The formulas of memory give the same for arrays, element by element, as for numbers."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cost.frameworks.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
+from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks, fullest
+
+FP32_GRADIENTS = replace(PHALANX, gradient_bytes=4, unbuffered_gradient_bytes=2)
+PROFILES = [PHALANX, FP32_GRADIENTS, FSDP1, TORCHTITAN, NEMO, MEGATRON_DEEPSPEED]
+CASE = st.tuples(*(st.integers(1, 64) for _ in range(5)))
+
+
+def results(formulas: MemoryFormulas, zero: int, case: Any) -> list[Any]:
+    """Every formula, of five numbers or of five arrays."""
+    dense, experts, ranks, micro_batches, ep = case
+    shards = (1e6 * dense, ranks), (1e5 * experts, expert_ranks(ranks, ep))
+    parameters, gradients, optimizer = formulas.state(shards, zero, ranks * ep, flushes=False)
+    early = formulas.stays(micro_batches, ep) * gradients
+    blocks = formulas.gathers(micro_batches, 2, 1, reshard=True)
+    whole = formulas.gathered(1e6 * experts, 1e6 * dense, blocks, 1e6 * ranks) + formulas.buffer(ranks)
+    unsent, copied = formulas.unsent(shards, micro_batches), formulas.copied(shards, ranks * ep)
+    most = fullest(parameters + optimizer, early, 1e6 * ep, whole, gradients + copied)
+    context = formulas.context(ranks, micro_batches, ep)
+    return [parameters, gradients, optimizer, early, whole, unsent, copied, most, context]
+
+
+@given(st.sampled_from(PROFILES), st.sampled_from([2, 4]), st.integers(0, 3), st.lists(CASE, min_size=1, max_size=8))
+def test_arrays_give_what_numbers_give(profile, width, zero, cases):
+    formulas = MemoryFormulas(profile, width)
+    together = results(formulas, zero, np.array(cases).T)
+    alone = zip(*(results(formulas, zero, case) for case in cases), strict=True)
+    for several, each in zip(together, alone, strict=True):
+        assert np.broadcast_to(several, len(cases)) == pytest.approx(np.array(each), rel=1e-12)
+
+
+def test_formulas_of_numbers_are_plain_numbers():
+    """numpy's scalars would make `predict` slower."""
+    for profile in PROFILES:
+        for zero in range(4):
+            found = results(MemoryFormulas(profile, 2), zero, (1, 2, 4, 8, 2))
+            assert all(type(number) in (int, float) for number in found)
