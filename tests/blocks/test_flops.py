@@ -45,8 +45,9 @@ def test_flops_equal_those_that_torch_counts(model: ModelConfig, seq_len: int):
         with FlopCounterMode(display=False) as backward:
             loss.backward()
     counted = forward.get_total_flops()
-    assert forward_flops_per_token(model, seq_len=seq_len) * inputs.numel() == counted
-    assert train_flops_per_step(model, sequences=3, seq_len=seq_len) == counted + backward.get_total_flops()
+    model = replace(model, seq_len=seq_len)
+    assert forward_flops_per_token(model) * inputs.numel() == counted
+    assert train_flops_per_step(model, sequences=3) == counted + backward.get_total_flops()
 
 
 def test_gpt2_by_hand():
@@ -94,12 +95,12 @@ def test_deepseek_v3_does_six_flops_for_each_active_weight():
 
 @given(seq_len=st.integers(1, 10_000), name=st.sampled_from(["gpt2", "llama2-70b", "mixtral-8x7b", "deepseek-v3"]))
 def test_parts_add_up(seq_len: int, name: str):
-    model = replace(PRESETS[name], n_layers=5)
-    blocks = sum(block_flops_per_token(model, layer, seq_len) for layer in range(5))
-    full = forward_flops_per_token(model, seq_len=seq_len)
+    model = replace(PRESETS[name], n_layers=5, seq_len=seq_len)
+    blocks = sum(block_flops_per_token(model, layer) for layer in range(5))
+    full = forward_flops_per_token(model)
     assert full == blocks + head_flops_per_token(model)
-    causal = forward_flops_per_token(model, seq_len=seq_len, attention="causal")
-    assert full - causal == 5 * attention_flops_per_token(model, seq_len, "causal")
+    causal = forward_flops_per_token(model, "causal")
+    assert full - causal == 5 * (attention_flops_per_token(model) // 2)
     assert isinstance(full, int)
 
 
@@ -110,7 +111,7 @@ def test_a_window_leaves_the_pairs_that_one_can_count(seq_len: int, window: int,
     pairs = sum(abs(q - k) < window or not window for q in range(seq_len) for k in range(seq_len))
     each = 2 * model.n_heads * (model.head_size + model.v_head_size)
     assert attention_flops_per_sequence(model) == pairs * each
-    assert attention_flops_per_sequence(model, attention="causal") == pairs * each // 2
+    assert attention_flops_per_sequence(model, "causal") == pairs * each // 2
     assert attention_flops_per_token(model) == pairs * each // seq_len
     whole = replace(model, window=0)
     saved = (seq_len**2 - pairs) * each

@@ -14,7 +14,6 @@ Model FLOPs (`train_flops_*`) leave recomputation out; `phalanx.cost.flops` adds
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -29,79 +28,61 @@ BACKWARD_PER_FORWARD = 2
 """Each multiplication has two in the backward pass, one for the gradient of each factor."""
 
 
-def forward_flops_per_token(
-    model: ModelConfig, vocab_size: int | None = None, seq_len: int | None = None, attention: Attention = "full"
-) -> int:
-    """FLOPs a token of the forward pass over sequences of `seq_len` tokens (default: the model's): the mean over a
-    sequence, rounded down."""
-    return forward_flops_per_sequence(model, vocab_size, seq_len, attention) // (seq_len or model.seq_len)
+def forward_flops_per_token(model: ModelConfig, attention: Attention = "full") -> int:
+    """Returns the forward FLOPs per token of a sequence: the mean over its tokens, rounded down."""
+    return forward_flops_per_sequence(model, None, attention) // model.seq_len
 
 
 @lru_cache(4096)
-def forward_flops_per_sequence(
-    model: ModelConfig, vocab_size: int | None = None, seq_len: int | None = None, attention: Attention = "full"
-) -> int:
-    """FLOPs of the forward pass over a sequence of `seq_len` tokens (default: the model's)."""
-    blocks = sum(block_flops_per_sequence(model, layer, seq_len, attention) for layer in range(model.n_layers))
-    return blocks + (seq_len or model.seq_len) * head_flops_per_token(model, vocab_size)
+def forward_flops_per_sequence(model: ModelConfig, vocab_size: int | None, attention: Attention) -> int:
+    """Returns the FLOPs of the forward pass over one sequence."""
+    blocks = sum(block_flops_per_sequence(model, layer, attention) for layer in range(model.n_layers))
+    return blocks + model.seq_len * head_flops_per_token(model, vocab_size)
 
 
-def train_flops_per_token(
-    model: ModelConfig, vocab_size: int | None = None, seq_len: int | None = None, attention: Attention = "full"
-) -> int:
-    """FLOPs a token of forward and backward pass: three times the forward pass."""
-    return (1 + BACKWARD_PER_FORWARD) * forward_flops_per_token(model, vocab_size, seq_len, attention)
+def train_flops_per_token(model: ModelConfig) -> int:
+    """Returns the FLOPs per token of forward and backward pass: three times the forward pass."""
+    return (1 + BACKWARD_PER_FORWARD) * forward_flops_per_token(model)
 
 
-@lru_cache(1024)
 def train_flops_per_step(
-    model: ModelConfig,
-    sequences: int,
-    vocab_size: int | None = None,
-    seq_len: int | None = None,
-    attention: Attention = "full",
+    model: ModelConfig, sequences: int, vocab_size: int | None = None, attention: Attention = "full"
 ) -> int:
-    """FLOPs of one optimizer step over a global batch of `sequences`, on all devices together."""
-    forward = forward_flops_per_sequence(model, vocab_size, seq_len, attention)
-    return (1 + BACKWARD_PER_FORWARD) * sequences * forward
+    """Returns the FLOPs of one optimizer step over a global batch of `sequences`, on all devices together."""
+    return (1 + BACKWARD_PER_FORWARD) * sequences * forward_flops_per_sequence(model, vocab_size, attention)
 
 
-def block_flops_per_token(
-    model: ModelConfig, layer: int, seq_len: int | None = None, attention: Attention = "full"
-) -> int:
-    """Forward FLOPs a token of one block: the mean over a sequence, rounded down."""
-    return block_flops_per_sequence(model, layer, seq_len, attention) // (seq_len or model.seq_len)
+def block_flops_per_token(model: ModelConfig, layer: int) -> int:
+    """Returns the forward FLOPs per token of one block: the mean over a sequence, rounded down."""
+    return block_flops_per_sequence(model, layer) // model.seq_len
 
 
-def block_flops_per_sequence(
-    model: ModelConfig, layer: int, seq_len: int | None = None, attention: Attention = "full"
-) -> int:
-    """Forward FLOPs of one block over a sequence: its matrices (of the routed experts those that a token visits) and
-    its attention."""
-    matrices = (seq_len or model.seq_len) * matrix_flops_per_token(model, layer)
-    return matrices + attention_flops_per_sequence(model, seq_len, attention)
+def block_flops_per_sequence(model: ModelConfig, layer: int, attention: Attention = "full") -> int:
+    """Returns the forward FLOPs of one block over a sequence: its matrices (of the routed experts those that a token
+    visits) and its attention."""
+    return model.seq_len * matrix_flops_per_token(model, layer) + attention_flops_per_sequence(model, attention)
 
 
 @lru_cache(1024)
 def matrix_flops_per_token(model: ModelConfig, layer: int) -> int:
-    """Forward FLOPs a token of the weight matrices of one block."""
+    """Returns the forward FLOPs per token of the weight matrices of one block."""
     weights = block_weights(model, block_kinds(model)[layer])
     return 2 * sum(active_size(weight.name, weight.shape, model) for weight in weights if weight.is_matrix)
 
 
-def attention_flops_per_token(model: ModelConfig, seq_len: int | None = None, attention: Attention = "full") -> int:
-    """Forward FLOPs a token of one layer's attention: the mean over a sequence, rounded down."""
-    return attention_flops_per_sequence(model, seq_len, attention) // (seq_len or model.seq_len)
+def attention_flops_per_token(model: ModelConfig) -> int:
+    """Returns the forward FLOPs per token of one layer's attention: the mean over a sequence, rounded down."""
+    return attention_flops_per_sequence(model) // model.seq_len
 
 
 @lru_cache(1024)
-def attention_flops_per_sequence(model: ModelConfig, seq_len: int | None = None, attention: Attention = "full") -> int:
-    """Forward FLOPs of one layer's scores (queries by keys) and of their product with the values, over a sequence."""
-    whole = replace(model, seq_len=seq_len or model.seq_len)
-    core = next(operator.core for operator in block(Place(whole), block_kinds(model)[0]) if operator.core)
+def attention_flops_per_sequence(model: ModelConfig, attention: Attention = "full") -> int:
+    """Returns the forward FLOPs of one layer's scores (queries by keys) and of their product with the values, over a
+    sequence."""
+    core = next(operator.core for operator in block(Place(model), block_kinds(model)[0]) if operator.core)
     return core.flops if attention == "full" else core.flops // 2
 
 
 def head_flops_per_token(model: ModelConfig, vocab_size: int | None = None) -> int:
-    """Forward FLOPs a token of the head, tied or not."""
+    """Returns the forward FLOPs per token of the head, tied or not."""
     return 2 * model.d_model * vocabulary(model, vocab_size)

@@ -82,10 +82,10 @@ def count(model: ModelConfig, vocab_size: int | None = None) -> int:
     return sum(prod(weight.shape) for weight in weights(model, vocab_size))
 
 
-def count_active(model: ModelConfig, vocab_size: int | None = None) -> int:
+def count_active(model: ModelConfig) -> int:
     """Returns the parameters that one token uses: as `count`, but of the routed experts only the top_k that the token
     visits."""
-    return sum(active_size(weight.name, weight.shape, model) for weight in weights(model, vocab_size))
+    return sum(active_size(weight.name, weight.shape, model) for weight in weights(model))
 
 
 def active_size(name: str, shape: tuple[int, ...], model: ModelConfig) -> int:
