@@ -62,8 +62,7 @@ def test_a_row_has_its_micro_batches_and_figures():
         words = texts(row)
         assert words[0] == f"rank {rank}"
         assert sorted(words[1:-4]) == sorted(2 * [str(micro) for micro in range(8)])
-        shares = [found.busy(rank), found.communication(rank), found.idle(rank)]
-        assert words[-4:-1] == [f"{seconds / found.seconds:.1%}" for seconds in shares]
+        assert words[-4:-1] == [f"{seconds / found.seconds:.1%}" for seconds in found.shares(rank)]
         assert words[-1] == str(4 - rank)
     assert "1 step in 390 ms; rank 0 is idle longest, 23.1% of it" in texts(root)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from html import escape
 from itertools import chain, count
-from typing import NamedTuple, cast
+from typing import cast
 
 from phalanx.errors import JobError
 from phalanx.pictures import schedule as schedule_picture
@@ -18,7 +18,7 @@ from phalanx.pictures.roofline import rule, text
 from phalanx.pictures.roofline import seconds as duration
 from phalanx.pictures.timeline_cells import NARROWEST, Cell, Window, cells
 from phalanx.schedule.schedule import Action, Kind
-from phalanx.simulate.timeline import Span, Timeline
+from phalanx.simulate.timeline import Span, Timeline, TimeShares
 from phalanx.simulate.trace import span_name
 from phalanx.units import counted
 
@@ -49,28 +49,15 @@ def svg(timeline: Timeline, begin: float | None = None, end: float | None = None
         )
     # First fewer ranks, with whole passes; then a coarser scale of time.
     ways = chain([(_MOST, NARROWEST)], ((_FEWER, NARROWEST * 2**more) for more in count()))
-    figures = [_Figures.of(timeline, rank) for rank in range(timeline.schedule.ranks)]
-    return next(drawn for way in ways if (drawn := _Picture(timeline, figures, shown, *way).draw()))
-
-
-class _Figures(NamedTuple):
-    """The seconds of a rank, computed once because they take long to sum."""
-
-    busy: float
-    exposed: float
-    idle: float
-
-    @classmethod
-    def of(cls, timeline: Timeline, rank: int) -> _Figures:
-        busy, exposed = timeline.busy(rank), timeline.communication(rank)
-        return cls(busy, exposed, timeline.seconds - busy - exposed)
+    shares = [timeline.shares(rank) for rank in range(timeline.schedule.ranks)]
+    return next(drawn for way in ways if (drawn := _Picture(timeline, shares, shown, *way).draw()))
 
 
 class _Picture:
     """One way to draw a timeline: at most `most` ranks, spans narrower than `narrow` pixels merged."""
 
-    def __init__(self, timeline: Timeline, figures: Sequence[_Figures], shown: Window, most: int, narrow: float):
-        self.timeline, self.schedule, self.figures, self.narrow = timeline, timeline.schedule, figures, narrow
+    def __init__(self, timeline: Timeline, shares: Sequence[TimeShares], shown: Window, most: int, narrow: float):
+        self.timeline, self.schedule, self.shares, self.narrow = timeline, timeline.schedule, shares, narrow
         every = -(-self.schedule.ranks // most)
         self.ranks = sorted({*range(0, self.schedule.ranks, every), self.schedule.ranks - 1})
         self.every = every
@@ -113,9 +100,9 @@ class _Picture:
 
     def _summary(self) -> str:
         timeline = self.timeline
-        idle = max(range(self.schedule.ranks), key=lambda rank: self.figures[rank].idle)
+        idle = max(range(self.schedule.ranks), key=lambda rank: self.shares[rank].idle)
         words = [f"{counted(self.schedule.steps, 'step')} in {duration(timeline.seconds)}"]
-        words.append(f"rank {idle} is idle longest, {self.figures[idle].idle / timeline.seconds:.1%} of it")
+        words.append(f"rank {idle} is idle longest, {self.shares[idle].idle / timeline.seconds:.1%} of it")
         if self.window.end - self.window.begin < timeline.seconds:
             words.append(f"shown: {self._time(self.window.begin)} to {self._time(self.window.end)} {self.unit}")
         return "; ".join(words)
@@ -150,7 +137,7 @@ class _Picture:
             yield from self._boxes(cells(spans, self.window, self.narrow, self._colours), at, self.strip)
         whole = self.timeline.seconds
         figures = [
-            *(f"{seconds / whole:.1%}" for seconds in self.figures[rank]),
+            *(f"{seconds / whole:.1%}" for seconds in self.shares[rank]),
             f"{self.schedule.peak_live_activations(rank):g}",
         ]
         for right, figure in zip(_COLUMNS.values(), figures, strict=True):

@@ -35,7 +35,7 @@ LLAMA_3_RATE = 419 / 54 / 16384
 
 @dataclass(frozen=True)
 class Goodput:
-    """The shares of a job's time: the productive one and the zero3 lost ones, which sum to one."""
+    """The shares of a job's time: the productive one and the three lost ones, which sum to one."""
 
     devices: int
     checkpoint_s: float

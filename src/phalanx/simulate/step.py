@@ -216,13 +216,12 @@ def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
     micro-batches, counted per stage."""
     found: list[Mapping[str, float]] = []
     for rank in range(timeline.schedule.ranks):
-        busy, communication = timeline.busy(rank), timeline.communication(rank)
+        shares = timeline.shares(rank)
         found.append(
             {
-                "busy_s": busy,
-                "communication_s": communication,
-                # Rounding may leave a negative rest.
-                "idle_s": max(0.0, timeline.seconds - busy - communication),
+                "busy_s": shares.busy,
+                "communication_s": shares.communication,
+                "idle_s": shares.idle,
                 "peak_in_flight": timeline.schedule.peak_live_activations(rank) / timeline.schedule.slices,
             }
         )

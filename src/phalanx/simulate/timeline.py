@@ -34,6 +34,17 @@ class Span(NamedTuple):
         return self.start + self.seconds
 
 
+class TimeShares(NamedTuple):
+    """How a pipeline rank spends a step, in seconds."""
+
+    busy: float
+    """Its device computes."""
+    communication: float
+    """Exposed: inside passes, and in the rank's network spans while its device is idle."""
+    idle: float
+    """Neither its device nor its network works; it waits, for example for another rank's message."""
+
+
 @dataclass(frozen=True)
 class Timeline:
     """A simulated step. A rank is always busy, communicating or idle."""
@@ -46,19 +57,13 @@ class Timeline:
     seconds: float
     """Seconds of the whole step."""
 
-    def busy(self, rank: int) -> float:
-        """Returns the seconds in which the device computes."""
-        return sum(span.seconds - span.exposed for span in self.device[rank])
-
-    def communication(self, rank: int) -> float:
-        """Returns the seconds of exposed communication: inside passes, and in the rank's network spans while its device
-        is idle. Waiting for another rank's message is idle time."""
-        inside = sum(span.exposed for span in self.device[rank])
-        return inside + _outside(self.network[rank], self.device[rank])
-
-    def idle(self, rank: int) -> float:
-        """Returns the seconds in which neither the device nor the network of the rank works."""
-        return self.seconds - self.busy(rank) - self.communication(rank)
+    def shares(self, rank: int) -> TimeShares:
+        """Returns how a pipeline rank spends the step. Sums over all of its spans, so keep the result."""
+        exposed = sum(span.exposed for span in self.device[rank])
+        busy = sum(span.seconds for span in self.device[rank]) - exposed
+        communication = exposed + _outside(self.network[rank], self.device[rank])
+        # Rounding may leave a negative rest.
+        return TimeShares(busy, communication, max(0.0, self.seconds - busy - communication))
 
 
 def _outside(spans: Sequence[Span], hiding: Sequence[Span]) -> float:
