@@ -61,7 +61,7 @@ def test_help_and_mistakes_need_no_torch():
     ("words", "message"),
     [
         (["compte"], "no command 'compte'; did you mean `phalanx bench compute`?"),
-        (["compute", "job.yaml"], "unexpected 'job.yaml': bench takes options only, no job"),
+        (["compute", "job.yaml"], "phalanx bench compute takes options only, found job.yaml"),
         (["compute", "--precision", "fp64"], "--precision: expected one of fp32, bf16, fp16, found 'fp64'"),
         (["compute", "--collectives", "send"], "unknown option --collectives"),
         (["compute", "--threads"], "--threads: needs a value"),

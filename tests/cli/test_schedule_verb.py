@@ -127,7 +127,7 @@ def test_files_are_written_and_read_again(capsys, tmp_path):
         (["show", "1f1b", "--svg", "/no/where.svg"], "cannot write /no/where.svg: No such file or directory"),
         (["check"], "takes a file, found nothing"),
         (["check", "mine.csv", "--svg", "a"], "unknown option --svg"),
-        (["list", "1f1b"], "takes no name, found 1f1b"),
+        (["list", "1f1b"], "takes options only, found 1f1b"),
     ],
 )
 def test_mistakes_are_one_message_and_code_2(argv, message, capsys):

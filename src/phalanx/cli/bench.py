@@ -7,10 +7,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.cli.commands import JSON, Command, flag_of, parse, wants_help
 from phalanx.cli.job_words import Option
 from phalanx.config.local_cluster import default_path
 from phalanx.errors import JobError
@@ -54,23 +55,17 @@ BOTH = {
     "svg": Option(str, "", "write a picture of the fit to a file"),
     "out": Option(str, "", "write the cluster to this file instead"),
 }
-COMMANDS: dict[str, dict[str, Option]] = {
-    "compute": {
-        "precision": Option(
-            Literal["fp32", "bf16", "fp16"], "fp32", "precision of the matrix products and of attention"
-        ),
-        **BOTH,
-    },
-    "comm": {
-        "collectives": Option(str, "", "comma-separated; all_reduce,all_gather,reduce_scatter,all_to_all,send"),
-        **BOTH,
-    },
-}
 SWITCHES = {
     "quick": "fewer sizes and repeats: seconds instead of minutes",
-    "json": "print one JSON document on standard output and nothing else",
+    **JSON,
     "save": "write the cluster file (the default)",
     "no_save": "do not write the cluster file",
+}
+PRECISION = Option(Literal["fp32", "bf16", "fp16"], "fp32", "precision of the matrix products and of attention")
+CHOSEN = Option(str, "", "comma-separated; all_reduce,all_gather,reduce_scatter,all_to_all,send")
+COMMANDS = {
+    "compute": Command(options={"precision": PRECISION, **BOTH}, switches=SWITCHES),
+    "comm": Command(options={"collectives": CHOSEN, **BOTH}, switches=SWITCHES),
 }
 STOPPED = "before everything was measured; nothing was written."
 BUSY_LOAD = 0.5
@@ -78,10 +73,14 @@ BUSY_LOAD = 0.5
 
 
 def run(argv: Sequence[str]) -> int:
-    if not argv or {"-h", "--help", "help"} & set(argv):
+    if wants_help(argv):
         print(PAGE.format(options=_help()))
         return 0
-    command, options, switches = _parse(argv)
+    words = parse("bench", COMMANDS, argv)
+    command, switches = words.command, words.switches
+    options = {name: option.default for name, option in COMMANDS[command].options.items()} | words.options
+    if {"save", "no_save"} <= switches:
+        raise JobError("--save and --no-save exclude each other")
     path = Path(options["out"]).expanduser() if options["out"] else default_path()
     save = "no_save" not in switches
     _refuse_early(options, command, path if save else None)
@@ -110,51 +109,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _help() -> str:
     values = {"svg": "FILE", "out": "FILE", "device": "D", "precision": "P", "collectives": "NAMES"}
-    known = {name: option for options in COMMANDS.values() for name, option in options.items()}
-    lines = [f"  {_flag(name) + ' ' + values.get(name, 'N'):<22}  {known[name].about}" for name in known]
-    return "\n".join(lines + [f"  {_flag(name):<22}  {about}" for name, about in SWITCHES.items()])
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], set[str]]:
-    """Returns the command, the value of each of its options, and its switches. Raises JobError with every problem."""
-    command, *left = argv
-    if command not in COMMANDS:
-        meant = nearest(command, COMMANDS)
-        hint = f"did you mean `phalanx bench {meant}`?" if meant else f"there are: {', '.join(COMMANDS)}"
-        raise JobError(f"phalanx bench has no command {command!r}; {hint}")
-    known = COMMANDS[command]
-    options = {name: option.default for name, option in known.items()}
-    switches: set[str] = set()
-    problems: list[str] = []
-    while left:
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        name = flag[2:].replace("-", "_")
-        if not word.startswith("--"):
-            problems.append(f"unexpected {word!r}: bench takes options only, no job")
-        elif name in SWITCHES and not equals:
-            switches.add(name)
-        elif name not in known:
-            meant = nearest(name, [*known, *SWITCHES])
-            problems.append(f"unknown option {flag}" + (f"; did you mean {_flag(meant)}?" if meant else ""))
-            if not equals and left and not left[0].startswith("-"):
-                left.pop(0)  # skip its value: one message per mistake
-        else:
-            if not equals and left and not left[0].startswith("--"):
-                value = left.pop(0)
-            try:
-                options[name] = known[name].convert([value] if value else [])[0]
-            except ValueError as error:
-                problems.append(f"{flag}: {error}")
-    if {"save", "no_save"} <= switches:
-        problems.append("--save and --no-save exclude each other")
-    if problems:
-        raise JobError(problems)
-    return command, options, switches
+    known = {name: option for command in COMMANDS.values() for name, option in command.options.items()}
+    lines = [f"  {flag_of(name) + ' ' + values.get(name, 'N'):<22}  {known[name].about}" for name in known]
+    return "\n".join(lines + [f"  {flag_of(name):<22}  {about}" for name, about in SWITCHES.items()])
 
 
 def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> None:
@@ -211,7 +168,12 @@ def _launch(argv: list[str], processes: int, threads: int) -> int:
 
 
 def _measure(
-    command: str, ranks: Ranks, device: torch.device, options: dict[str, Any], switches: set[str], path: Path | None
+    command: str,
+    ranks: Ranks,
+    device: torch.device,
+    options: dict[str, Any],
+    switches: Collection[str],
+    path: Path | None,
 ) -> CalibrationReport:
     from phalanx.calibrate import cluster_file, run
     from phalanx.train.device import threads_for
@@ -234,14 +196,16 @@ def _say_how_busy() -> None:
         )
 
 
-def _measuring(command: str, options: dict[str, Any], switches: set[str]) -> list[str]:
+def _measuring(command: str, options: dict[str, Any], switches: Collection[str]) -> list[str]:
     """Returns the words of the command that the figures depend on, without file names."""
-    given = {name: value for name, value in options.items() if value != COMMANDS[command][name].default}
-    words = [f"{_flag(name)} {value}" for name, value in given.items() if name not in ("svg", "out")]
+    given = {name: value for name, value in options.items() if value != COMMANDS[command].options[name].default}
+    words = [f"{flag_of(name)} {value}" for name, value in given.items() if name not in ("svg", "out")]
     return [*words, *(["--quick"] if "quick" in switches else [])]
 
 
-def _show(report: CalibrationReport, path: Path | None, command: Sequence[str], svg: str, switches: set[str]) -> None:
+def _show(
+    report: CalibrationReport, path: Path | None, command: Sequence[str], svg: str, switches: Collection[str]
+) -> None:
     """Writes the files and prints the report; warns on standard error where predictions with it will be unreliable."""
     from phalanx.calibrate import cluster_file
     from phalanx.schedule.file import save

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.cli.commands import Command, CommandWords, option_lines, parse
+from phalanx.cli.commands import Command, CommandWords, option_lines, parse, wants_help
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.job_words import Option
 from phalanx.comm.algorithms import draw, text
@@ -56,7 +56,7 @@ MAX_PROCESSES = 16
 
 
 def run(argv: Sequence[str]) -> int:
-    if not argv or {"-h", "--help", "help"} & set(argv):
+    if wants_help(argv):
         print(PAGE.format(options=option_lines(SIZES | SETTINGS | FILES), processes=MAX_PROCESSES))
         return 0
     hint = f"put the command first: `phalanx collectives show {argv[0]}`" if argv[0] in ALGORITHMS else ""

@@ -10,6 +10,9 @@ from phalanx.cli.job_words import Option
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
 
+JSON = {"json": "print one JSON document on standard output and nothing else"}
+"""The switch of every command."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -20,6 +23,8 @@ class Command:
     options: Mapping[str, Option] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Alternative names of options."""
+    switches: Mapping[str, str] = field(default_factory=lambda: JSON)
+    """Options without a value, with their help."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,11 @@ class CommandWords:
     """The argument; empty for a command without one."""
     options: dict[str, Any]
     """The given options."""
-    as_json: bool
+    switches: frozenset[str]
+
+    @property
+    def as_json(self) -> bool:
+        return "json" in self.switches
 
     def given(self, names: Mapping[str, Option]) -> dict[str, Any]:
         """Returns the given options among `names`."""
@@ -39,7 +48,7 @@ class CommandWords:
 
 
 def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint: str = "") -> CommandWords:
-    """Parses the words after `phalanx VERB`; every command takes --json. `hint` replaces the nearest name in the
+    """Parses the words after `phalanx VERB`. `hint` replaces the nearest name in the
     message about an unknown command. Raises JobError with every problem of the words.
     """
     name, *left = argv
@@ -51,21 +60,19 @@ def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint:
     subjects: list[str] = []
     options: dict[str, Any] = {}
     problems: list[str] = []
-    as_json = False
+    switches: set[str] = set()
     while left:
         word = left.pop(0)
         flag, equals, value = word.partition("=")
         option = flag[2:].replace("-", "_")
         option = command.aliases.get(option, option)
-        if word == "--json":
-            as_json = True
+        if word.startswith("--") and option in command.switches and not equals:
+            switches.add(option)
         elif not word.startswith("-") or word == "-":
             subjects.append(word)
         elif option not in command.options:
-            meant = nearest(option, [*command.options, *command.aliases, "json"])
-            problems.append(
-                f"unknown option {flag}" + (f"; did you mean --{meant.replace('_', '-')}?" if meant else "")
-            )
+            meant = nearest(option, [*command.options, *command.aliases, *command.switches])
+            problems.append(f"unknown option {flag}" + (f"; did you mean {flag_of(meant)}?" if meant else ""))
             if not equals and left and not left[0].startswith("-"):
                 left.pop(0)  # its value: one mistake is one message
         else:
@@ -77,17 +84,27 @@ def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint:
                 problems.append(f"{flag}: {error}")
     if len(subjects) != bool(command.subject):
         found = " ".join(subjects) or "nothing"
-        problems.append(f"phalanx {verb} {name} takes {command.subject or 'no name'}, found {found}")
+        problems.append(f"phalanx {verb} {name} takes {command.subject or 'options only'}, found {found}")
     if problems:
         raise JobError(problems)
-    return CommandWords(name, subjects[0] if subjects else "", options, as_json)
+    return CommandWords(name, subjects[0] if subjects else "", options, frozenset(switches))
+
+
+def flag_of(name: str) -> str:
+    """Returns an option as it is written on the command line: "--nproc-per-node"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def wants_help(argv: Sequence[str]) -> bool:
+    """Whether the words after the verb ask for its help page."""
+    return not argv or bool({"-h", "--help", "help"} & set(argv))
 
 
 def option_lines(options: Mapping[str, Option]) -> str:
     """Returns the lines of a help page about options, followed by --json."""
     lines = []
     for name, option in options.items():
-        flag = f"--{name.replace('_', '-')} {'FILE' if option.kind is str else 'N'}"
+        flag = f"{flag_of(name)} {'FILE' if option.kind is str else 'N'}"
         default = f" (default {option.default})" if option.default else ""
         lines.append(f"  {flag:<18}  {option.about}{default}")
-    return "\n".join([*lines, f"  {'--json':<18}  print one JSON document on standard output and nothing else"])
+    return "\n".join([*lines, f"  {'--json':<18}  {JSON['json']}"])

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cli.commands import Command, CommandWords, option_lines, parse
+from phalanx.cli.commands import Command, CommandWords, option_lines, parse, wants_help
 from phalanx.cli.job_words import Option
 from phalanx.errors import JobError
 from phalanx.partition.pipeline import is_file
@@ -60,7 +60,7 @@ COMMANDS = {
 
 
 def run(argv: Sequence[str]) -> int:
-    if not argv or {"-h", "--help", "help"} & set(argv):
+    if wants_help(argv):
         print(PAGE.format(options=option_lines(SIZES | FILES)))
         return 0
     first = argv[0]
