@@ -13,9 +13,15 @@ def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | Non
     return close[0] if close else None
 
 
-def nearest_divisors(n: int, wanted: int, count: int = 3) -> str:
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Returns the end of a message about a mistyped name, "; did you mean gpt2?", or nothing if no choice is close."""
+    meant = nearest(name, choices)
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def nearest_divisors(n: int, wanted: int) -> str:
     """Returns the divisors of n that are nearest to `wanted`, as text: "2, 4, 8"."""
-    return nearest_of(divisors(n), wanted, count)
+    return nearest_of(divisors(n), wanted)
 
 
 def divisors(n: int) -> list[int]:

@@ -14,7 +14,7 @@ from phalanx.config.data import Data
 from phalanx.config.fields import constraints, get
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
-from phalanx.nearest import nearest, nearest_divisors
+from phalanx.nearest import did_you_mean, nearest_divisors
 
 CORPORA = ("stdlib", "shakespeare_char", "text", "random")
 MIN_BPE_VOCAB = 257
@@ -84,8 +84,7 @@ def data_problems(data: Data) -> Iterator[Problem]:
 
 def _sources(data: Data) -> Iterator[Problem]:
     if data.corpus not in CORPORA:
-        meant = nearest(data.corpus, CORPORA)
-        hint = f"; did you mean {meant}?" if meant else ""
+        hint = did_you_mean(data.corpus, CORPORA)
         yield (
             "data.corpus",
             f"no corpus {data.corpus!r}{hint} (known: {', '.join(CORPORA)}; your own: corpus text and path)",
@@ -133,8 +132,7 @@ def _train(job: Job) -> Iterator[Problem]:
         yield (
             "train.compile",
             f"the tokens per expert (n_experts {job.model.moe.n_experts}) change from step to step, which would "
-            "recompile "
-            "the blocks each time; nearest legal: compile off, or n_experts 0",
+            "recompile the blocks each time; nearest legal: compile off, or n_experts 0",
         )
     if train.cpu_linear == "onednn" and (train.precision != "fp32" or train.compile or job.cluster.device == "cuda"):
         yield (

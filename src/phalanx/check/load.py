@@ -17,7 +17,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
-from phalanx.nearest import nearest
+from phalanx.nearest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,7 @@ def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[
 def _model_of(preset: str) -> ModelConfig:
     """Returns the model of `model.preset`. Raises JobError with the nearest name if it is unknown."""
     if preset not in PRESETS:
-        meant = nearest(preset, PRESETS)
-        hint = f"; did you mean {meant}?" if meant else ""
-        raise JobError(f"no model preset {preset!r}{hint} (known: {', '.join(PRESETS)})")
+        raise JobError(f"no model preset {preset!r}{did_you_mean(preset, PRESETS)} (known: {', '.join(PRESETS)})")
     return PRESETS[preset]
 
 

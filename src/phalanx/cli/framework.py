@@ -11,7 +11,7 @@ from phalanx.cost.frameworks.calibration import calibrated
 from phalanx.cost.frameworks.known import FRAMEWORKS, PHALANX
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.nearest import nearest
+from phalanx.nearest import did_you_mean
 from phalanx.plan.search.request import PlanRequest
 
 OPTIONS = {
@@ -29,8 +29,8 @@ def asked(about: Asked, options: Mapping[str, Any]) -> Asked:
     """Returns the spec or request with the changes of the options. Raises JobError for an unknown framework."""
     name, products = options["framework"], options["products"]
     if name not in FRAMEWORKS:
-        meant = nearest(name, FRAMEWORKS)
-        hint = f"; did you mean {meant}?" if meant else ""
-        raise JobError(f"--framework: {name!r} is not known{hint} (known: {', '.join(FRAMEWORKS)})")
+        raise JobError(
+            f"--framework: {name!r} is not known{did_you_mean(name, FRAMEWORKS)} (known: {', '.join(FRAMEWORKS)})"
+        )
     framework = calibrated(name, about.cluster.accelerator) if name != PHALANX.name else about.framework
     return replace(about, framework=framework, products=about.products if products == "job" else products)

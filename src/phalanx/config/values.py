@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any
 
-from phalanx.nearest import nearest
+from phalanx.nearest import did_you_mean
 
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
@@ -52,9 +52,7 @@ def _choice(text: str, choices: tuple[Any, ...]) -> Any:
     by_text = {str(choice): choice for choice in choices}
     if text in by_text:
         return by_text[text]
-    meant = nearest(text.lower(), by_text)
-    hint = f"; did you mean {meant}?" if meant else ""
-    raise ValueError(f"expected one of {', '.join(by_text)}, found {text!r}{hint}")
+    raise ValueError(f"expected one of {', '.join(by_text)}, found {text!r}{did_you_mean(text.lower(), by_text)}")
 
 
 def _bool(text: str) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast, get_args
 
 from phalanx.config.layout import Layout, Recompute
 from phalanx.errors import JobError
-from phalanx.nearest import nearest
+from phalanx.nearest import did_you_mean
 
 Mode = Recompute
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -37,9 +37,9 @@ def parse(text: str) -> tuple[RecomputeRun, ...]:
             )
         layers, mode = int(written[1]), written[2]
         if mode not in MODES:
-            meant = nearest(mode, MODES)
-            hint = f"; did you mean {meant}?" if meant else ""
-            raise JobError(f"{part}: {mode!r} is not a recomputation mode{hint} (known: {', '.join(MODES)})")
+            raise JobError(
+                f"{part}: {mode!r} is not a recomputation mode{did_you_mean(mode, MODES)} (known: {', '.join(MODES)})"
+            )
         if not layers:
             raise JobError(f"{part} has no layers: remove it")
         runs.append(RecomputeRun(layers, cast(Mode, mode)))

@@ -11,7 +11,7 @@ from phalanx.blocks.parameters import count
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.nearest import nearest
+from phalanx.nearest import did_you_mean
 from phalanx.partition.batch import Batch
 from phalanx.validation import row_schedule
 from phalanx.validation.row_cells import Cells
@@ -194,10 +194,7 @@ def _recompute(cells: Cells, cluster: Cluster, framework: str) -> Literal["none"
         return "selective"
     if text:
         known = ("none", "selective", "full")
-        meant = nearest(text, known)
-        cells.problem(
-            f"recompute: {text!r} is unknown; known: {', '.join(known)}{f'; did you mean {meant}?' if meant else ''}"
-        )
+        cells.problem(f"recompute: {text!r} is unknown; known: {', '.join(known)}{did_you_mean(text, known)}")
         return "none"
     _, _, script = _maxtext(cells, cluster)
     if framework == "maxtext" and script != "none":

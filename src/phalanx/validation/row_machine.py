@@ -9,7 +9,7 @@ from phalanx.config.cluster import Accelerator, Cluster
 from phalanx.config.clusters import CLUSTERS
 from phalanx.config.devices import ACCELERATORS, MEMORY_TOLERANCE
 from phalanx.cost.spec import Products
-from phalanx.nearest import nearest
+from phalanx.nearest import did_you_mean
 from phalanx.validation.row_cells import Cells
 
 _DEVICES: tuple[tuple[str, str], ...] = (
@@ -119,8 +119,7 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
     machine = next((name for pattern, name in _DEVICES if re.search(pattern, text)), "")
     if not machine:
         known = ", ".join(ACCELERATORS)
-        meant = nearest(re.sub(r"nvidia|amd|intel|google|[^a-z0-9-]", "", text), ACCELERATORS) if text else None
-        hint = f"; did you mean {meant}?" if meant else ""
+        hint = did_you_mean(re.sub(r"nvidia|amd|intel|google|[^a-z0-9-]", "", text), ACCELERATORS)
         cells.problem(f"gpu: {cells.text('gpu')!r} is not a known device{hint} (known: {known})")
     if not machine or not devices:
         return None

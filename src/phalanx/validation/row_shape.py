@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import sqrt
 
 from phalanx.config.model import ModelConfig
-from phalanx.nearest import nearest
+from phalanx.nearest import did_you_mean
 from phalanx.validation import shapes
 from phalanx.validation.row_cells import Cells
 
@@ -78,8 +78,7 @@ def _unknown(cells: Cells, columns: dict[str, int]) -> ModelConfig | None:
         if close and re.search("gpt|megatron", lower):
             cells.assume(f"shape blank: the GPT of {_billions(close[0]):.1f} B")
             return close[0]
-        meant = nearest(shapes.plain(name), shapes.SHAPES)
-        hint = f"; did you mean {meant}?" if meant else ""
+        hint = did_you_mean(shapes.plain(name), shapes.SHAPES)
         cells.problem(
             f"model_name: {name!r} is not a known model{hint}; give n_layers, hidden and n_heads, or one of "
             f"{', '.join(shapes.SHAPES)}"
