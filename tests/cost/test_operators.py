@@ -28,7 +28,7 @@ def flops(operators: Iterable[Operator], place: Place, without: str = "") -> int
     found = 0
     for operator in operators:
         product = operator.product(place.tp, place.ep)
-        found += product.flops if product and product.name != without else 0
+        found += product.flops if product and operator.name != without else 0
         found += operator.core.flops if operator.core else 0
     return found
 

@@ -71,7 +71,7 @@ def test_token_data_knows_its_tokenizer(folder: Path) -> None:
     data = TokenData(folder, "val", 10, verify=True)
     assert (data.vocab_size, data.tokens, data.sample_count) == (VOCAB, 51, 5)
     assert data.tokenizer.decode(data.read(0, 3)) == "500 501 502"
-    assert data.fingerprint == TokenData(folder, "train", 5).fingerprint
+    assert data.index == TokenData(folder, "train", 5).index
 
 
 def test_too_few_tokens_shows_the_equation(folder: Path) -> None:

@@ -23,7 +23,7 @@ from phalanx.partition.recompute import Mode
 VOCAB = 13
 GPT = ModelConfig(n_layers=2, d_model=16, n_heads=4, seq_len=12)
 LLAMA = dataclasses.replace(GPT, n_kv_heads=2, positions="rope", norm="rmsnorm", bias=False, tied=False, dropout=0.3)
-ALL = Stage(0, ("0", "1"), first=True, last=True)
+ALL = Stage(("0", "1"), first=True, last=True)
 
 
 def objective_of(shape: ModelConfig, recomputed: Mode = "none") -> Objective:

@@ -94,7 +94,6 @@ PLAIN = Weight("", ())
 class Product(NamedTuple):
     """`number` products of (m × k) by (k × n) on one rank: rows are tokens, k × n is a weight."""
 
-    name: str
     m: int
     n: int
     k: int
@@ -220,7 +219,7 @@ class Operator:
             return None
         number = matrices[0][0] if len(matrices[0]) == 3 else 1
         outputs = sum(shape[-2] for shape in matrices)
-        return Product(self.name, self.rows, outputs, matrices[0][-1], number, self.sixteen)
+        return Product(self.rows, outputs, matrices[0][-1], number, self.sixteen)
 
     def sending(self, *messages: Message) -> Operator:
         """Returns the operator with more messages."""

@@ -59,10 +59,6 @@ class Ledger:
         finally:
             self.counts = before
 
-    def sent(self, axis: str, collective: Collective) -> float:
-        """Returns the bytes that this rank sent by one collective on one axis."""
-        return self.entries[axis, collective].sent if (axis, collective) in self.entries else 0.0
-
     def traffic(self, steps: int = 1) -> dict[str, dict[str, float]]:
         """Returns bytes sent per step, {axis: {collective: bytes}}, as `phalanx predict --json` names them."""
         table: dict[str, dict[str, float]] = {}

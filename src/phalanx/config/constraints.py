@@ -33,17 +33,6 @@ class Above:
 
 
 @dataclass(frozen=True)
-class AtMost:
-    """The largest legal value."""
-
-    most: float
-
-    def problem(self, value: float) -> str:
-        """Returns what is wrong with a value, or nothing."""
-        return "" if value <= self.most else f"must be at most {self.most:,}, is {value:,}"
-
-
-@dataclass(frozen=True)
 class Below:
     """An upper bound that is not legal itself."""
 
@@ -82,4 +71,4 @@ class HalfOpen:
         return f"must lie in [{self.least}, {self.bound}), {'are' if isinstance(value, tuple) else 'is'} {value}"
 
 
-Constraint = AtLeast | Above | AtMost | Below | Between | HalfOpen
+Constraint = AtLeast | Above | Below | Between | HalfOpen

@@ -47,9 +47,9 @@ def contents(spec: StepSpec) -> tuple[Content, ...]:
     return tuple(_content(spec.model, recomputes, stages, rank.held, rank.share) for rank in ranks)
 
 
-def content_of(spec: StepSpec, stages: Sequence[range], held: Sequence[int], share: float = 1.0) -> Content:
+def content_of(spec: StepSpec, stages: Sequence[range], held: Sequence[int]) -> Content:
     """What is in some of the `stages` by their numbers."""
-    return _content(spec.model, written(spec.layout), tuple(stages), tuple(held), share)
+    return _content(spec.model, written(spec.layout), tuple(stages), tuple(held), share=1.0)
 
 
 @lru_cache(10_000)

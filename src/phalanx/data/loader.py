@@ -74,11 +74,6 @@ class TokenData:
         """The exclusive upper bound of token ids."""
         return self.index.vocab_size
 
-    @property
-    def fingerprint(self) -> str:
-        """sha256 (hex) over the tokenizer and all tokens of all splits."""
-        return self.index.fingerprint
-
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the shards. Raises DataError if the folder contains a different one."""

@@ -32,7 +32,6 @@ class LoadedRun:
     model: Transformer
     tokenizer: Tokenizer
     device: torch.device
-    step: int
 
     def text(self, prompt: str, *, on_text: Callable[[str], None] | None = None, **options: Any) -> str:
         """Returns the prompt followed by generated text; `options` are those of `sampling.generate`.
@@ -72,7 +71,7 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
     model = empty_model(manifest)
     target = choose(device, 0)
     fill(model, manifest, target)
-    return LoadedRun(model, Tokenizer.load(path), target, manifest.step)
+    return LoadedRun(model, Tokenizer.load(path), target)
 
 
 def find(path: Path, step: int = 0, verify: bool = True) -> Manifest:

@@ -111,7 +111,7 @@ def load_part(run: Path, step: int, device: torch.device, pp: int) -> PipelinedR
     stages.keep(model)
     fill(model, manifest, device)
     [stage] = stages.local_stages.values()
-    return PipelinedRun(model, Tokenizer.load(run), device, manifest.step, stage, axis, vocab)
+    return PipelinedRun(model, Tokenizer.load(run), device, stage, axis, vocab)
 
 
 def _stages(model: ModelConfig, vocab: int, pp: int, rank: int) -> Stages:

@@ -17,7 +17,6 @@ from phalanx.schedule.schedule import Schedule
 class Stage:
     """Consecutive layers. The first stage has the embeddings as well, the last one the final norm, head and loss."""
 
-    number: int
     layers: tuple[str, ...]
     """Names of its blocks."""
     first: bool
@@ -42,7 +41,7 @@ class Stages:
     def __post_init__(self) -> None:
         last = self.schedule.stages - 1
         self.local_stages = {
-            number: Stage(number, tuple(map(str, self.cut[number])), number == 0, number == last)
+            number: Stage(tuple(map(str, self.cut[number])), number == 0, number == last)
             for number in self.schedule.stages_on(self.rank)
         }
         self.names = [frozenset(stage_shapes(self.config, [layers], self.vocab)) for layers in self.cut]

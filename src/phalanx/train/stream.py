@@ -42,11 +42,6 @@ class UnflushedSteps:
         self.problem = ""
         self.stopping = False
 
-    @property
-    def empty(self) -> bool:
-        """True if no micro-batch is in flight: all ranks have the weights after the last step."""
-        return not self.pipeline.running
-
     def step(
         self,
         micro_batches: Sequence[MicroBatch],

@@ -91,7 +91,7 @@ def trained(ranks: Ranks, layout: Layout, slow: float = 0.0, stop_at: int = -1, 
     shards = stepper.replica.shards
     values = {f.name: f.value.detach().clone() for f in shards}
     found = dict(wholes(shards, values, mesh, True))
-    sent = mesh.ledger.sent("dp_replicate", "send")
+    sent = mesh.ledger.traffic()["dp_replicate"]["send"]
     return done, stopped, updates, found, sent
 
 

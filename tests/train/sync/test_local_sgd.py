@@ -37,7 +37,7 @@ def trained(ranks: Ranks, layout: Layout) -> tuple[dict[str, torch.Tensor], floa
     for step in range(STEPS):
         batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
         stepper.step(batches, step, valid, 1e-2)
-    sent = mesh.ledger.sent("dp_replicate", "all_reduce")
+    sent = mesh.ledger.traffic()["dp_replicate"]["all_reduce"]
     shards = stepper.replica.shards
     values = {f.name: f.value for f in shards}
     return dict(wholes(shards, values, mesh, ranks.rank == 0)), sent
