@@ -52,20 +52,6 @@ def test_ranks_share_the_flops(tp: int, cp: int, ep: int) -> None:
     assert tp * cp * shared == pytest.approx(alone)
 
 
-def test_memory_bound_work_is_cut_by_sequence_parallelism() -> None:
-    model = PRESETS["llama3-8b"]
-    plain, cut = (
-        {
-            stream.name: stream.forward
-            for operator in block(Place(model, tp=4, sp=sp), block_kinds(model)[0])
-            for stream in operator.memory_bound
-        }
-        for sp in (False, True)
-    )
-    assert cut["attn_norm"] == plain["attn_norm"] / 4
-    assert cut["mlp.activation"] == plain["mlp.activation"]
-
-
 def test_hardware_flops_count_what_is_computed_twice() -> None:
     model = PRESETS["gpt3-175b"]
     plain = train_flops_per_step(model, 8)

@@ -1,0 +1,111 @@
+"""The numbers that memory-bound operators read and write, worked out by hand from what each must touch once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.blocks.ends import embedding, head
+from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.operator import Operator
+from phalanx.blocks.place import Place, place_of
+from phalanx.config.layout import Layout
+from phalanx.config.model import MLA, ModelConfig, MoE
+
+D, HEADS, KV_HEADS, HEAD, WIDTH, TOKENS, VOCAB = 48, 4, 2, 12, 100, 64, 1000
+GPT = ModelConfig(n_layers=1, d_model=D, n_heads=HEADS, d_ff=WIDTH, seq_len=TOKENS, vocab_size=VOCAB)
+LLAMA = replace(GPT, n_kv_heads=KV_HEADS, positions="rope", norm="rmsnorm", activation="swiglu")
+MIXTURE = replace(LLAMA, moe=MoE(n_experts=8, top_k=2, d_ff=WIDTH))
+LATENT = replace(LLAMA, n_kv_heads=0, mla=MLA(q_rank=20, kv_rank=16, rope_head_dim=8, nope_head_dim=4, v_head_dim=6))
+STREAM = TOKENS * D
+
+
+def numbers(*operators: Operator) -> dict[str, tuple[float, float]]:
+    """Numbers read and written by each memory-bound part, forward and backward."""
+    return {part.name: (part.forward, part.backward) for one in operators for part in one.memory_bound}
+
+
+def of_block(model: ModelConfig, layout: Layout | None = None) -> dict[str, tuple[float, float]]:
+    return numbers(*block(place_of(model, layout or Layout()), block_kinds(model)[0]))
+
+
+def test_a_plain_block():
+    """A norm reads and writes the stream; backward it reads the gradient and its input, and writes a gradient. A sum
+    reads two tensors and writes one; backward the gradient is read and written. An activation reads and writes the
+    hidden width; backward it reads the gradient and its input, and writes a gradient."""
+    assert of_block(GPT) == {
+        "attn_norm": (2 * STREAM, 3 * STREAM),
+        "attn residual": (3 * STREAM, 2 * STREAM),
+        "mlp_norm": (2 * STREAM, 3 * STREAM),
+        "mlp.activation": (2 * TOKENS * WIDTH, 3 * TOKENS * WIDTH),
+        "mlp residual": (3 * STREAM, 2 * STREAM),
+    }
+
+
+def test_dropout_writes_and_reads_a_mask_of_a_byte_per_number():
+    assert of_block(replace(GPT, dropout=0.1))["mlp residual"] == (3.5 * STREAM, 2.5 * STREAM)
+
+
+def test_rotary_positions_and_a_gated_activation():
+    """Queries and keys are read and written; SwiGLU reads two tensors and writes one, backward it reads the gradient
+    and both inputs and writes two gradients."""
+    turned = 2 * TOKENS * (HEADS + KV_HEADS) * HEAD
+    assert of_block(LLAMA)["rotary"] == (turned, turned)
+    assert of_block(LLAMA)["mlp.activation"] == (3 * TOKENS * WIDTH, 5 * TOKENS * WIDTH)
+
+
+def test_latent_attention_normalises_the_compressions_and_joins_the_heads():
+    """Queries and keys of every head, positions included, are read and written once each."""
+    found, joined = of_block(LATENT), 2 * 2 * TOKENS * HEADS * (8 + 4)
+    assert found["q_norm"] == (2 * TOKENS * 20, 3 * TOKENS * 20)
+    assert found["kv_norm"] == (2 * TOKENS * 16, 3 * TOKENS * 16)
+    assert found["heads"] == (joined, joined)
+    assert found["rotary"] == (2 * TOKENS * 2 * HEADS * 8,) * 2
+
+
+def test_a_ring_merges_the_output_of_each_step_but_the_first():
+    """Two outputs are read and one written, in fp32, which counts twice; backward two gradients."""
+    output = TOKENS // 4 * HEADS * HEAD
+    assert of_block(LLAMA, Layout(cp=4))["ring merge"] == (3 * 6 * output, 3 * 4 * output)
+
+
+def test_a_mixture_of_experts():
+    """Scores are read and written four times, in fp32, which counts twice; rows are copied into the order of their
+    experts and back, with expert ranks once more on the other side. Each of eight experts gets a fourth of the
+    tokens."""
+    rows = TOKENS * 2
+    found = of_block(MIXTURE)
+    assert found["route"] == (8 * TOKENS * 8,) * 2
+    assert found["dispatch"] == found["combine"] == (2 * rows * D,) * 2
+    assert found["experts.activation"] == (3 * rows * WIDTH, 5 * rows * WIDTH)
+    spread = of_block(MIXTURE, Layout(dp_shard=4, ep=4))
+    assert spread["dispatch"] == spread["combine"] == (4 * rows * D,) * 2
+    assert spread["experts.activation"] == found["experts.activation"]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_the_ends_of_a_model(tp: int):
+    """The embedding reads a row and a position and writes their sum. The loss reads or writes logits in fp32, which
+    counts twice, four times forward and three times backward. Tensor ranks share the vocabulary."""
+    place = place_of(GPT, Layout(tp=tp))
+    logits = TOKENS * VOCAB // tp
+    assert numbers(embedding(place, VOCAB), *head(place, VOCAB)) == {
+        "embedding": (3 * STREAM, 3 * STREAM),
+        "final norm": (2 * STREAM, 3 * STREAM),
+        "loss": (8 * logits, 6 * logits),
+    }
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_tensor_ranks_share_the_hidden_width_and_with_sp_the_stream(sp: bool):
+    found, whole = of_block(LLAMA, Layout(tp=2, sp=sp)), of_block(LLAMA)
+    assert {name for name in whole if found[name] == whole[name]} == (
+        set() if sp else {"attn_norm", "attn residual", "mlp_norm", "mlp residual"}
+    )
+    assert all(2 * found[name][0] == whole[name][0] for name in whole if sp or name in ("rotary", "mlp.activation"))
+
+
+def test_sequences_add_up():
+    one, three = (block(Place(GPT, sequences=n), block_kinds(GPT)[0]) for n in (1, 3))
+    assert numbers(*three) == {name: (3 * ahead, 3 * back) for name, (ahead, back) in numbers(*one).items()}
