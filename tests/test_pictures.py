@@ -4,7 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.pictures.canvas import Panel, svg, ticks
+from phalanx.pictures.canvas import Panel, svg
+from phalanx.pictures.elements import ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -12,8 +12,8 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.partition.sequence import ring_positions
-from phalanx.pictures.canvas import COLOURS
 from phalanx.pictures.context import contiguous, pairs, svg
+from phalanx.pictures.elements import COLOURS
 
 
 def drawn(layout: Layout, seq_len: int = 64) -> list[ET.Element]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
+from phalanx.pictures.elements import COLOURS, NEUTRAL, document, heading, text
 from phalanx.validation.accuracy import GradedRow, by
 
 _SIDE, _LEFT, _TOP, _GAP, _BOTTOM, _LEGEND = 420, 70, 64, 90, 60, 18
@@ -41,20 +40,15 @@ def scatter(panels: Sequence[AccuracyPanel], title: str) -> str:
     legend = -(-len(names) // 4) * _LEGEND
     width = _LEFT + len(panels) * (_SIDE + _GAP)
     height = _TOP + legend + _SIDE + _BOTTOM
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-        f"role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-        f"<title>{escape(title)}</title>",
-        f"<text x='16' y='22' font-size='15' font-weight='600'>{escape(title)}</text>",
-    ]
+    parts = [heading(16, 22, title)]
     for number, name in enumerate(names):
         x, y = 22 + number % 4 * (width - 40) / 4, 44 + number // 4 * _LEGEND
         parts.append(_mark(x, y - 4, names, name, 4))
-        parts.append(f"<text x='{x + 10:.0f}' y='{y}'>{escape(name)}</text>")
+        parts.append(text(x + 10, y, name))
     for number, panel in enumerate(panels):
         parts.append(f"<g transform='translate({_LEFT + number * (_SIDE + _GAP)} {_TOP + legend})'>")
         parts += [*_drawn(panel, names), "</g>"]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return document(title, width, height, parts)
 
 
 def _times(found: Sequence[GradedRow]) -> AccuracyPanel:

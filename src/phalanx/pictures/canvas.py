@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-# White digits are legible on these colours, which are legible on white and on black.
-COLOURS = ("#3b76c4", "#c4513d", "#2f8f57", "#8e5fc0", "#b0741a", "#1d8c9c", "#bd4a8a", "#74801f")
-NEUTRAL = "#808890"
-FONT = "font-family='system-ui, sans-serif'"
+from phalanx.pictures.elements import COLOURS, document, heading, rule, text, ticks
 
 _WIDTH, _HEIGHT = 400, 260  # pixels of a panel's plot
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 72, 52
@@ -35,32 +31,17 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     each = _LEFT + _WIDTH + _RIGHT
     width, height = each * len(panels), _TOP + _HEIGHT + _BOTTOM
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-        f"role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-        f"<title>{escape(title)}</title>",
-        f"<text x='16' y='22' font-size='15' font-weight='600'>{escape(title)}</text>",
-    ]
+    parts = [heading(16, 22, title)]
     at = 16.0
     for name, colour in zip(names, _colours(names), strict=True):
         parts.append(f"<line x1='{at:g}' y1='38' x2='{at + 18:g}' y2='38' stroke='{colour}' stroke-width='3'/>")
-        parts.append(f"<text x='{at + 24:g}' y='42'>{escape(name)}</text>")
+        parts.append(text(at + 24, 42, name))
         at += 44 + 7 * len(name)
     colours = dict(zip(names, _colours(names), strict=True))
     for number, panel in enumerate(panels):
         parts.append(f"<g class='panel' transform='translate({number * each + _LEFT} {_TOP})'>")
         parts += [*_panel(panel, colours), "</g>"]
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Returns about `count` round numbers from `low` to `high`, in steps of 1, 2 or 5 times a power of ten."""
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
+    return document(title, width, height, parts)
 
 
 def _panel(panel: Panel, colours: dict[str, str]) -> list[str]:
@@ -68,18 +49,16 @@ def _panel(panel: Panel, colours: dict[str, str]) -> list[str]:
     if not points:
         raise ValueError(f"panel {panel.title!r} has no points")
     xs, ys = _span([x for x, _ in points]), _span([y for _, y in points])
-    parts = [f"<text x='{_WIDTH / 2:g}' y='-12' text-anchor='middle' font-weight='600'>{escape(panel.title)}</text>"]
+    parts = [text(_WIDTH / 2, -12, panel.title, "text-anchor='middle' font-weight='600'")]
     for x in ticks(*xs):
         at = _place(x, xs) * _WIDTH
-        parts.append(
-            f"<line x1='{at:.1f}' y1='0' x2='{at:.1f}' y2='{_HEIGHT}' stroke='{NEUTRAL}' stroke-opacity='.2'/>"
-        )
-        parts.append(f"<text x='{at:.1f}' y='{_HEIGHT + 16}' text-anchor='middle'>{x:g}</text>")
+        parts.append(rule(at, 0, at, _HEIGHT, "stroke-opacity='.2'"))
+        parts.append(text(at, _HEIGHT + 16, f"{x:g}", "text-anchor='middle'"))
     for y in ticks(*ys):
         at = _HEIGHT - _place(y, ys) * _HEIGHT
-        parts.append(f"<line x1='0' y1='{at:.1f}' x2='{_WIDTH}' y2='{at:.1f}' stroke='{NEUTRAL}' stroke-opacity='.2'/>")
-        parts.append(f"<text x='-6' y='{at + 4:.1f}' text-anchor='end'>{y:g}</text>")
-    parts.append(f"<text x='{_WIDTH / 2:g}' y='{_HEIGHT + 38}' text-anchor='middle'>{escape(panel.x)}</text>")
+        parts.append(rule(0, at, _WIDTH, at, "stroke-opacity='.2'"))
+        parts.append(text(-6, at + 4, f"{y:g}", "text-anchor='end'"))
+    parts.append(text(_WIDTH / 2, _HEIGHT + 38, panel.x, "text-anchor='middle'"))
     middle = f"{-_LEFT + 18} {_HEIGHT / 2:g}"
     parts.append(f"<text transform='translate({middle}) rotate(-90)' text-anchor='middle'>{escape(panel.y)}</text>")
     for name, line in panel.lines.items():

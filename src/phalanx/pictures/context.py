@@ -5,7 +5,6 @@ of the work (`phalanx predict JOB --svg FILE --picture context`). It is drawn fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from math import ceil, sqrt
 
 from phalanx.blocks.attention import visible_pairs
@@ -14,7 +13,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
-from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
+from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, text
 from phalanx.units import counted
 
 _WIDTH, _MARGIN, _TOP = 1000, 24, 128
@@ -34,19 +33,14 @@ def svg(job: Job) -> str:
     bars, lowest = _bars(layout, job.model)
     height = int(max(bottom, lowest, _TOP + _SIDE)) + 16
     title = f"layout {layout.line()}: {tokens:,} tokens on {layout.cp} context-parallel ranks"
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' "
-            f"height='{height}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-            f"<title>{escape(title)}</title>",
-            _text(_MARGIN, 26, title, "font-size='15' font-weight='600'"),
-            *(_text(_MARGIN, 48 + 17 * number, line) for number, line in enumerate(_caption(layout))),
-            *_strip(layout, tokens),
-            *matrices,
-            *bars,
-            "</svg>\n",
-        ]
-    )
+    parts = [
+        heading(_MARGIN, 26, title),
+        *(text(_MARGIN, 48 + 17 * number, line) for number, line in enumerate(_caption(layout))),
+        *_strip(layout, tokens),
+        *matrices,
+        *bars,
+    ]
+    return document(title, _WIDTH, height, parts)
 
 
 def pairs(runs: Sequence[range], window: int = 0) -> int:
@@ -83,7 +77,7 @@ def _strip(layout: Layout, tokens: int) -> Iterator[str]:
             yield _box(_MARGIN, y, 22, height, _colour(rank))
             if height >= 11:
                 tokens_held = f"{run.start:,}" if len(run) == 1 else f"{run.start:,}–{run.stop - 1:,}"
-                yield _text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {tokens_held}", "font-size='11'")
+                yield text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {tokens_held}", "font-size='11'")
 
 
 def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
@@ -98,7 +92,7 @@ def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
         x, y = _MATRICES + part % columns * (each + 16), _TOP + part // columns * (each + 26)
         first, last = part * heads, (part + 1) * heads - 1
         name = f"head {first}" if heads == 1 else f"heads {first}–{last}"
-        drawn += [_text(x, y + 8, name, "font-size='11'"), *_matrix(layout, model, part, (x, y + 14, each))]
+        drawn += [text(x, y + 8, name, "font-size='11'"), *_matrix(layout, model, part, (x, y + 14, each))]
     return drawn, y + 14 + each
 
 
@@ -126,7 +120,7 @@ def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, flo
                 step = (place - place_of[key]) % layout.ring + 1
                 down, across = (0.72, 0.3) if key == query else (0.5, 0.5)
                 where = f"text-anchor='middle' font-size='{min(12, cell / 2.2):.0f}' fill='#fff'"
-                yield _text(left + across * cell, top + down * cell + 4, str(step), where)
+                yield text(left + across * cell, top + down * cell + 4, str(step), where)
     yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{side:.1f}' height='{side:.1f}' fill='none' stroke='{NEUTRAL}'/>"
 
 
@@ -154,11 +148,11 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
     widest = max(count for each in counts.values() for count in each)
     parts, y = [_title(_BARS, "Query × key pairs per rank, over all its heads")], _TOP
     for rank in range(layout.cp):
-        parts.append(_text(_BARS, y + 12, f"rank {rank}"))
+        parts.append(text(_BARS, y + 12, f"rank {rank}"))
         for name, each in counts.items():
             width, hollow = _LONGEST * each[rank] / widest, name == "contiguous"
             parts.append(_box(_BARS + 56, y, width, 13, _colour(rank), hollow=hollow))
-            parts.append(_text(_BARS + 64 + width, y + 11, _number(each[rank]), "font-size='11'"))
+            parts.append(text(_BARS + 64 + width, y + 11, _number(each[rank]), "font-size='11'"))
             y += 17
         y += 7
     y += 12
@@ -166,7 +160,7 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
         most = f"the maximum is {max(each) * len(each) / sum(each):.2f} × the mean"
         if name:
             parts.append(_box(_BARS, y - 10, 12, 12, NEUTRAL, hollow=name == "contiguous"))
-        parts.append(_text(_BARS + (20 if name else 0), y, f"{name}: {most}" if name else most))
+        parts.append(text(_BARS + (20 if name else 0), y, f"{name}: {most}" if name else most))
         y += 20
     return parts, y
 
@@ -179,14 +173,10 @@ def _number(count: int) -> str:
     return f"{count:,}" if count < 10**9 else f"{count:.3e}"
 
 
-def _title(x: float, text: str) -> str:
-    return _text(x, _TOP - 14, text, "font-weight='600'")
+def _title(x: float, words: str) -> str:
+    return text(x, _TOP - 14, words, "font-weight='600'")
 
 
 def _box(x: float, y: float, width: float, height: float, colour: str, *, hollow: bool = False) -> str:
     paint = f"fill='none' stroke='{colour}' stroke-width='1.5'" if hollow else f"fill='{colour}'"
-    return f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' {paint}/>"
-
-
-def _text(x: float, y: float, text: str, style: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' {style}>{escape(text)}</text>"
+    return box(x, y, width, height, paint)

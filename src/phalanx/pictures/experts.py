@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx.errors import DataError
 from phalanx.pictures import canvas
-from phalanx.pictures.canvas import FONT, NEUTRAL, Panel
+from phalanx.pictures.canvas import Panel
+from phalanx.pictures.elements import document, heading, text
 
 # White digits are legible on these colours, which are legible on white and on black.
 _LESS, _EVEN, _MORE = (0x2E, 0x76, 0xE6), (0x5C, 0x62, 0x6A), (0xD2, 0x4B, 0x2A)
@@ -52,20 +52,15 @@ def svg(name: str, metrics: Path) -> str:
     height = _HEADER + max(_TOP + len(shares) * cells.height + 100, 384)
     curve = _curve(rows) if len(rows) > 1 else ""  # one row shows no more than the map
     width = max(map_width + (488 if curve else 0), 32 + 10 * len(title))
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
-            f"height='{height}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-            f"<title>{escape(title)}</title>",
-            _text(16, 26, title, "font-size='15' font-weight='600'"),
-            f"<g class='map' transform='translate(0 {_HEADER})'>",
-            *_map(shares, last, cells),
-            "</g>",
-            f"<g transform='translate({map_width} {_HEADER})'>",
-            curve + "</g>",
-            "</svg>\n",
-        ]
-    )
+    parts = [
+        heading(16, 26, title),
+        f"<g class='map' transform='translate(0 {_HEADER})'>",
+        *_map(shares, last, cells),
+        "</g>",
+        f"<g transform='translate({map_width} {_HEADER})'>",
+        curve + "</g>",
+    ]
+    return document(title, width, height, parts)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -101,8 +96,8 @@ def _cells(shares: Mapping[str, Sequence[float]]) -> _Cells:
 def _map(shares: Mapping[str, Sequence[float]], row: Mapping[str, Any], cells: _Cells) -> Iterator[str]:
     """Yields the heat map with its axes and the scale of its colours."""
     first, experts = row["step"] - row["steps"] + 1, len(next(iter(shares.values())))
-    yield _text(16, 22, f"Steps {first} to {row['step']}", "font-size='15' font-weight='600'")
-    yield _text(16, 42, "tokens of each expert, relative to an even share")
+    yield heading(16, 22, f"Steps {first} to {row['step']}")
+    yield text(16, 42, "tokens of each expert, relative to an even share")
     width, height = experts * cells.width, len(shares) * cells.height
     spread = _spread([share for layer in shares.values() for share in layer])
     yield f"<g transform='translate({_LEFT} {_TOP})'>"
@@ -111,13 +106,13 @@ def _map(shares: Mapping[str, Sequence[float]], row: Mapping[str, Any], cells: _
         for y, layer in enumerate(shares.values()):
             for x, share in enumerate(layer):
                 at = (x + 0.5) * cells.width, (y + 0.5) * cells.height + 4
-                yield _text(*at, _number(share), "text-anchor='middle' font-size='11' fill='#fff'")
+                yield text(*at, _number(share), "text-anchor='middle' font-size='11' fill='#fff'")
     every = _every(30, cells.width)
     for x in range(0, experts, every):
-        yield _text((x + 0.5) * cells.width, height + 16, str(x), "text-anchor='middle'")
-    yield _text(width / 2, height + 34, "expert", "text-anchor='middle'")
+        yield text((x + 0.5) * cells.width, height + 16, str(x), "text-anchor='middle'")
+    yield text(width / 2, height + 34, "expert", "text-anchor='middle'")
     for y, layer in list(enumerate(shares))[:: _every(14, cells.height)]:
-        yield _text(-8, (y + 0.5) * cells.height + 4, layer, "text-anchor='end'")
+        yield text(-8, (y + 0.5) * cells.height + 4, layer, "text-anchor='end'")
     yield f"<text transform='translate({16 - _LEFT + 8} {height / 2:g}) rotate(-90)' text-anchor='middle'>layer</text>"
     yield f"<g transform='translate(0 {height + 52})'>"
     yield from _scale(spread)
@@ -145,7 +140,7 @@ def _scale(spread: float) -> Iterator[str]:
     for part in (-1, -0.5, 0, 0.5, 1):
         at = (_SCALE_WIDTH - 8) * (part + 1) / 2 + 4
         share = 1 + part * (spread if part > 0 else min(spread, 1))
-        yield _text(at, 28, f"{share:.3g}", "text-anchor='middle'")
+        yield text(at, 28, f"{share:.3g}", "text-anchor='middle'")
 
 
 def _spread(shares: Sequence[float]) -> float:
@@ -179,7 +174,3 @@ def _every(pixels: int, cell: int) -> int:
     while every * cell < pixels:
         every *= 2
     return every
-
-
-def _text(x: float, y: float, text: str, style: str = "") -> str:
-    return f"<text x='{x:g}' y='{y:g}' {style}>{escape(text)}</text>"

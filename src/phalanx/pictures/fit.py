@@ -12,7 +12,7 @@ from typing import NamedTuple
 from phalanx.config.cluster import Cluster
 from phalanx.cost import fit
 from phalanx.cost.fit import AttentionTiming, FitRow, ProductTiming, StreamTiming, Transfer
-from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
+from phalanx.pictures.elements import COLOURS, NEUTRAL, document, heading, text
 
 _WIDTH, _HEIGHT = 320, 200  # pixels of a panel's plot
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 32, 48  # margins around it; the top one without the legend
@@ -115,39 +115,36 @@ def _svg(title: str, panels: Sequence[FitPanel], columns: int) -> str:
     across, down = _LEFT + _WIDTH + _RIGHT, top + _HEIGHT + _BOTTOM
     width, height = across * min(columns, len(panels)), _HEADER + down * ceil(len(panels) / columns)
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-        f"role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-        f"<title>{escape(title)}</title>",
-        _text(16, 24, title, "font-size='15' font-weight='600'"),
+        heading(16, 24, title),
         f"<circle cx='20' cy='42' r='3.5' fill='{NEUTRAL}'/>",
-        _text(30, 46, "measured"),
+        text(30, 46, "measured"),
         f"<line x1='104' y1='42' x2='128' y2='42' stroke='{NEUTRAL}' stroke-width='2'/>",
-        _text(134, 46, "fitted"),
+        text(134, 46, "fitted"),
     ]
     for number, panel in enumerate(panels):
         x, y = number % columns * across + _LEFT, _HEADER + number // columns * down + top
         parts.append(f"<g class='panel' transform='translate({x} {y})'>")
         parts += [*_panel(panel, 16 - top), "</g>"]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return document(title, width, height, parts)
 
 
 def _panel(panel: FitPanel, title_at: float) -> Iterator[str]:
     points = [point for line in panel.series.values() for point in (*line.measured, *line.fitted)]
     xs, ys = _span(x for x, _ in points), _span(y for _, y in points)
-    yield _text(_WIDTH / 2, title_at, panel.title, "text-anchor='middle' font-weight='600'")
+    yield text(_WIDTH / 2, title_at, panel.title, "text-anchor='middle' font-weight='600'")
     for number, (name, colour) in enumerate(zip(panel.series, COLOURS, strict=False)):
         at, down = number % 2 * _WIDTH / 2, title_at + _LINE * (number // 2 + 1) + 3
         yield f"<circle cx='{at + 5:g}' cy='{down - 4:g}' r='3.5' fill='{colour}'/>"
-        yield _text(at + 14, down, name, "font-size='11'")
+        yield text(at + 14, down, name, "font-size='11'")
     for x in _ticks(*xs, binary=panel.binary):
         at = _place(x, xs) * _WIDTH
         yield f"<path d='M{at:.1f} 0V{_HEIGHT}' stroke='{NEUTRAL}' stroke-opacity='.2'/>"
-        yield _text(round(at, 1), _HEIGHT + 16, _binary(x) if panel.binary else _short(x), "text-anchor='middle'")
+        yield text(at, _HEIGHT + 16, _binary(x) if panel.binary else _short(x), "text-anchor='middle'")
     for y in _ticks(*ys, binary=False):
         at = _HEIGHT - _place(y, ys) * _HEIGHT
         yield f"<path d='M0 {at:.1f}H{_WIDTH}' stroke='{NEUTRAL}' stroke-opacity='.2'/>"
-        yield _text(-6, round(at + 4, 1), _short(y), "text-anchor='end'")
-    yield _text(_WIDTH / 2, _HEIGHT + 36, panel.x, "text-anchor='middle'")
+        yield text(-6, at + 4, _short(y), "text-anchor='end'")
+    yield text(_WIDTH / 2, _HEIGHT + 36, panel.x, "text-anchor='middle'")
     middle = f"{16 - _LEFT} {_HEIGHT / 2:g}"
     yield f"<text transform='translate({middle}) rotate(-90)' text-anchor='middle'>{escape(panel.y)}</text>"
     for line, colour in zip(panel.series.values(), COLOURS, strict=False):
@@ -198,7 +195,3 @@ def _binary(value: float) -> str:
         if value >= power:
             return f"{value / power:g}{letters}"
     return f"{value:g}"
-
-
-def _text(x: float, y: float, text: str, style: str = "") -> str:
-    return f"<text x='{x:g}' y='{y:g}' {style}>{escape(text)}</text>"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -21,7 +20,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
 from phalanx.partition.stages import even
 from phalanx.partition.tensor_slices import TensorSlice, in_buckets, slice_of
-from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
+from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, text
 from phalanx.units import gib
 
 _PARTS = {"parameters": COLOURS[0], "gradients": COLOURS[4], "optimizer": COLOURS[2]}
@@ -35,18 +34,8 @@ def svg(job: Job, vocab_size: int) -> str:
     drawn, bottom = _matrices(_drawn(model, vocab), job, vocab)
     bars, height = _bars(job, vocab, bottom + 60)
     title = f"layout {layout.line()}: {layout.world} ranks"
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' "
-            f"height='{height}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-            f"<title>{escape(title)}</title>",
-            _text(_MARGIN, 26, title, size=15, weight=600),
-            *(_text(_MARGIN, 46 + 16 * number, line) for number, line in enumerate(_caption(job))),
-            *drawn,
-            *bars,
-            "</svg>\n",
-        ]
-    )
+    caption = (text(_MARGIN, 46 + 16 * number, line) for number, line in enumerate(_caption(job)))
+    return document(title, _WIDTH, height, [heading(_MARGIN, 26, title), *caption, *drawn, *bars])
 
 
 def _drawn(model: ModelConfig, vocab: int) -> Shapes:
@@ -90,7 +79,7 @@ def _matrices(matrices: dict[str, tuple[int, ...]], job: Job, vocab: int) -> tup
         if x + width > _WIDTH - _MARGIN:
             x, top = _MARGIN, lowest + 40
         label = ".".join(name.removesuffix(".weight").split(".")[2 if name.startswith("blocks.") else 0 :])
-        parts.append(_text(x, top - 6, label))
+        parts.append(text(x, top - 6, label))
         for rank in range(layout.tp):
             held = slice_of(name, whole, model, layout.tp, rank)
             if held.first:
@@ -153,18 +142,18 @@ def _bars(job: Job, vocab: int, top: int) -> tuple[list[str], int]:
     """Returns bars of the bytes of state per rank without dp_shard and with each ZeRO stage, and the lower end."""
     rows = list(_stages(job, vocab))
     widest = max(state.total for _, state in rows)
-    parts = [_text(_MARGIN, top, f"State per rank, {job.train.precision}, by stage", weight=600)]
+    parts = [text(_MARGIN, top, f"State per rank, {job.train.precision}, by stage", "font-weight='600'")]
     for number, (name, state) in enumerate(rows):
         y = top + 16 + 30 * number
-        parts.append(_text(_MARGIN, y + 14, name))
+        parts.append(text(_MARGIN, y + 14, name))
         values = dataclasses.astuple(state)
         starts = [0, *accumulate(values)]
         for colour, value, start in zip(_PARTS.values(), values, starts[:-1], strict=True):
             parts.append(_box(150 + 560 * start / widest, y, 560 * value / widest, 20, colour))
-        parts.append(_text(160 + 560 * state.total / widest, y + 14, gib(state.total)))
+        parts.append(text(160 + 560 * state.total / widest, y + 14, gib(state.total)))
     legend = top + 34 + 30 * len(rows)
     for number, (name, colour) in enumerate(_PARTS.items()):
-        parts += [_box(150 + 130 * number, legend - 10, 12, 12, colour), _text(168 + 130 * number, legend, name)]
+        parts += [_box(150 + 130 * number, legend - 10, 12, 12, colour), text(168 + 130 * number, legend, name)]
     return parts, legend + _MARGIN
 
 
@@ -184,8 +173,4 @@ def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
 def _box(x: float, y: float, width: float, height: float, fill: str, opacity: float = 1, stroke: bool = False) -> str:
     line = f" stroke='{NEUTRAL}'" if stroke else ""
     shade = f" fill-opacity='{opacity:.2f}'" if opacity < 1 else ""
-    return f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{fill}'{shade}{line}/>"
-
-
-def _text(x: float, y: float, text: str, size: int = 12, weight: int = 400) -> str:
-    return f"<text x='{x:g}' y='{y:g}' font-size='{size}' font-weight='{weight}'>{escape(text)}</text>"
+    return box(x, y, width, height, f"fill='{fill}'{shade}{line}")

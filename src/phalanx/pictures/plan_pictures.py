@@ -3,13 +3,13 @@ and colours have middle lightness, for light and dark pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL, ticks
-from phalanx.pictures.prediction import box, memory_fill, time_fill
-from phalanx.pictures.roofline import rule, seconds, text
+from phalanx.pictures.elements import COLOURS, box, document, rule, text, ticks
+from phalanx.pictures.prediction import memory_fill, time_fill
+from phalanx.pictures.roofline import seconds
 from phalanx.plan.plan import Candidate
 from phalanx.plan.report.report import short_line
 from phalanx.units import gib
@@ -51,19 +51,6 @@ def memory_picture(layouts: Sequence[Candidate]) -> str:
     return _stacked("Memory of a device by part, in GiB", rows, 2.0**30, memory_fill, gib, limit, foot)
 
 
-def framed(title: str, width: float, height: float, parts: Iterable[str]) -> str:
-    """Returns an SVG document of parts."""
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
-            f"height='{height:.0f}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-            f"<title>{escape(title)}</title>",
-            *parts,
-            "</svg>\n",
-        ]
-    )
-
-
 def shorten(words: str, letters: int) -> str:
     """Truncates a longer text."""
     return words if len(words) <= letters else words[: letters - 1] + "…"
@@ -99,7 +86,7 @@ def _stacked(
         parts.append(f"<line class='limit' x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{bottom}' {dashes}/>")
     keys, y = _keys(rows, fill, longest, bottom + 38)
     parts += [*keys, text(_LEFT, y + 22, foot, "font-size='11'")]
-    return framed(title, _WIDTH, y + 34, parts)
+    return document(title, _WIDTH, y + 34, parts)
 
 
 def _bar(

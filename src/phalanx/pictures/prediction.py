@@ -13,8 +13,8 @@ from phalanx.cost.memory.rank_memory import PARTS
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.pictures import roofline as roofline_picture
-from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL, ticks
-from phalanx.pictures.roofline import rule, seconds, text
+from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, rule, text, ticks
+from phalanx.pictures.roofline import seconds
 from phalanx.units import gib
 
 _WIDTH, _MARGIN, _LINE = 1080, 24, 17  # pixels
@@ -37,19 +37,14 @@ def svg(spec: StepSpec, prediction: Prediction) -> str:
     time, lower = _time(prediction, top)
     bottom = max(lower, top + _BARS_HEIGHT + 52)
     block, height = roofline_picture.draw(spec, bottom + 36)
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height:.0f}' width='{_WIDTH}' "
-            f"height='{height:.0f}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-            f"<title>{escape(title)}</title>",
-            text(_MARGIN, 26, title, "font-size='15' font-weight='600'"),
-            *(text(_MARGIN, 48 + _LINE * number, line) for number, line in enumerate(caption)),
-            *_group("time", time),
-            *_group("memory", _memory(prediction, top)),
-            *_group("roofline", block),
-            "</svg>\n",
-        ]
-    )
+    parts = [
+        heading(_MARGIN, 26, title),
+        *(text(_MARGIN, 48 + _LINE * number, line) for number, line in enumerate(caption)),
+        *_group("time", time),
+        *_group("memory", _memory(prediction, top)),
+        *_group("roofline", block),
+    ]
+    return document(title, _WIDTH, height, parts)
 
 
 def _caption(spec: StepSpec, prediction: Prediction) -> Iterator[str]:
@@ -169,12 +164,6 @@ def memory_fill(name: str) -> str:
 def _fill(colour: str, pale: bool = False) -> str:
     """Returns a colour as attributes; pale with a border for what nothing uses."""
     return f"fill='{colour}' fill-opacity='.25' stroke='{colour}' stroke-width='.5'" if pale else f"fill='{colour}'"
-
-
-def box(x: float, y: float, width: float, height: float, style: str, tip: str = "") -> str:
-    """Returns a rectangle with the tooltip `tip`."""
-    drawn = f"<rect x='{x:.1f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' {style}"
-    return f"{drawn}><title>{escape(tip)}</title></rect>" if tip else f"{drawn}/>"
 
 
 def _group(name: str, parts: Iterable[str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from math import ceil, floor, hypot, log10
 from phalanx.cost import roofline
 from phalanx.cost.roofline import OperatorPoint, Roof
 from phalanx.cost.spec import StepSpec
-from phalanx.pictures.canvas import COLOURS, NEUTRAL
+from phalanx.pictures.elements import COLOURS, NEUTRAL, rule, text
 
 Area = tuple[float, float, float, float]
 """Left, upper, right and lower edge."""
@@ -61,14 +61,6 @@ def seconds(value: float) -> str:
     """Formats a time in a suitable unit, to three digits."""
     unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("µs", 1e-6))
     return f"{_number(value / size)} {unit}"
-
-
-def rule(x1: float, y1: float, x2: float, y2: float, style: str = "") -> str:
-    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{NEUTRAL}' {style}/>"
-
-
-def text(x: float, y: float, words: str, style: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' {style}>{escape(words)}</text>"
 
 
 def _plot(found: Sequence[OperatorPoint], paper: Roof, real: Roof, others: Sequence[Roof], box: Area) -> Iterator[str]:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from html import escape
 
-from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL, ticks
+from phalanx.pictures.elements import COLOURS, NEUTRAL, document, heading, rule, text, ticks
 from phalanx.schedule.check import in_flight
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.timing import Timing
@@ -39,22 +38,19 @@ def svg(timing: Timing) -> str:
     width = max(_LEFT + duration * unit + _RIGHT, _MARGIN + words, legend[-1][0])
     height = bottom + 72
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height}' width='{width:.0f}' "
-        f"height='{height}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-        f"<title>{escape(title)}</title>",
-        f"<text x='{_MARGIN}' y='24' font-size='15' font-weight='600'>{escape(title)}</text>",
-        f"<text x='{_MARGIN}' y='43'>{escape(summary(timing))}</text>",
-        f"<text x='{_LEFT + duration * unit + 10:.1f}' y='{_TOP - 8}'>peak in flight</text>",
+        heading(_MARGIN, 24, title),
+        text(_MARGIN, 43, summary(timing)),
+        text(_LEFT + duration * unit + 10, _TOP - 8, "peak in flight"),
     ]
     for rank, most in enumerate(in_flight(schedule)):
         parts.extend(_rank(timing, rank, most, unit))
     for tick in ticks(0, duration, max(2, int(duration * unit / 90))):
         x = _LEFT + tick * unit
-        parts.append(f"<line x1='{x:.1f}' y1='{bottom}' x2='{x:.1f}' y2='{bottom + 4}' stroke='{NEUTRAL}'/>")
-        parts.append(f"<text x='{x:.1f}' y='{bottom + 16}' text-anchor='middle'>{tick:g}</text>")
+        parts.append(rule(x, bottom, x, bottom + 4))
+        parts.append(text(x, bottom + 16, f"{tick:g}", "text-anchor='middle'"))
     parts.append(f"<text x='{_MARGIN}' y='{bottom + 36}'>{foot}</text>")
     parts.append(f"<g class='keys' transform='translate(0 {bottom + 48})'>{''.join(key for _, key in legend)}</g>")
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return document(title, width, height, parts)
 
 
 def summary(timing: Timing) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from math import ceil, floor, log10
 
-from phalanx.pictures.canvas import COLOURS, NEUTRAL, ticks
-from phalanx.pictures.plan_pictures import framed, shorten
-from phalanx.pictures.roofline import rule, seconds, text
+from phalanx.pictures.elements import COLOURS, NEUTRAL, document, rule, text, ticks
+from phalanx.pictures.plan_pictures import shorten
+from phalanx.pictures.roofline import seconds
 from phalanx.plan.plan import Plan, SpacePoint
 from phalanx.units import gib
 
@@ -38,7 +38,7 @@ def space_picture(plan: Plan) -> str:
     across, up = _scale(xs, _LEFT, _RIGHT), _scale(ys, _BOTTOM, _TOP)
     colours = _colours(plan.points)
     title = f"The space of layouts: {len(plan.points):,} of {plan.searched:,}"
-    return framed(
+    return document(
         title,
         _WIDTH,
         _HEIGHT,

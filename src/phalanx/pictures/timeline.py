@@ -13,8 +13,7 @@ from typing import cast
 
 from phalanx.errors import JobError
 from phalanx.pictures import schedule as schedule_picture
-from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL, ticks
-from phalanx.pictures.roofline import rule, text
+from phalanx.pictures.elements import COLOURS, document, heading, rule, text, ticks
 from phalanx.pictures.roofline import seconds as duration
 from phalanx.pictures.timeline_cells import NARROWEST, Cell, Window, cells
 from phalanx.schedule.schedule import Action, Kind
@@ -86,17 +85,14 @@ class _Picture:
         below, right, height = self._below()
         width = max(_LEFT + self.width + max(_COLUMNS.values()) + _MARGIN, right)
         parts = [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
-            f"height='{height:.0f}' role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-            f"<title>{escape(title)}</title>",
-            text(_MARGIN, 24, title, "font-size='15' font-weight='600'"),
+            heading(_MARGIN, 24, title),
             text(_MARGIN, 43, self._summary()),
             *(text(_LEFT + self.width + end, _TOP - 10, name, _TO_THE_LEFT) for name, end in _COLUMNS.items()),
             *rows,
             *self._axis(),
             *below,
         ]
-        return "\n".join([*parts, "</svg>"]) + "\n"
+        return document(title, width, height, parts)
 
     def _summary(self) -> str:
         timeline = self.timeline

@@ -5,10 +5,8 @@ The SVG has no background and uses colours of medium lightness, so that it suits
 
 from __future__ import annotations
 
-from html import escape
-
 from phalanx.comm.algorithms.program import ChunkMessage, CollectiveProgram, chunks_of
-from phalanx.pictures.canvas import COLOURS, FONT, NEUTRAL
+from phalanx.pictures.elements import COLOURS, NEUTRAL, document, heading, text
 
 _CELL = 14  # pixels
 _MARGIN_LEFT = 176
@@ -30,19 +28,17 @@ def svg(program: CollectiveProgram) -> str:
     height = _TOP + len(program.steps) * _BAND + 2 * _MARGIN
     columns = [_MARGIN_LEFT + rank * spacing + spacing / 2 for rank in range(program.ranks)]
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-        f"role='img' {FONT} font-size='12' fill='{NEUTRAL}'>",
-        f"<title>{escape(_title(program))}</title>",
-        f"<text x='{_MARGIN}' y='24' font-size='15' font-weight='600'>{escape(_title(program))}</text>",
+        heading(_MARGIN, 24, _title(program)),
         *(_rank(rank, x, height - 2 * _MARGIN) for rank, x in enumerate(columns)),
     ]
     for index, step in enumerate(program.steps):
         top = _TOP + index * _BAND
-        parts.append(_text(_MARGIN, top + 12, f"step {index + 1}", weight=600))
-        parts.append(_text(_MARGIN, top + 28, step.phase))
+        parts.append(text(_MARGIN, top + 12, f"step {index + 1}", "font-weight='600'"))
+        parts.append(text(_MARGIN, top + 28, step.phase))
         parts.extend(_message(message, program, columns, top) for message in step.messages)
-    parts.append(_text(_MARGIN, height - 18, "solid: combined with the receiver's own   dashed: copied"))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    words = "solid: combined with the receiver's own   dashed: copied"
+    parts.append(text(_MARGIN, height - 18, words, "xml:space='preserve'"))
+    return document(_title(program), width, height, parts)
 
 
 def _title(program: CollectiveProgram) -> str:
@@ -52,10 +48,6 @@ def _title(program: CollectiveProgram) -> str:
 def _rank(rank: int, x: float, bottom: float) -> str:
     line = f"<line x1='{x:g}' y1='{_TOP - 6}' x2='{x:g}' y2='{bottom:g}' stroke='{NEUTRAL}' stroke-opacity='0.35'/>"
     return f"<text x='{x:g}' y='{_TOP - 12}' text-anchor='middle'>rank {rank}</text>" + line
-
-
-def _text(x: float, y: float, text: str, weight: int = 400) -> str:
-    return f"<text x='{x:g}' y='{y:g}' font-weight='{weight}' xml:space='preserve'>{escape(text)}</text>"
 
 
 def _message(message: ChunkMessage, program: CollectiveProgram, columns: list[float], top: float) -> str:

@@ -1,0 +1,53 @@
+"""The elements of every picture: an SVG document, its text, lines and boxes, and round numbers for axes.
+
+Pictures have no background and colours of middle lightness, for light and dark pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from html import escape
+
+# White digits are legible on these colours, which are legible on white and on black.
+COLOURS = ("#3b76c4", "#c4513d", "#2f8f57", "#8e5fc0", "#b0741a", "#1d8c9c", "#bd4a8a", "#74801f")
+NEUTRAL = "#808890"
+FONT = "font-family='system-ui, sans-serif'"
+
+
+def document(title: str, width: float, height: float, parts: Iterable[str]) -> str:
+    """Returns an SVG document of `width` × `height` pixels that consists of `parts` and is called `title`."""
+    size = f"viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' height='{height:.0f}'"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT} font-size='12' fill='{NEUTRAL}'>"
+    return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>\n"])
+
+
+def heading(x: float, y: float, title: str) -> str:
+    """Returns the visible title of a picture."""
+    return text(x, y, title, "font-size='15' font-weight='600'")
+
+
+def text(x: float, y: float, words: str, style: str = "") -> str:
+    """Returns words whose baseline begins at a point; `style` are further attributes."""
+    return f"<text x='{x:.1f}' y='{y:.1f}'{style and f' {style}'}>{escape(words)}</text>"
+
+
+def rule(x1: float, y1: float, x2: float, y2: float, style: str = "") -> str:
+    """Returns a line in the neutral colour."""
+    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{NEUTRAL}'{style and f' {style}'}/>"
+
+
+def box(x: float, y: float, width: float, height: float, style: str, tip: str = "") -> str:
+    """Returns a rectangle with the tooltip `tip`."""
+    drawn = f"<rect x='{x:.1f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' {style}"
+    return f"{drawn}><title>{escape(tip)}</title></rect>" if tip else f"{drawn}/>"
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Returns about `count` round numbers from `low` to `high`, in steps of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
