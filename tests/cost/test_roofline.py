@@ -41,11 +41,13 @@ def test_the_ridge_of_an_h100_is_at_295_flops_a_byte():
 def test_a_product_reads_both_operands_and_writes_its_result(heads, layers, tp, micro_batch):
     one = spec(ModelConfig(n_layers=layers, d_model=64 * heads * tp, n_heads=heads * tp), Layout(tp=tp), micro_batch)
     found = by_name(one)
-    for p in filter(None, (each.product(tp, 1) for each in block(place(one), block_kinds(one.model)[0]))):
+    for operator in block(place(one), block_kinds(one.model)[0]):
+        if (p := operator.product(tp, 1)) is None:
+            continue
         flops, moved = 2 * p.m * p.n * p.k, 2 * (p.m * p.k + p.k * p.n + p.m * p.n)
-        assert found[p.name].flops == flops
-        assert isclose(found[p.name].bytes, moved)
-        assert isclose(found[p.name].intensity, flops / moved)
+        assert found[operator.name].flops == flops
+        assert isclose(found[operator.name].bytes, moved)
+        assert isclose(found[operator.name].intensity, flops / moved)
 
 
 def test_attention_reads_queries_keys_and_values_and_writes_as_much_as_queries():
