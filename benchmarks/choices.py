@@ -152,8 +152,7 @@ def _as_run(one: Candidate) -> Candidate:
     """Returns the layout with the framework's fixed behaviour."""
     if not one.layout.sp or not regathers(one.spec.framework.name):
         return one
-    spec = replace(one.spec, layout=replace(one.layout, sp_regather=True))
-    return Candidate(spec, predict(spec), step_seconds(spec))
+    return Candidate.of(replace(one.spec, layout=replace(one.layout, sp_regather=True)))
 
 
 def _line(spec: StepSpec) -> str:

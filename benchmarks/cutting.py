@@ -19,13 +19,11 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks.known import PHALANX
 from phalanx.cost.memory.rank_memory import needed_bytes
-from phalanx.cost.predict import predict
 from phalanx.partition.stages import even
 from phalanx.plan.plan import Candidate
 from phalanx.plan.search.refine import refined
 from phalanx.plan.search.request import PlanRequest
 from phalanx.schedule import catalogue
-from phalanx.simulate.step import step_seconds
 
 BLOOM = ModelConfig(
     n_layers=70,
@@ -103,8 +101,8 @@ def compared(spec: Awkward) -> Cuts:
     request, layout = spec.request, spec.layout
     stages = catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks)
     equal = "+".join(str(len(stage)) for stage in even(request.model.n_layers, stages))
-    dealt = _candidate(request, replace(layout, pp_cut=equal))
-    default = _candidate(request, layout)
+    dealt = Candidate.of(request.spec(replace(layout, pp_cut=equal)))
+    default = Candidate.of(request.spec(layout))
     same = refined(replace(request, fixed={"recompute": layout.recompute}), default)
     mixed = refined(request, default)
     limit = request.cluster.accelerator.memory_gib * 2**30
@@ -121,11 +119,6 @@ def compared(spec: Awkward) -> Cuts:
         mixed.layout.recompute_cut,
         needed_bytes(dealt.spec) <= limit,
     )
-
-
-def _candidate(request: PlanRequest, layout: Layout) -> Candidate:
-    spec = request.spec(layout)
-    return Candidate(spec, predict(spec), step_seconds(spec))
 
 
 def main() -> None:

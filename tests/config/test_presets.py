@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,10 @@ def test_the_documented_table_equals_the_presets():
 
 def documented(model: ModelConfig) -> list[str]:
     """Layers, width, heads, key/value heads, context, vocabulary, parameters."""
-    vocab = model.vocab_size or BABY_VOCABULARY
-    parameters = f"{count(model, vocab):,}"
+    whole = replace(model, vocab_size=model.vocab_size or BABY_VOCABULARY)
+    parameters = f"{count(whole):,}"
     if model.moe.n_experts:
-        parameters += f" ({count_active(model, vocab):,} active)"
+        parameters += f" ({count_active(whole):,} active)"
     return [
         str(model.n_layers),
         f"{model.d_model:,}",

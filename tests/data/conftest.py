@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.data import Data
 from phalanx.data import prepare
 
 
@@ -35,3 +36,9 @@ def poems(tmp_path: Path) -> Path:
     for number in range(10):
         (folder / f"{number}.txt").write_text(f"poem {number}\n" + "the sea, the sea; " * 13 + f"end {number}.\n")
     return folder
+
+
+@pytest.fixture
+def data(poems: Path, tmp_path: Path, small_shards: None) -> Data:
+    """Settings for the folder of text files."""
+    return Data(corpus="text", path=str(poems), dir=str(tmp_path / "out"))

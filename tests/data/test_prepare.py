@@ -41,11 +41,6 @@ def not_called(*arguments: object) -> None:
     raise AssertionError("this should not have been made again")
 
 
-@pytest.fixture
-def data(poems: Path, tmp_path: Path, small_shards: None) -> Data:
-    return Data(corpus="text", path=str(poems), dir=str(tmp_path / "out"))
-
-
 def test_shakespeare_has_the_published_counts(shakespeare: Path, tmp_path: Path) -> None:
     folder = prepare(Data(corpus="shakespeare_char", path=str(shakespeare), dir=str(tmp_path)))
     index = open_shards(folder, verify=True)

@@ -13,11 +13,6 @@ from phalanx.data.report import prepare_and_report
 from phalanx.errors import DataError
 
 
-@pytest.fixture
-def data(poems: Path, tmp_path: Path, small_shards: None) -> Data:
-    return Data(corpus="text", path=str(poems), dir=str(tmp_path / "out"))
-
-
 def test_json_is_one_document(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare_and_report(data, force=False, verify=True, as_json=True) == 0
     out, err = capsys.readouterr()

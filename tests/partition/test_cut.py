@@ -1,12 +1,12 @@
 """Stages are cut where the slowest is as fast as it can be: held against every possible cut."""
 
 import time
-from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partition.cuts import every_cut
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
@@ -22,11 +22,6 @@ def pipelines(draw):
     """Layers' costs, a number of stages, and what the first and the last stage have besides."""
     layers = draw(st.lists(cost, min_size=1, max_size=8))
     return LayerCosts(layers, draw(cost), draw(cost)), draw(st.integers(1, len(layers)))
-
-
-def every_cut(layers: int, stages: int):
-    for ends in combinations(range(1, layers), stages - 1):
-        yield tuple(range(a, b) for a, b in zip((0, *ends), (*ends, layers), strict=True))
 
 
 @settings(deadline=None)

@@ -10,7 +10,6 @@ from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks.known import PHALANX
 from phalanx.cost.memory.rank_memory import needed_bytes
-from phalanx.cost.predict import predict
 from phalanx.partition.recompute import modes
 from phalanx.plan.plan import Candidate
 from phalanx.plan.planner import search
@@ -30,8 +29,7 @@ def request(nodes: int = 1, sequences: int = 64, memory_gib: float = 0.0, model=
 
 
 def candidate(asked: PlanRequest, layout: Layout) -> Candidate:
-    spec = asked.spec(layout)
-    return Candidate(spec, predict(spec), step_seconds(spec))
+    return Candidate.of(asked.spec(layout))
 
 
 def limit(asked: PlanRequest) -> float:

@@ -1,10 +1,10 @@
 """Stages of uneven size: the slowest rank of a cut against those of all other cuts."""
 
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 
+from partition.cuts import every_cut
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
@@ -35,11 +35,6 @@ def ranks_of(model, layout: Layout, memory_gib: float = 80) -> PipelineRanks:
 def slowest(ranks: PipelineRanks, stages) -> float:
     counts = ranks.counts(stages)
     return max(ranks.seconds(rank, ranks.held(rank, counts)) for rank in range(len(ranks.flights)))
-
-
-def every_cut(layers: int, stages: int):
-    for ends in combinations(range(1, layers), stages - 1):
-        yield tuple(range(a, b) for a, b in zip((0, *ends), (*ends, layers), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -118,16 +118,12 @@ def _data(job: Job) -> Iterator[Problem]:
 
 def _train(job: Job) -> Iterator[Problem]:
     train = job.train
-    if train.compile and job.layout.tp > 1:
-        yield (
-            "train.compile",
-            "the compiler cannot trace tensor-parallel collectives; nearest legal: tp 1, or compile off",
-        )
-    if train.compile and job.layout.cp > 1:
-        yield (
-            "train.compile",
-            "the compiler cannot trace context-parallel collectives; nearest legal: cp 1, or compile off",
-        )
+    for axis, kind in (("tp", "tensor"), ("cp", "context")):
+        if train.compile and getattr(job.layout, axis) > 1:
+            yield (
+                "train.compile",
+                f"the compiler cannot trace {kind}-parallel collectives; nearest legal: {axis} 1, or compile off",
+            )
     if train.compile and job.model.moe.n_experts:
         yield (
             "train.compile",

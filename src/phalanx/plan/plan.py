@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.config.layout import Layout
+from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
+from phalanx.simulate.step import step_seconds
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,11 @@ class Candidate:
     prediction: Prediction
     seconds: float
     """Seconds of a step, simulated event by event; the ranking goes by them."""
+
+    @classmethod
+    def of(cls, spec: StepSpec) -> Candidate:
+        """Predicts and simulates a step. Raises JobError for a step that cannot be simulated."""
+        return cls(spec, predict(spec), step_seconds(spec))
 
     @property
     def layout(self) -> Layout:

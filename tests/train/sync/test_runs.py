@@ -1,7 +1,6 @@
 """Whole runs with replicas apart: exact resuming, clean ends, and what is reported."""
 
 import dataclasses
-import json
 import math
 import signal
 from pathlib import Path
@@ -23,6 +22,7 @@ from phalanx.errors import NotFiniteError, StoppedError
 from phalanx.train import checkpoint, loop
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal
+from train.runs import change, rows
 
 
 @pytest.fixture
@@ -38,10 +38,6 @@ def job(tmp_path):
         checkpoint=Checkpoint(keep=0),
         run=RunOptions(name="run", dir=str(tmp_path / "runs"), sample_tokens=0),
     )
-
-
-def change(job: Job, section: str, **values) -> Job:
-    return dataclasses.replace(job, **{section: dataclasses.replace(getattr(job, section), **values)})
 
 
 def train(ranks, job: Job, stop_at: int = -1, poison: bool = False):
@@ -72,11 +68,6 @@ def tensors(job: Job) -> dict[str, torch.Tensor]:
         with checkpoint.Reader(manifest, group) as held:
             found |= {name: held[name] for name in held.names()}
     return found
-
-
-def rows(job: Job, event: str) -> list[dict]:
-    text = (Path(job.run.dir) / job.run.name / "metrics.jsonl").read_text()
-    return [row for row in map(json.loads, text.splitlines()) if row["event"] == event]
 
 
 @pytest.mark.parametrize(("sync", "precision"), [("local_sgd", "fp32"), ("diloco", "bf16")])

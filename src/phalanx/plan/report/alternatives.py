@@ -21,7 +21,6 @@ from phalanx.plan.report.families import AXES, WITHOUT, Family, families
 from phalanx.plan.report.rules import rule
 from phalanx.plan.search.branch import Found, Keep, Mask, Search
 from phalanx.plan.search.space import RECOMPUTE, STATES, MeshDegrees
-from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
 
 RULE, HEADROOM = "rule of thumb", "with headroom for"
@@ -87,8 +86,7 @@ def _rule(search: Search, best: Candidate | None) -> Alternative:
         return Alternative(RULE, None, f"{words}; it breaks the fixed fields: {_fixed(request.fixed, broken)}")
     if problems := request.problems(layout):
         return Alternative(RULE, None, f"{words}; {problems[0]}")
-    spec = request.spec(layout)
-    one = Candidate(spec, predict(spec), step_seconds(spec))
+    one = Candidate.of(request.spec(layout))
     if best and _key(one.layout) == _key(best.layout):
         return Alternative(RULE, one, f"{words}; the search found nothing faster")
     return Alternative(RULE, one, f"{words}; {_why(one, best)}")
