@@ -182,6 +182,11 @@ class Message(NamedTuple):
     copies: float = 0
     """Rows that a token sends to experts; 0: it sends none."""
 
+    @property
+    def ledger_axis(self) -> str:
+        """The axis under which the ledger counts it: rings and Ulysses groups belong to cp."""
+        return "cp" if self.axis in ("ring", "ulysses") else self.axis
+
     def again(self, recompute: Recompute) -> float:
         """Returns how often it is sent again before the backward pass."""
         return self.full if recompute == "full" else self.selective if recompute == "selective" else 0

@@ -80,16 +80,12 @@ def messages_seconds(
         once = message_seconds(spec, place, message)
         if not once:
             continue
-        kind = _AXES[message.axis] if message.beside == "nothing" else message.beside
+        kind = message.ledger_axis if message.beside == "nothing" else message.beside
         load = occupancy(spec.cluster, place.bytes_of(message), once) if message.axis == "ring" else 0.0
         for mode, so_far in zip(modes, found, strict=True):
             more = MessageSeconds(once * message.forward, once * message.again(mode), once * message.back(mode), load)
             so_far[kind] = so_far[kind] + more if kind in so_far else more
     return found
-
-
-_AXES = {"tp": "tp", "ring": "cp", "ulysses": "cp", "cp": "cp", "ep": "ep", "pp": "pp"}
-"""By axis of a message, the axis of the ledger."""
 
 
 def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
@@ -105,7 +101,7 @@ def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
         # Where tensor ranks share every expert, each of them sends all tokens.
         sent = place.tokens / (place.tp if folds and place.sp else 1)
         ranks = RankGroup(place.ep) if folds else group(layout, "ep")
-        row = place.width * place.model.d_model
+        row = place.bytes_of(message) / (place.tokens * message.copies)
         return dispatch_seconds(cluster, sent, row, message.copies, ranks, once=framework.ep_once)
     elif message.collective == "send":
         ranks = RankGroup(2, group(layout, message.axis).stride)

@@ -17,9 +17,6 @@ from phalanx.blocks.place import Place
 from phalanx.config.layout import Recompute
 from phalanx.cost.traffic.table import Table
 
-LEDGER_AXIS = {"ring": "cp", "ulysses": "cp"}
-"""The axis under which the ledger counts a message, where that is another."""
-
 
 def around_traffic(place: Place, *, first: bool, last: bool) -> Table:
     """Returns the traffic after the embedding where the `first` stage is here, and from the final norm to the loss
@@ -58,6 +55,7 @@ def _traffic(place: Place, operators: Iterable[Operator], recompute: Recompute) 
         for message in operator.messages:
             ranks = place.ranks_of(message)
             if not message.copies and ranks > 1:
-                axis = LEDGER_AXIS.get(message.axis, message.axis)
-                table.add(axis, message.collective, place.bytes_of(message), ranks, message.times(recompute))
+                table.add(
+                    message.ledger_axis, message.collective, place.bytes_of(message), ranks, message.times(recompute)
+                )
     return table
