@@ -212,12 +212,6 @@ def test_gradients_wait_for_the_last_micro_batch_or_do_not():
     )
 
 
-def test_offloaded_state_is_not_on_the_device():
-    ranks = [rank_memory(spec(LLAMA, Layout(offload=what)), 0) for what in ("none", "optimizer", "all")]
-    assert [rank.optimizer > 0 for rank in ranks] == [True, False, False]
-    assert [rank.parameters > 0 for rank in ranks] == [True, True, False]
-
-
 def test_fp16_has_habits_of_its_own():
     layout = Layout(pp=4, dp_shard=8, zero=1, micro_batch=1, accumulation=8, recompute="full")
     bf16, fp16 = (

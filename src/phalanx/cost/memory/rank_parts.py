@@ -107,12 +107,7 @@ class RankParts:
     def state(self) -> tuple[float, float, float]:
         """Bytes of parameters, gradients and optimizer state, as they are when the optimizer begins."""
         layout = self.layout
-        if layout.offload == "all":
-            return 0, 0, 0
-        parameters, gradients, optimizer = self.formulas.state(
-            self.shards, layout.zero, self.step.data_ranks, flushes=flushes(layout)
-        )
-        return parameters, gradients, 0 if layout.offload == "optimizer" else optimizer
+        return self.formulas.state(self.shards, layout.zero, self.step.data_ranks, flushes=flushes(layout))
 
     def unsent(self) -> float:
         """Bytes of gradients, whole, that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
@@ -130,7 +125,7 @@ class RankParts:
 
     def copied(self) -> float:
         """Bytes of the gradients that the optimizer copies to its own precision."""
-        return self.formulas.copied(self.shards, self.step.data_ranks) if self.layout.offload == "none" else 0
+        return self.formulas.copied(self.shards, self.step.data_ranks)
 
     def kept(self) -> tuple[float, float]:
         """Bytes of what blocks keep at most of all micro-batches in flight, and how many these are."""

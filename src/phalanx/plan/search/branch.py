@@ -167,7 +167,7 @@ class Search:
         fits."""
         found = self.best(pairs, keep, simulates=False)
         near = min(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)), default=None)
-        return near and Candidate(near[0], predict(near[0]), step_seconds(near[0]))
+        return near and Candidate.of(near[0])
 
     @cached_property
     def leanest(self) -> Candidate | None:
@@ -198,7 +198,7 @@ class Search:
                 tried += 1
                 key = needed_bytes(spec), complexity(spec.layout)
                 best = (key, spec) if best is None or key < best[0] else best
-        return Candidate(best[1], predict(best[1]), step_seconds(best[1])) if best else None
+        return Candidate.of(best[1]) if best else None
 
     def _first(self, order: NDArray[np.intp]) -> NDArray[np.intp]:
         """Of every number of pipeline ranks some of the pairs with the lowest bounds."""
