@@ -191,3 +191,10 @@ def test_the_leanest_of_layouts_with_the_same_memory_is_the_fastest():
     leanest = search.leanest
     assert leanest is not None
     assert leanest.prediction.step_time_s == min(predict(spec).step_time_s for spec in specs)
+
+
+def test_the_leanest_layout_is_found_among_many_with_nearly_the_same_bound():
+    large = Search(request("deepseek-v3", "polaris:48", 768))
+    known = Layout(dp_shard=48, cp=4, ep=32, accumulate="sharded", micro_batch=1, recompute="full")
+    assert large.leanest is not None
+    assert large.leanest.prediction.fullest.needed <= needed_bytes(large.request.spec(known))

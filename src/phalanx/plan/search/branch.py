@@ -53,7 +53,7 @@ ROW_BLOCK = 1_000_000
 """Layouts that are bounded at a time."""
 FIRST_TIMED = 128
 """Layouts whose schedules' programs are run at first, the nearest; then twice as many, and so on."""
-LEAN_BLOCK, LEAN_PAIRS, LEAN_LAYOUTS = 64, 256, 300
+LEAN_BLOCK, LEAN_PAIRS, LEAN_LAYOUTS = 64, 1024, 1200
 """Pairs at a time, pairs and layouts at most, that are looked at for the one that needs the least memory."""
 GAIN = 0.995
 """A layout is simulated while the search goes on where it may be faster than the best by so much."""
