@@ -80,7 +80,7 @@ def _time(prediction: Prediction, top: float) -> tuple[list[str], float]:
     words = (
         "Exposed: communication that nothing hides. The line, and the range of memory: between them lie eight of ten "
     )
-    for line in textwrap.wrap(words + "published steps, measured beside predicted.", 74):
+    for line in textwrap.wrap(words + "published steps, measured relative to predicted.", 74):
         drawn.append(text(_MARGIN, y, line, "font-size='11'"))
         y += 15
     return drawn, y

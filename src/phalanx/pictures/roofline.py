@@ -82,7 +82,7 @@ def _plot(found: Sequence[OperatorPoint], paper: Roof, real: Roof, others: Seque
         _, y = place(1.0, 10.0**power)
         yield rule(left, y, right, y, "stroke-opacity='.2'")
         yield text(left - 6, y + 4, f"{10.0 ** (power - 12):,.15g}", "text-anchor='end'")
-    yield text((left + right) / 2, bottom + 34, "FLOPs a byte of memory traffic", "text-anchor='middle'")
+    yield text((left + right) / 2, bottom + 34, "FLOPs per byte of memory traffic", "text-anchor='middle'")
     middle = f"transform='translate({_MARGIN + 6} {(top + bottom) / 2:.1f}) rotate(-90)' text-anchor='middle'"
     yield f"<text {middle}>TFLOP/s</text>"
     styles = [(paper, "stroke-dasharray='5 4'"), (real, "stroke-width='2'"), *((roof, "") for roof in others)]

@@ -122,7 +122,7 @@ def _legend(plan: Plan, colours: dict[str, str]) -> Iterator[str]:
     if any(each.candidate for each in plan.alternatives):
         y += 22
         yield _diamond(_LEGEND + 6, y - 4)
-        yield text(_LEGEND + 20, y, "what one would take")
+        yield text(_LEGEND + 20, y, "usual choices")
     y += 22
     dashes = f"stroke='{_LIMIT}' stroke-width='2' stroke-dasharray='6 4'"
     yield f"<line x1='{_LEGEND - 2}' y1='{y - 4}' x2='{_LEGEND + 14}' y2='{y - 4}' {dashes}/>"
