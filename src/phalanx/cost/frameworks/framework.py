@@ -46,8 +46,7 @@ class Framework(Hashed):
     """Whether tensor ranks each send a part of a stage boundary and gather it on the other side (Narayanan et al. 2021,
     section 4.1) without sp, with which they hold parts already."""
     ep_once: bool = False
-    """Whether a token is sent once to each node that has some of its experts (DeepEP, HybridEP), not once per
-    expert."""
+    """Whether a token is sent once to each node with some of its experts (DeepEP, HybridEP), not once per expert."""
     messages: int = 1
     """ZeRO-3: collectives per block for its state; a framework that gathers each parameter by itself needs one for
     each."""
