@@ -52,8 +52,7 @@ class LayerKind(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layer_kinds(model: ModelConfig, recomputes: str) -> tuple[LayerKind, ...]:
-    """Returns the kind of every layer; `recomputes` is the layout's recomputation per layer
-    (partition.recompute.written)."""
+    """Returns the kind of every layer; `recomputes` is the layout's (partition.recompute.written)."""
     every = modes(recomputes, model.n_layers)
     return tuple(LayerKind(kind, mode) for kind, mode in zip(block_kinds(model), every, strict=True))
 

@@ -280,8 +280,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
 
 
 def rank_time(spec: StepSpec, content: Content) -> RankTime:
-    """Returns the time of a micro-batch on a rank with `content`; if only some micro-batches pass it, their share of
-    it."""
+    """Returns the time of a micro-batch on a rank with `content`, times the share of them that passes it."""
     time = around_time(spec, content)
     for kind, number in content.kinds:
         time += block_time(_with_uniform_recompute(spec, kind.recompute), kind.block).scaled(number)
