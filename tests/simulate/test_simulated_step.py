@@ -19,7 +19,7 @@ from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import boundary_seconds
 from phalanx.cost.time.rank_time import held_by
-from phalanx.cost.time.state_time import optimizer_seconds, state_seconds, twins_seconds
+from phalanx.cost.time.state_time import duplicated_stages_seconds, optimizer_seconds, state_seconds
 from phalanx.errors import JobError
 from phalanx.schedule import catalogue, file
 from phalanx.simulate.disturbance import Disturbance, check
@@ -302,7 +302,9 @@ def test_both_copies_of_a_stage_add_up_their_gradients_before_the_optimizer(pp: 
     for rank in range(pp):
         last = [span for span in found.network[rank] if span.kind == "reduce" and span.stage < 0]
         whole = held_by(one, contents(one)[rank])
-        assert [span.seconds for span in last] == ([] if 2 * rank == pp - 1 else [twins_seconds(one, whole)])
+        assert [span.seconds for span in last] == (
+            [] if 2 * rank == pp - 1 else [duplicated_stages_seconds(one, whole)]
+        )
         assert all(span.end <= found.device[rank][-1].start + 1e-12 for span in last)
     assert not any(span.stage < 0 for span in simulate(spec("tp=8,pp=4", 8)).network[0] if span.kind == "reduce")
 

@@ -1,9 +1,10 @@
 """Attention: multi-head, grouped or multi-query (Ainslie et al. 2023), and multi-head latent (DeepSeek-V2, section
 2.1).
 
-Tensor ranks have whole heads; of key/value heads fewer than ranks several have the same. Context-parallel ranks have a
-part of every sequence: keys and values travel a ring forward, and again in the backward pass with their gradients in
-fp32 (Liu et al. 2023); Ulysses exchanges queries, keys, values and the output for heads (Jacobs et al. 2023).
+Tensor ranks hold whole heads, and copies of key/value heads if there are fewer of them than ranks. Context-parallel
+ranks hold a part of every sequence: keys and values travel around a ring in the forward pass, and again in the backward
+pass with their gradients in fp32 (Liu et al. 2023); Ulysses exchanges tokens for heads of queries, keys, values and the
+output (Jacobs et al. 2023).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from phalanx.blocks.residual import enter, leave, linear_weights, norm_weights
 ROWS = PLAIN._replace(cut="rows")
 COLUMNS = PLAIN._replace(cut="columns")
 PARTIAL = PLAIN._replace(gradient="partial")
-"""Compressions serve all heads: whole on every tensor rank, each of which finds its heads' part of the gradient."""
+"""A compression weight: whole on every tensor rank, each of which computes its heads' part of the gradient."""
 ROTARY_KERNELS, HEADS_KERNELS = 6, 4
 
 
@@ -27,7 +28,7 @@ def attention(place: Place) -> Iterator[Operator]:
     bias = model.bias or model.qkv_bias
     queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
     heads = ROWS._replace(unit=model.head_size)
-    # Key heads fewer than ranks that share the heads: these hold copies.
+    # Ranks that share the heads hold copies if there are fewer key heads.
     spread = max(model.kv_heads, place.tp * place.ulysses) * model.head_size
     yield Operator(
         "qkv",
@@ -104,7 +105,7 @@ def latent_attention(place: Place) -> Iterator[Operator]:
         results=(SavedTensor("wq, wv", (heads + model.kv_heads * model.v_head_size) * width, "width"),),
     )
     joined = 4 * tokens * (model.n_heads // place.tp) * model.head_size
-    # Keys are put together of a part with positions, the same for all heads, and a part without.
+    # Keys join a part with positions, the same for all heads, and a part without.
     yield _core(place, model.n_heads // place.tp, MemoryBound("heads", joined, joined, HEADS_KERNELS))
     yield _output(place)
 
@@ -116,13 +117,13 @@ def visible_pairs(queries: range, window: int = 0) -> int:
 
 
 def _pairs_before(position: int, window: int) -> int:
-    """The same of all queries before a position."""
+    """Returns the number of such pairs of all queries before a position."""
     growing = min(position, window) if window else position
     return growing * (growing + 1) // 2 + (position - growing) * window
 
 
 def saves_scores(place: Place) -> bool:
-    """Whether attention saves its probabilities. A ring computes those of each of its blocks again."""
+    """Returns whether attention saves its probabilities. Ring attention recomputes those of each of its blocks."""
     if place.ring > 1:
         return False
     scores = place.profile.scores
@@ -136,7 +137,7 @@ def _compressed_norm(place: Place, name: str, rank: int) -> Operator:
 
 
 def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
-    """Scores, softmax and the product with the values: everything between the matrices."""
+    """Returns everything between the matrices: scores, softmax and the product with the values."""
     model, heads = place.model, place.model.n_heads // place.tp
     saved = []
     if place.ulysses > 1:
@@ -144,7 +145,7 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
         output = model.n_heads * model.v_head_size * place.width
         saved.append(SavedTensor("exchange", output, "width", inside=True))
     if saves_scores(place):
-        # With dropout also a mask, and what it leaves of them.
+        # With dropout also the mask and the masked probabilities.
         each = 2 * place.width + 1 if model.dropout else place.width
         saved.append(SavedTensor("softmax", model.n_heads * model.seq_len * each, "width", inside=True))
     work = list(memory_bound)
@@ -176,36 +177,36 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
 
 
 def _queries(place: Place) -> int:
-    """Queries of one head and sequence on this context rank; with Ulysses of as many heads as without."""
+    """Returns the queries per head and sequence on this context rank, averaged over all heads with Ulysses."""
     return -(-place.model.seq_len // place.cp)
 
 
 def _pairs(place: Place) -> int:
-    """(query, key) pairs of one head and sequence, as if no causal mask halved them: without a window each query with
-    all keys, with one each query with the `window` keys up to its own and as many after it, as far as there are any.
-    On a ring those of the position with the most, which is the last, with the middle of the sequence."""
+    """Returns the (query, key) pairs per head and sequence, without halving for the causal mask: without a window each
+    query with all keys, with one each query with the `window` keys up to its own and as many after it, as far as they
+    exist. On a ring the count is that of the position with the most, the last, which has the middle of the sequence."""
     seq_len, window = place.model.seq_len, place.model.window
     if not 0 < window < seq_len:
         return _queries(place) * seq_len
     middle, chunk = seq_len // 2, seq_len // (2 * place.ring)
     run = range(seq_len) if place.ring == 1 else range(middle - chunk, middle + chunk)
-    # The mirrored mask has as many pairs, and both have those of queries with their own keys.
+    # The mirrored mask has as many pairs; both include those of queries with their own keys.
     return -(-(2 * visible_pairs(run, window) - len(run)) // place.ulysses)
 
 
 def _context_messages(place: Place, kv_heads: int) -> Iterator[Message]:
-    """Messages of attention where ranks hold parts of every sequence."""
+    """Yields the messages of attention if ranks hold parts of every sequence."""
     model, heads = place.model, place.model.n_heads // place.tp
     core = place.profile.selective == "core"
-    # With slices keys and values are those of all slices so far: of the first slice once for each there is.
+    # With slices every slice sends the keys and values of all slices so far.
     seen = place.tokens // place.slices * (place.slices * (place.slices + 1) // 2)
-    # Fewer key/value heads than ranks go to several.
+    # Key/value heads go to several ranks if there are fewer of them.
     keys_and_values = seen * max(kv_heads, place.ulysses) * (model.head_size + model.v_head_size)
     if place.ulysses > 1:
         inputs = place.tokens * heads * model.head_size + keys_and_values
         output = place.tokens * heads * model.v_head_size
         yield Message("ulysses", "all_to_all", inputs, forward=1, full=1, selective=core, backward=1)
-        # The last that attention saves for its backward pass is what comes before this exchange.
+        # The last tensor that attention saves for its backward pass is the input of this exchange.
         yield Message("ulysses", "all_to_all", output, forward=1, full=1, backward=1)
     if place.ring > 1:
         hops = place.ring - 1
@@ -215,7 +216,7 @@ def _context_messages(place: Place, kv_heads: int) -> Iterator[Message]:
 
 
 def _output(place: Place) -> Operator:
-    """The last matrix. Attention's own backward pass reads its input, too."""
+    """Returns the output projection. The backward pass of attention reads its input, too."""
     model, width, read = place.model, place.width, place.read
     inner = model.n_heads * model.v_head_size
     return Operator(

@@ -1,7 +1,7 @@
-"""What lies around the blocks: embedding, final norm, head and loss.
+"""The operators outside the blocks: embedding, final norm, head and loss.
 
-The vocabulary is cut by rows and padded to equal parts; the loss sums three numbers per token over the tensor ranks:
-the largest logit, the denominator and the chosen one (Shoeybi et al. 2019, section 3).
+The vocabulary is cut by rows and padded to equal parts; the loss reduces three numbers per token over the tensor ranks:
+the largest logit, the denominator and the target's logit (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOSS_NUMBERS = 3
 
 
 def embedding(place: Place, vocabulary: int) -> Operator:
-    """Returns the look-up of a token's row and the sum with its position. `vocabulary` is the number of tokens in
+    """Returns the look-up of a token's row and its sum with the position; `vocabulary` is the number of tokens in
     it."""
     model, numbers = place.model, 3 * place.hidden
     return Operator(
@@ -32,7 +32,7 @@ def embedding(place: Place, vocabulary: int) -> Operator:
 
 def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     """Yields the final norm, the head and the loss, whose fp32 logits are read and written by the softmax and by its
-    gradient. With `loss_chunk` logits are computed a second time in the backward pass."""
+    gradient. With `loss_chunk` the backward pass recomputes the logits."""
     model = place.model
     yield Operator(
         "final norm",
@@ -65,7 +65,7 @@ def embedding_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]
 
 
 def head_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]:
-    """Returns the weights of the last stage. A tied head has none of its own."""
+    """Returns the weights of the last stage. A tied head has no weight of its own."""
     norm = norm_weights(model, "final_norm", model.d_model)
     if model.tied:
         return norm

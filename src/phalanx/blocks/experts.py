@@ -1,7 +1,7 @@
-"""A mixture of experts: router, exchange of rows between expert ranks, routed and shared experts.
+"""A mixture of experts: router, all-to-all between expert ranks, routed and shared experts.
 
-Rows go out to their experts and come back, in the forward and in the backward pass (Lepikhin et al. 2021). Routed
-experts get equal numbers of rows, or as many as their capacity.
+Tokens are dispatched to their experts and combined again, in the forward and in the backward pass (Lepikhin et al.
+2021). Routed experts get equal numbers of tokens, or as many as their capacity.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def experts(place: Place) -> Iterator[Operator]:
     yield replace(activation, memory_bound=tuple(each))
     hidden = SavedTensor("experts", arrived * model.expert_ff_size * hidden_bytes(place), "width")
     yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,), results=down_result(place))
-    # What experts wrote, and with gates: torch's index_add keeps what it adds.
+    # The experts' outputs, before and after the gates: torch's index_add keeps what it adds.
     combined = () if place.profile.weights_inside else (SavedTensor("combine", 2 * rows * stream, spread),)
-    # Nothing after the sum over experts is saved but the dropout's mask: else that sum is not repeated.
+    # Only the dropout's mask is saved after the sum over experts; without it recomputation leaves that sum out.
     yield _moving(place, "combine", rows, *combined).sending(*leave(place, again=model.dropout > 0))
     if moe.n_shared:
         for part in mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens):
@@ -49,8 +49,7 @@ def experts(place: Place) -> Iterator[Operator]:
 
 
 def routed_rows(place: Place) -> int:
-    """Returns the rows that a rank's tokens send to experts: `top_k` each, or with a capacity all that it leaves room
-    for."""
+    """Returns the rows that a rank's tokens send to experts: `top_k` per token, or with a capacity every slot."""
     model, moe = place.model, place.model.moe
     if not moe.capacity:
         return place.tokens * moe.top_k
@@ -80,7 +79,7 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
 
 
 def _routing_messages(place: Place) -> Iterator[Message]:
-    """Yields what routers tell each other: sums over a sequence, and how many rows each rank gets."""
+    """Yields the messages between routers: sums over a sequence, and the number of rows for each rank."""
     moe = place.model.moe
     if moe.aux_loss:
         yield Message("cp", "all_reduce", place.sequences * moe.n_experts, "index", forward=1, full=1)
@@ -93,7 +92,7 @@ def _routing_messages(place: Place) -> Iterator[Message]:
 
 
 def _moving(place: Place, name: str, rows: float, *saved: SavedTensor) -> Operator:
-    """Rows are copied into the order of their experts, or back with their gates, on both sides of the exchange."""
+    """Returns the dispatch to experts or the combine with gates: rows are permuted on both sides of the all-to-all."""
     copies = 2 if place.ep > 1 else 1
     moved = 2 * copies * routed_rows(place) * place.model.d_model
     message = Message(
@@ -104,7 +103,7 @@ def _moving(place: Place, name: str, rows: float, *saved: SavedTensor) -> Operat
 
 
 def _in_mixture(operator: Operator, n_experts: int = 0) -> Operator:
-    """Names an MLP's weights as a mixture's, and stacks them where there are so many experts of them."""
+    """Names an MLP's weights as a mixture's, and stacks `n_experts` of each (0: no stack)."""
     stack = (n_experts,) if n_experts else ()
     weights = (w._replace(name=f"moe.{w.name}", shape=(*stack, *w.shape)) for w in operator.weights)
     return replace(operator, weights=tuple(weights))

@@ -39,8 +39,8 @@ def down_result(place: Place) -> tuple[SavedTensor]:
 
 
 def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) -> tuple[Operator, Operator, Operator]:
-    """Returns the matrices of an MLP `width` wide over `rows` tokens, and the activation between them. The second
-    matrix saves what the activation reads and what it reads itself."""
+    """Returns the matrices of an MLP of hidden size `width` over `rows` tokens, and the activation between them. The
+    second matrix saves the inputs of the activation and its own."""
     model = place.model
     hidden = max(1, width // place.tp)
     gated = model.activation == "swiglu"
@@ -75,12 +75,12 @@ def down_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = Fal
     """Returns the weights that write to the residual stream."""
     kind = COLUMNS._replace(tiled=tiled)
     weight, *bias = linear_weights(f"{name}.down", model.d_model, width, model.bias, kind, cuts_bias=False)
-    # Inside a mixture of experts gates multiply the bias, of which each rank sees a part.
+    # In a mixture of experts gates multiply the bias, so each rank computes a part of its gradient.
     return weight, *(one._replace(gradient="tokens" if name == "mlp" else "partial") for one in bias)
 
 
 def hidden_bytes(place: Place) -> int:
-    """Returns the bytes per number of the hidden width that an MLP saves: what it activates, and what the last matrix
-    reads."""
+    """Returns the bytes per element of the hidden size that an MLP saves: the inputs of the activation and of the last
+    matrix."""
     tensors = place.profile.swiglu_kept if place.model.activation == "swiglu" else 2
     return (tensors - 1) * place.width + place.read

@@ -1,15 +1,15 @@
 """Floating-point operations of the matrix multiplications of a model, exactly.
 
 A multiplication of (m × k) by (k × n) counts 2 m k n. Everything else (norms, softmax, activations, embedding look-up,
-optimizer) counts nothing, as in the papers and as `torch.utils.flop_counter` counts; a test holds the two equal.
+optimizer) counts nothing, as in the papers and in `torch.utils.flop_counter`, against which a test compares.
 
 Attention scores and their product with the values are counted in one of two ways:
-- `full`: every query with every key, seq_len × seq_len, as if there were no causal mask; with `model.window` those less
-  than a window apart. Model FLOPs utilisation as PaLM defines it (Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T a
-  token) and as torchtitan and Megatron-LM report it counts so; every `mfu` that Phalanx prints does.
+- `full`: every query with every key, seq_len × seq_len, as if there were no causal mask; with `model.window` the pairs
+  less than a window apart. Model FLOPs utilisation as PaLM defines it (Chowdhery et al. 2022, appendix B: 6 N + 12 L H
+  Q T per token) and as torchtitan and Megatron-LM report it counts so; so does every `mfu` that Phalanx prints.
 - `causal`: half of that, the work that a kernel cannot avoid.
 
-Model FLOPs (`train_flops_*`) leave recomputation out; `phalanx.cost.flops` adds what a layout computes again.
+Model FLOPs (`train_flops_*`) leave recomputation out; `phalanx.cost.flops` adds it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.config.model import ModelConfig
 Attention = Literal["full", "causal"]
 
 BACKWARD_PER_FORWARD = 2
-"""Each multiplication has two in the backward pass, one for the gradient of each factor."""
+"""Multiplications in the backward pass for each one in the forward pass: one for the gradient of each factor."""
 
 
 def forward_flops_per_token(model: ModelConfig, attention: Attention = "full") -> int:

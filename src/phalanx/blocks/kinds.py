@@ -22,7 +22,7 @@ FEED_FORWARD: Mapping[str, Part] = {"dense": dense, "experts": experts}
 
 
 class BlockKind(NamedTuple):
-    """What tells one block from another: names in ATTENTION and FEED_FORWARD."""
+    """The kind of a block: a name in ATTENTION and one in FEED_FORWARD."""
 
     attention: str
     feed_forward: str
@@ -51,7 +51,7 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
     """Returns the operators of one half of a block in the order of its forward pass."""
     if half == "attention":
         return _attention_half(place._replace(ep=1), kind.attention)
-    # To tokens it is all the same which of the context ranks form a ring.
+    # Feed-forward layers do not depend on which context ranks form a ring.
     return _feed_forward_half(place._replace(ring=place.cp, ulysses=1), kind.feed_forward)
 
 

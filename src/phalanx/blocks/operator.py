@@ -2,7 +2,7 @@
 
 A block, the embedding, the head and the loss are lists of operators (attention.py, feed_forward.py, experts.py,
 ends.py). Parameter counts, tensor slices, FLOPs, memory, traffic, seconds, roofline and the planner's bounds are views
-of these lists: a formula that stands here stands nowhere else.
+of these lists: each formula is written once, here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ Cut = Literal["whole", "rows", "columns"]
 """How tensor parallelism cuts a weight: rows are outputs, columns are inputs (Shoeybi et al. 2019, section 3)."""
 Gradient = Literal["tokens", "partial", "whole"]
 """The part of a replicated weight's gradient that one tensor rank computes. tokens: that of its own tokens, which are
-all of them without sequence parallelism. partial: that of its part of the layer. whole: all of it under every
-layout."""
+all of them without sequence parallelism. partial: that of its part of the layer. whole: all of it in every layout."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 NumberType = Literal["activation", "wide", "index"]
-"""activation: the width of the computation; wide: at least fp32; index: 8 bytes."""
+"""The number format of a message. activation: the width of the computation; wide: at least fp32; index: 8 bytes."""
 Beside = Literal["nothing", "attention", "weight_gradients"]
 
 
@@ -29,21 +28,21 @@ class Weight(NamedTuple):
     """One parameter, and how ranks divide it."""
 
     name: str
-    """Within its block, or within the model where it belongs to no block."""
+    """Name within its block, or within the model if it belongs to no block."""
     shape: tuple[int, ...]
-    """Of the whole parameter. A linear layer's is (outputs, inputs), an expert's has the experts in front."""
+    """Shape of the whole parameter. A linear layer's is (outputs, inputs); routed experts add a leading dimension."""
     cut: Cut = "whole"
     unit: int = 1
-    """Rows that stay together: a key/value head, of which several tensor ranks hold copies where heads are fewer."""
+    """Rows that stay together: a key/value head, of which several tensor ranks hold copies if there are fewer heads."""
     padded: bool = False
-    """Rows are padded to a multiple of the tensor ranks (the vocabulary)."""
+    """Whether rows are padded to a multiple of the tensor ranks (the vocabulary)."""
     gradient: Gradient = "tokens"
     tiled: bool = False
     """Whether `layout.tiles` cuts it, along the dimension that tp cuts."""
 
     @property
     def routed(self) -> bool:
-        """Whether it belongs to routed experts, which expert parallelism deals out."""
+        """Whether it belongs to routed experts, which expert parallelism distributes."""
         return is_expert(self.name)
 
     @property
@@ -53,13 +52,13 @@ class Weight(NamedTuple):
 
     @property
     def dim(self) -> int | None:
-        """The dimension that tp cuts; None where every tensor rank holds the whole."""
+        """The dimension that tp cuts; None if every tensor rank holds the whole."""
         if self.cut == "whole":
             return None
         return (self.cut == "columns") + self.routed
 
     def is_summed(self, sp: bool) -> bool:
-        """Whether tensor ranks add up their gradients of this weight although each holds the whole of it."""
+        """Returns whether tensor ranks sum their gradients of this weight although each holds the whole of it."""
         return self.dim is None and (self.gradient == "partial" or (sp and self.gradient == "tokens"))
 
     def part(self, tp: int) -> int:
@@ -69,7 +68,7 @@ class Weight(NamedTuple):
         return -(-whole // tp) if self.padded else max(whole // tp, self.unit)
 
     def shape_on(self, tp: int, ep: int = 1) -> tuple[int, ...]:
-        """Returns the shape of what one of tp × ep ranks holds."""
+        """Returns the shape of the part that one of tp × ep ranks holds."""
         shape = list(self.shape)
         if self.dim is not None and tp > 1:
             shape[self.dim] = self.part(tp)
@@ -78,12 +77,12 @@ class Weight(NamedTuple):
         return tuple(shape)
 
     def size_on(self, tp: int, ep: int = 1) -> int:
-        """Returns the number of elements of what one of tp × ep ranks holds."""
+        """Returns the number of elements that one of tp × ep ranks holds."""
         return prod(self.shape_on(tp, ep))
 
 
 def is_expert(name: str) -> bool:
-    """Whether the parameter `name` belongs to routed experts, stacked along its leading dimension."""
+    """Returns whether the parameter `name` belongs to routed experts, stacked along its leading dimension."""
     return "moe.experts." in name
 
 
@@ -99,7 +98,7 @@ class Product(NamedTuple):
     k: int
     number: int = 1
     sixteen: bool = False
-    """Stays in 16 bits where the others run in 8 or 4 (router and head)."""
+    """Whether it stays in 16 bits if the others run in 8 or 4 (router and head)."""
 
     @property
     def flops(self) -> int:
@@ -114,13 +113,13 @@ class AttentionCore(NamedTuple):
     kv_heads: int
     queries: int
     keys: int
-    """Of all steps together."""
+    """Keys of all steps together."""
     pairs: int
-    """Queries with each key that they may see, of one head and sequence, as if no causal mask halved them."""
+    """(query, key) pairs that the window leaves per head and sequence, without halving for the causal mask."""
     head: int
     value_head: int
     steps: int = 1
-    """Ring attention computes one part of the keys at a time and merges the results (Liu et al. 2023)."""
+    """Steps of ring attention, each over one part of the keys; their results are merged (Liu et al. 2023)."""
 
     @property
     def flops(self) -> int:
@@ -129,58 +128,58 @@ class AttentionCore(NamedTuple):
 
     @property
     def keys_per_query(self) -> float:
-        """Keys of a query in each step, as if no causal mask halved them."""
+        """Keys per query in each step, without halving for the causal mask."""
         return self.pairs / self.queries / self.steps
 
 
 class MemoryBound(NamedTuple):
-    """Elementwise work on one rank: numbers that it reads and writes."""
+    """Elementwise work on one rank: elements that it reads and writes."""
 
     name: str
     forward: float
     backward: float
     kernels: int = 1
-    """Forward kernels where nothing is fused."""
+    """Forward kernels without fusion."""
     launches: int = 1
-    """Forward kernels where everything is."""
+    """Forward kernels if everything is fused."""
 
 
 class SavedTensor(NamedTuple):
-    """What an operator saves for the backward pass, per token."""
+    """A tensor that an operator saves for the backward pass."""
 
     operator: str
     size: float
     """Bytes per token of all tensor ranks together."""
     cut: Literal["whole", "tokens", "gathered", "width"]
-    """How tensor ranks share it. tokens: with sp, each has its own. gathered: so too, where inputs are gathered again
-    in the backward pass, else each has all. width: each has a part of the heads or of the hidden width. whole: none."""
+    """How tensor ranks share it. whole: each has all. tokens: with sp, its own. gathered: its own if inputs are
+    gathered again in the backward pass, otherwise all. width: a part of the heads or of the hidden size."""
     inside: bool = False
-    """It lies inside the attention core, which selective recomputation repeats."""
+    """Whether it lies inside the attention core, which selective recomputation repeats."""
 
 
 class Message(NamedTuple):
-    """A collective of one micro-batch, in numbers: bytes and seconds both come from here."""
+    """A collective of one micro-batch, in elements: bytes and seconds are both derived from it."""
 
     axis: Literal["tp", "ring", "ulysses", "cp", "ep", "pp"]
     collective: Collective
     elements: float
-    """Of the whole tensor: what an all-gather ends with, a reduce-scatter begins with, what a rank has of an all-to-all
-    or sends in one message."""
+    """Elements of the whole tensor: an all-gather's output, a reduce-scatter's input, a rank's part of an all-to-all,
+    the payload of a send."""
     number: NumberType = "activation"
     forward: float = 0
-    """How often per forward pass."""
+    """Times per forward pass."""
     full: float = 0
-    """How often again, before the backward pass, where the whole block is recomputed."""
+    """Times in the repeated forward pass if the whole block is recomputed."""
     selective: float = 0
-    """How often again where attention alone is."""
+    """Times in the repeated forward pass if only attention is recomputed."""
     backward: float = 0
-    """How often in the backward pass itself."""
+    """Times per backward pass, without recomputation."""
     spared: bool = False
-    """Whether a block that is wholly recomputed has sent it for the backward pass already."""
+    """Whether full recomputation has already sent it, so that the backward pass does not."""
     beside: Beside = "nothing"
-    """What the program computes meanwhile."""
+    """The computation that it overlaps."""
     copies: float = 0
-    """Rows that a token sends to experts; 0: it sends none."""
+    """Rows per token that are sent to experts; 0 for other messages."""
 
     @property
     def ledger_axis(self) -> str:
@@ -188,7 +187,7 @@ class Message(NamedTuple):
         return "cp" if self.axis in ("ring", "ulysses") else self.axis
 
     def again(self, recompute: Recompute) -> float:
-        """Returns how often it is sent again before the backward pass."""
+        """Returns how often it is sent in the repeated forward pass."""
         return self.full if recompute == "full" else self.selective if recompute == "selective" else 0
 
     def back(self, recompute: Recompute) -> float:
@@ -218,7 +217,7 @@ class Operator:
     messages: tuple[Message, ...] = ()
 
     def product(self, tp: int, ep: int) -> Product | None:
-        """Returns the product with all matrices that read the same input, as one; None where there is none."""
+        """Returns the product with all matrices that read the same input, as one; None if there is none."""
         matrices = [weight.shape_on(tp, ep) for weight in self.weights if weight.is_matrix]
         if not matrices or not self.rows:
             return None

@@ -1,7 +1,7 @@
 """Every parameter of a model, by name and shape: a view of the operators' weights.
 
 The torch module in `phalanx.model` has exactly these parameters (a test compares them), so counting, sharding, memory
-and FLOPs can be worked out without building anything. A linear layer's weight is (outputs, inputs).
+and FLOPs are computed without building it. A linear layer's weight is (outputs, inputs).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def vocabulary(model: ModelConfig, vocab_size: int | None = None) -> int:
-    """Returns the number of tokens in the vocabulary: `vocab_size` (the tokenizer's) where given, else the model's own.
+    """Returns the number of tokens in the vocabulary: `vocab_size` (the tokenizer's) if given, else the model's own.
 
-    Raises JobError when neither says how many."""
+    Raises JobError if neither is known."""
     size = vocab_size or model.vocab_size
     if not size:
         raise JobError(
@@ -53,7 +53,7 @@ def weights(model: ModelConfig, vocab_size: int | None = None) -> Iterator[Weigh
 
 @lru_cache(maxsize=256)
 def _by_name(model: ModelConfig) -> Mapping[str, Weight]:
-    """Every weight by its name within its block, or within the model."""
+    """Returns every weight by its name within its block, or within the model."""
     every = [*embedding_weights(model, 1), *head_weights(model, 1)]
     for kind in dict.fromkeys(block_kinds(model)):
         every += block_weights(model, kind)
@@ -83,7 +83,7 @@ def count(model: ModelConfig, vocab_size: int | None = None) -> int:
 
 
 def count_active(model: ModelConfig) -> int:
-    """Returns the parameters that one token uses: as `count`, but of the routed experts only the top_k that the token
+    """Returns the parameters that one token uses: as `count`, but only the top_k routed experts that the token
     visits."""
     return sum(active_size(weight.name, weight.shape, model) for weight in weights(model))
 

@@ -1,4 +1,4 @@
-"""One rank's part of a micro-batch: everything of a job that the sizes of an operator depend on."""
+"""One rank's part of a micro-batch: everything in a job that determines the sizes of an operator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 
 INDEX = 8
-"""Bytes of a count, an expert's number or a place in a tensor (int64)."""
+"""Bytes of a count, an expert's number or an index into a tensor (int64)."""
 WIDE = 4
-"""Bytes of a number in losses, routers and sums over attention, at least (fp32)."""
+"""Least bytes per element of losses, routers and sums over attention (fp32)."""
 
 
 class Place(NamedTuple):
@@ -28,11 +28,11 @@ class Place(NamedTuple):
     loss_chunk: int = 0
     sequences: int = 1
     slices: int = 1
-    """Parts in which the sequences travel a pipeline."""
+    """Slices into which pipelined sequences are cut."""
     width: int = 2
-    """Bytes of an activation."""
+    """Bytes per element of an activation."""
     narrow: bool = False
-    """Matrix products are in 8 bits, which matters to frameworks that keep their operands so."""
+    """Whether matrix products are in 8 bits, which matters to frameworks that save their operands so."""
     profile: MemoryProfile = PHALANX
 
     @property
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
     @property
     def token_share(self) -> int:
-        """Tensor ranks that divide the tokens between the matrices."""
+        """Number of tensor ranks that share the tokens between the matrices."""
         return self.tp if self.sp else 1
 
     @property
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
     @property
     def read(self) -> int:
-        """Bytes in which an operand of a matrix product is saved."""
+        """Bytes per element of the saved operand of a matrix product."""
         return 1 if self.narrow and self.profile.keeps_narrow else self.width
 
     @property
@@ -70,7 +70,7 @@ class Place(NamedTuple):
         return message.elements * widths[message.number]
 
     def ranks_of(self, message: Message) -> int:
-        """Returns how many ranks a message's collective joins; a send joins two where there is a ring."""
+        """Returns how many ranks a message's collective joins; for a send, the size of the ring."""
         return {"tp": self.tp, "ring": self.ring, "ulysses": self.ulysses, "cp": self.cp, "ep": self.ep}[message.axis]
 
 

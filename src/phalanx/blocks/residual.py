@@ -1,8 +1,8 @@
-"""What stands between the matrices: norms, residual sums, and the messages on and off the residual stream.
+"""The operators between the matrices: norms, residual sums, and the messages on and off the residual stream.
 
-Tensor parallelism: an all-reduce of the residual stream after each half of a block forward, and before it backward
-(Shoeybi et al. 2019, section 3); with sequence parallelism each is an all-gather and a reduce-scatter (Korthikanti et
-al. 2022, section 4.2.2).
+Tensor parallelism: an all-reduce of the residual stream after each half of a block in the forward pass, and before it
+in the backward pass (Shoeybi et al. 2019, section 3); with sequence parallelism each is an all-gather and a
+reduce-scatter (Korthikanti et al. 2022, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def norm(place: Place, name: str, *, first: bool = False) -> Operator:
 
 def residual(place: Place, name: str) -> Operator:
     """Returns the sum at the end of a half of a block: it reads two tensors and writes one. Dropout reads and writes a
-    mask of one byte per number."""
+    mask of one byte per element."""
     numbers = place.hidden / place.token_share
     drops = 0.5 if place.model.dropout else 0
     return Operator(
@@ -41,10 +41,10 @@ def residual(place: Place, name: str) -> Operator:
 
 
 def enter(place: Place, *, regather: bool = False) -> Iterator[Message]:
-    """Yields the messages off the residual stream: what the matrices read is whole on every tensor rank.
+    """Yields the messages off the residual stream: every tensor rank gets the whole input of the matrices.
 
-    `regather`: the gathered input is not saved, and gathered again beside the gradients of weights, or by a forward
-    pass that is repeated."""
+    `regather`: the gathered input is not saved, but gathered again during the computation of weight gradients, or by a
+    repeated forward pass."""
     if place.sp:
         yield Message("tp", "all_gather", place.hidden, forward=1, full=1)
     yield Message("tp", "reduce_scatter" if place.sp else "all_reduce", place.hidden, backward=1)
@@ -53,7 +53,7 @@ def enter(place: Place, *, regather: bool = False) -> Iterator[Message]:
 
 
 def leave(place: Place, *, again: bool = True) -> Iterator[Message]:
-    """Yields the messages onto the residual stream: every tensor rank has found a part of a sum. `again`: a repeated
+    """Yields the messages onto the residual stream, which sum the tensor ranks' partial results. `again`: a repeated
     forward pass needs it."""
     yield Message("tp", "reduce_scatter" if place.sp else "all_reduce", place.hidden, forward=1, full=again)
     if place.sp:
@@ -63,7 +63,7 @@ def leave(place: Place, *, again: bool = True) -> Iterator[Message]:
 def linear_weights(
     name: str, outputs: int, inputs: int, bias: bool, weight: Weight = PLAIN, *, cuts_bias: bool = True
 ) -> tuple[Weight, ...]:
-    """Returns a linear layer's weight and bias, divided as `weight` says. A bias has rows alone: `cuts_bias` is false
+    """Returns a linear layer's weight and bias, divided as `weight` says. A bias has only rows: `cuts_bias` is false
     for a layer that is cut by columns, whose bias is added once, after the sum."""
     whole = weight._replace(name=f"{name}.weight", shape=(outputs, inputs))
     if not bias:

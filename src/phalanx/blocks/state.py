@@ -1,8 +1,8 @@
 """The messages of a parameter's state between data ranks: gradients that are summed, parameters that are gathered.
 
-Ranks that shard the state each end with one share of the gradients, after a reduce-scatter, and begin with one share of
-the parameters, before an all-gather; replicas sum their shares (Rajbhandari et al. 2020, sections 5 and 7; HSDP: Zhao
-et al. 2023, section 3.2.2). How often each is sent is the ZeRO stage's and the schedule's affair.
+Each rank that shards the state ends with one share of the gradients, after a reduce-scatter, and begins with one share
+of the parameters, before an all-gather; replicas sum their shares (Rajbhandari et al. 2020, sections 5 and 7; HSDP:
+Zhao et al. 2023, section 3.2.2). The ZeRO stage and the schedule decide how often each is sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class StateMessage(NamedTuple):
     collective: Collective
     among: Literal["shard", "replicas"]
     elements: Any
-    """Elements of the whole tensor, as in phalanx.blocks.operator.Message: a number, or an array of them."""
+    """Elements of the whole tensor, as in phalanx.blocks.operator.Message: a number, or an array."""
 
 
 def state_messages(share: Any, ranks: Any) -> tuple[StateMessage, StateMessage, StateMessage]:

@@ -1,1 +1,1 @@
-"""What a model under a layout costs: FLOPs, memory, traffic and time. Nothing here imports torch."""
+"""The cost model of a layout: FLOPs, memory, traffic and time. Nothing here imports torch."""

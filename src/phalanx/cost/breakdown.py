@@ -9,7 +9,7 @@ from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.units import gib
 
-_BAR = 40  # letters of all bars of a breakdown together
+_BAR = 40  # characters of all bars of a breakdown together
 MOMENTS = {"loss": "at the loss", "backward": "in the backward pass", "optimizer": "in the optimizer step"}
 """The moments of peak memory (RankMemory.moment) as a message names them."""
 

@@ -1,5 +1,5 @@
-"""Functions of numbers, or of arrays of them element by element: a formula that is written with these prices one layout
-for `predict` and many at once for the planner's bounds."""
+"""Elementwise functions of numbers or arrays: a formula written with them prices one layout for `predict` and many at
+once for the planner's bounds."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class AttentionTiming:
 
     @property
     def flops(self) -> float:
-        """FLOPs on the pairs that the causal mask leaves: two products forward, five backward (FlashAttention-2, Dao
+        """FLOPs of the pairs that the causal mask leaves: two products forward, five backward (FlashAttention-2, Dao
         2023, section 4.1)."""
         return 2.0 * self.length**2 * self.heads * self.head * (2.5 if self.backward else 1)
 
@@ -122,7 +122,7 @@ class FitRow:
 
     @property
     def error(self) -> float:
-        """Fitted over measured time, less one."""
+        """The fitted over the measured time, minus one."""
         return self.fitted / self.measured - 1
 
 
@@ -186,8 +186,8 @@ def _with_memory(base: Accelerator, streams: Sequence[StreamTiming]) -> Accelera
 
 
 def product_call_us(streams: Sequence[StreamTiming]) -> float:
-    """Returns the microseconds by which the call of a product exceeds that of another kernel, where nothing runs ahead
-    (a CPU)."""
+    """Returns the microseconds by which the call of a product exceeds that of another kernel if the host does not run
+    ahead (a CPU)."""
     tiny = [stream for stream in streams if stream.moved <= TINY_BYTES]
     others = statistics.median(stream.seconds for stream in tiny if not _is_tiny_product(stream))
     return max([0.0, *((stream.seconds - others) * 1e6 for stream in tiny if _is_tiny_product(stream))])
@@ -243,7 +243,7 @@ def _block_seconds(device: Accelerator, precision: Precision, model: ModelConfig
 
 
 def alone(device: Accelerator) -> Accelerator:
-    """Returns the device as it is in a loop of one kernel, at its best and not its sustained rate."""
+    """Returns the device at its best instead of its sustained rate, as in a loop of one kernel."""
     return replace(device, sustained=1.0)
 
 

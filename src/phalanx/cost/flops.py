@@ -1,4 +1,4 @@
-"""Hardware FLOPs of a step: model FLOPs and what a layout computes again.
+"""Hardware FLOPs of a step: model FLOPs and what a layout recomputes.
 
 Model FLOPs over time give MFU, hardware FLOPs HFU (Korthikanti et al. 2022, section 6.3).
 """

@@ -18,13 +18,13 @@ class BlockParameters(NamedTuple):
     """Parameters of a block on one tensor and expert rank."""
 
     dense: int
-    """Those that all expert ranks have."""
+    """Parameters that all expert ranks have."""
     experts: int
-    """Those of the routed experts that the rank holds."""
+    """Parameters of the routed experts that the rank holds."""
     matrices: int
-    """Those of all matrices, one expert's in place of all."""
+    """Parameters of all matrices, with one expert's in place of all."""
     largest: int
-    """Those of the largest matrix; the same matrix of all experts held is one."""
+    """Parameters of the largest matrix; the same matrix of all local experts counts as one."""
 
 
 @lru_cache(maxsize=4096)
@@ -44,7 +44,7 @@ def block_parameters(model: ModelConfig, tp: int, ep: int, kind: BlockKind) -> B
 
 
 class LayerKind(NamedTuple):
-    """A kind of block, and what it recomputes."""
+    """A kind of block with its recomputation."""
 
     block: BlockKind
     recompute: Mode
@@ -52,14 +52,14 @@ class LayerKind(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layer_kinds(model: ModelConfig, recomputes: str) -> tuple[LayerKind, ...]:
-    """Returns the kind of every layer; `recomputes` is what the layout says of them (partition.recompute.written)."""
+    """Returns the kind of every layer; `recomputes` is the layout's (partition.recompute.written)."""
     every = modes(recomputes, model.n_layers)
     return tuple(LayerKind(kind, mode) for kind, mode in zip(block_kinds(model), every, strict=True))
 
 
 @lru_cache(maxsize=4096)
 def kinds_of(model: ModelConfig, recomputes: str, layers: range) -> tuple[tuple[LayerKind, int], ...]:
-    """Returns the kinds of some layers, and how many of each come one after the other."""
+    """Returns the kinds of some layers as runs: each kind with the number of consecutive layers."""
     kinds = layer_kinds(model, recomputes)
     return tuple((kind, len(list(run))) for kind, run in groupby(kinds[layer] for layer in layers))
 
@@ -72,7 +72,7 @@ def table(model: ModelConfig, tp: int) -> int:
 
 @lru_cache(maxsize=4096)
 def outside(model: ModelConfig, tp: int, first: bool, last: bool) -> int:
-    """Returns the parameters around the blocks, on a rank that has the first stage, the last, or both."""
+    """Returns the parameters outside the blocks, on a rank that has the first stage, the last, or both."""
     vocab = model.vocab_size
     weights = [*(embedding_weights(model, vocab) if first else ()), *(head_weights(model, vocab) if last else ())]
     copied = table(model, tp) if model.tied and last and not first else 0

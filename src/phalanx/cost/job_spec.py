@@ -1,4 +1,4 @@
-"""What a job asks this program to do, as the cost model takes it."""
+"""The spec of a job's step, for the cost model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.schedule import catalogue
 
 
 def step_spec(job: Job, vocab: int) -> StepSpec:
-    """Returns what a job asks this program to do. Raises JobError where nothing is known about the devices."""
+    """Returns the spec of a job. Raises JobError if nothing is known about the devices."""
     if not job.cluster.accelerator.name:
         known = ", ".join(list(CLUSTERS)[:8])
         raise JobError(
@@ -38,7 +38,7 @@ def step_spec(job: Job, vocab: int) -> StepSpec:
 
 
 def rank_spec(job: Job, vocab: int) -> StepSpec:
-    """Returns the same where it does not matter what is known about the devices: for the memory of a rank."""
+    """Returns the spec of a job without checking that the devices are known, for the memory of a rank."""
     precision = job.train.precision
     model = replace(job.model, vocab_size=vocab)
     return StepSpec(
@@ -54,7 +54,7 @@ def rank_spec(job: Job, vocab: int) -> StepSpec:
 
 
 def _framework(job: Job) -> Framework:
-    """Returns this program as the job runs it."""
+    """Returns Phalanx as the job runs it."""
     framework = PHALANX_CPU if job.cluster.device == "cpu" else PHALANX
     if job.train.gradients == "same":
         return framework
@@ -63,9 +63,9 @@ def _framework(job: Job) -> Framework:
 
 
 def stages(model: ModelConfig, layout: Layout) -> tuple[range, ...]:
-    """The layers of every stage, as `phalanx train` cuts them; empty without a pipeline.
+    """Returns the layers of every stage, as `phalanx train` cuts them; empty without a pipeline.
 
-    Raises JobError where the model has too few layers, or where pp_cut or a schedule's file do not fit."""
+    Raises JobError if the model has too few layers, or if pp_cut or a schedule's file does not fit."""
     if layout.pp == 1:
         return ()
     if is_file(layout.schedule):

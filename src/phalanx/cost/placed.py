@@ -1,5 +1,5 @@
-"""What each rank of a case's pipeline has of the model, for time and memory alike. Which rank holds which stages
-is read off the schedule (in_flight.py)."""
+"""The part of the model on each rank of a pipeline, for time and memory alike. Which rank holds which stages is read
+off the schedule (in_flight.py)."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from phalanx.partition.stages import even, written_stages
 
 @dataclass(frozen=True)
 class Content:
-    """What a pipeline rank, or one stage, has of the model, in blocks of each kind."""
+    """The part of the model on a pipeline rank, or in one stage, in blocks of each kind."""
 
     kinds: tuple[tuple[LayerKind, int], ...]
     embedding: bool
     head: bool
     share: float = 1.0
-    """Of the micro-batches, those that pass each of its stages."""
+    """Share of the micro-batches that pass each of its stages."""
 
     @property
     def blocks(self) -> int:
-        return sum(many for _, many in self.kinds)
+        return sum(number for _, number in self.kinds)
 
     @property
     def of_kind(self) -> dict[BlockKind, int]:
         """The number of blocks of each kind, whatever they recompute."""
-        found: dict[BlockKind, int] = {}
-        for kind, many in self.kinds:
-            found[kind.block] = found.get(kind.block, 0) + many
-        return found
+        counts: dict[BlockKind, int] = {}
+        for kind, number in self.kinds:
+            counts[kind.block] = counts.get(kind.block, 0) + number
+        return counts
 
 
 def contents(spec: StepSpec) -> tuple[Content, ...]:
-    """What each pipeline rank has."""
+    """Returns the contents of each pipeline rank."""
     stages, ranks = placed(spec)
     recomputes = written(spec.layout)
     return tuple(_content(spec.model, recomputes, stages, rank.held, rank.share) for rank in ranks)
 
 
 def content_of(spec: StepSpec, stages: Sequence[range], held: Sequence[int]) -> Content:
-    """What is in some of the `stages` by their numbers."""
+    """Returns the contents of some of the `stages`, given by their numbers in `held`."""
     return _content(spec.model, written(spec.layout), tuple(stages), tuple(held), share=1.0)
 
 
@@ -62,15 +62,15 @@ def _content(
 
 
 def placed(spec: StepSpec) -> tuple[tuple[range, ...], tuple[Flight, ...]]:
-    """The layers of every stage, and what every rank holds of the stages. Raises JobError where pp_cut or the schedule
-    do not fit."""
+    """Returns the layers of every stage, and the stages and micro-batches in flight of every rank. Raises JobError if
+    pp_cut or the schedule does not fit."""
     ranks = flights(spec.layout, spec.batch.accumulation)
     return stages_of_case(spec, ranks[0].stages), ranks
 
 
 def stages_of_case(spec: StepSpec, stages: int) -> tuple[range, ...]:
-    """The layers of each of so many stages: `spec.stages`, else those of `layout.pp_cut`, else as even as can be.
-    Raises JobError where pp_cut does not fit."""
+    """Returns the layers of each of `stages` stages: `spec.stages`, else those of `layout.pp_cut`, else as even as
+    possible. Raises JobError if pp_cut does not fit."""
     return spec.stages or _cut(spec.layout.pp_cut if spec.layout.pp > 1 else "", stages, spec.model.n_layers)
 
 

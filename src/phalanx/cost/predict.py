@@ -12,7 +12,7 @@ from phalanx.cost.time.step_time import step_parts
 
 
 def predict(spec: StepSpec) -> Prediction:
-    """Time, memory and FLOPs of one step. Raises JobError where the layout's schedule or cut do not go with it."""
+    """Returns time, memory and FLOPs of one step. Raises JobError if the layout's schedule or cut does not fit it."""
     device, sequences = spec.cluster.accelerator, spec.batch.global_batch
     return Prediction(
         parts=step_parts(spec),

@@ -1,4 +1,4 @@
-"""What a prediction says."""
+"""The prediction of one step: its time by part, its memory by rank, and its FLOPs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from phalanx.schedule.bubble import bubble_fraction
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the time of a step goes on the slowest rank, in seconds: these add up to it."""
+    """Seconds of a step by part, on the slowest rank; they add up to the step time."""
 
     products: float = 0.0
     """Matrix products and attention."""
     streams: float = 0.0
     """Memory-bound operations."""
     recompute: float = 0.0
-    """Forward passes again, before backward passes."""
+    """Repeated forward passes, before backward passes."""
     host: float = 0.0
-    """Devices wait for their programs to start kernels."""
+    """Time for which devices wait for their hosts to launch kernels."""
     exposed: dict[str, float] = field(default_factory=dict)
-    """Communication that nothing hides, by axis of the mesh."""
+    """Exposed communication, by axis of the mesh."""
     bubble: float = 0.0
-    """Waiting for other pipeline ranks: the bubble time."""
+    """The bubble time: waiting for other pipeline ranks."""
     optimizer: float = 0.0
-    """The optimizer's step, clipping, and what every step costs besides."""
+    """The optimizer step, clipping, and the fixed costs of a step."""
 
     @property
     def total(self) -> float:
@@ -33,7 +33,7 @@ class Parts:
         return sum(seconds for _, seconds in self.items())
 
     def items(self) -> list[tuple[str, float]]:
-        """Name and seconds of every part, of communication one an axis."""
+        """Returns name and seconds of every part, of communication one part per axis."""
         return [
             ("matrix products", self.products),
             ("memory-bound", self.streams),
@@ -52,19 +52,19 @@ class Prediction:
     parts: Parts
     devices: int
     tokens: int
-    """Tokens of a step, on all devices together."""
+    """Tokens per step, on all devices together."""
     model_flops: int
-    """FLOPs of a step without recomputation, attention counted in full."""
+    """FLOPs per step without recomputation, attention counted in full."""
     hardware_flops: int
-    """The same with what is computed twice."""
+    """FLOPs per step with recomputation."""
     peak_flops: float
-    """FLOP/s of one device, by its data sheet."""
+    """Peak FLOP/s of one device, by its data sheet."""
     memory: tuple[RankMemory, ...]
-    """By pipeline rank."""
+    """Memory of each pipeline rank."""
     memory_limit: float
-    """Bytes that a device has."""
+    """Bytes of memory per device."""
     spread: tuple[float, float]
-    """Factors on the time between which eight of ten published steps lie."""
+    """Factors on the time that enclose eight of ten published steps."""
     memory_spread: tuple[float, float]
 
     @property
@@ -82,7 +82,7 @@ class Prediction:
 
     @property
     def tflops_per_device(self) -> float:
-        """Model TFLOP/s a device."""
+        """Model TFLOP/s per device."""
         return self.model_flops / self.step_time_s / self.devices / 1e12
 
     @property
@@ -100,7 +100,7 @@ class Prediction:
 
     @property
     def fullest(self) -> RankMemory:
-        """The pipeline rank that needs the most memory."""
+        """The memory of the pipeline rank that needs most."""
         return max(self.memory, key=lambda rank: rank.peak)
 
     @property

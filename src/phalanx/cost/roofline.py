@@ -1,7 +1,7 @@
-"""The roofline of a block (Williams et al. 2009): what its operators compute for each byte they move, and how fast.
+"""The roofline of a block (Williams et al. 2009): the arithmetic intensity of its operators, and their FLOP/s.
 
-Below the ridge point an operator waits for memory, above it for the cores. Seconds are those the prediction counts;
-each limit is what the same prediction says of a device that has no other.
+Below the ridge point an operator is memory-bound, above it compute-bound. Seconds are those of the prediction; each
+limit is the prediction for a device that has no other.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Bound = Literal["compute", "memory", "launch"]
 
 @dataclass(frozen=True)
 class Roof:
-    """What a device can do at most: FLOP/s and bytes/s of its memory."""
+    """The roof of a device: its peak FLOP/s and the bytes/s of its memory."""
 
     peak: float
     bandwidth: float
 
     @property
     def ridge(self) -> float:
-        """FLOPs a byte from which on the cores are the limit."""
+        """FLOPs per byte above which operators are compute-bound."""
         return self.peak / self.bandwidth
 
     def at(self, intensity: float) -> float:
-        """FLOP/s of an operator of `intensity` FLOPs a byte."""
+        """Returns the attainable FLOP/s of an operator of `intensity` FLOPs per byte."""
         return min(self.peak, intensity * self.bandwidth)
 
 
@@ -44,19 +44,19 @@ class OperatorPoint:
 
     name: str
     flops: float
-    """Of memory-bound operations: one for each number that is read or written."""
+    """FLOPs; of memory-bound operations one per element that is read or written."""
     bytes: float
     seconds: float
     bound: Bound
-    """Which limit of the device alone takes the longest: its cores, its memory, or the floor of a small kernel."""
+    """The longest limit of the device itself: its cores, its memory, or the launch of a small kernel."""
     products: str
-    """Number format that it computes in."""
+    """Number format of its products."""
     communication: float = 0.0
-    """Seconds of the collectives right before and after it, if nothing hid them."""
+    """Seconds of the collectives right before and after it, without overlap."""
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte."""
+        """FLOPs per byte."""
         return self.flops / self.bytes
 
     @property
@@ -65,30 +65,30 @@ class OperatorPoint:
 
     @property
     def verdict(self) -> Bound | Literal["communication"]:
-        """What bounds the operator with its collectives."""
+        """The bound of the operator with its collectives."""
         return "communication" if self.communication > self.seconds else self.bound
 
 
 def data_sheet(device: Accelerator, products: str) -> Roof:
-    """The roof of the data sheet: of an H100 in bf16 989 TFLOP/s and 3.35 TB/s, which meet at 295 FLOP/byte."""
+    """Returns the roof of the data sheet: of an H100 in bf16 989 TFLOP/s and 3.35 TB/s, which meet at 295 FLOP/byte."""
     return Roof(peak_flops(device, products), device.bandwidth_gbs * 1e9)
 
 
 def reached(device: Accelerator, products: str, slowdown: float = 1.0) -> Roof:
-    """The roof that a program reaches which takes `slowdown` times as long as its kernels alone: a product whose inner
-    dimension has no end, and streaming kernels."""
+    """Returns the roof that a framework attains with kernels `slowdown` times as slow as alone: that of a product with
+    an infinite inner dimension, and of streaming kernels."""
     peak = rate(device, products) * (1 + FILLING / BEST_INNER)
     return Roof(peak / slowdown, device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY / slowdown)
 
 
 def block_slowdown(spec: StepSpec) -> float:
-    """Returns the time of the last block's kernels beside that of the same kernels alone."""
+    """Returns the slowdown of the last block's kernels over the same kernels alone."""
     return spec.framework.block_slowdown(block_kinds(spec.model)[-1])
 
 
 def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
-    """Returns the operators of the last block, one with experts where the model has them: matrix products, attention,
-    memory-bound operations. An operator's collectives count with its product, or with its attention."""
+    """Returns the operators of the last block, which has experts if any has: matrix products, attention, memory-bound
+    operations. Collectives count with the product, or with attention, of their operator."""
     here = place(spec)
     operators = block(here, block_kinds(spec.model)[-1])
     products, streams = list[OperatorPoint](), list[OperatorPoint]()
@@ -109,7 +109,7 @@ def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
 
 
 def _attention(spec: StepSpec, core: AttentionCore, alone: Operator, waits: float) -> OperatorPoint:
-    """One fused kernel over the half of the pairs that the mask leaves, or products of all with a softmax between."""
+    """Returns one fused kernel over half of the pairs, which the mask leaves, or unfused products of all pairs."""
     pairs = max(core.queries, core.pairs // 2) if spec.framework.attention == "flash" else core.queries * core.keys
     flops = 2.0 * core.sequences * core.heads * pairs * (core.head + core.value_head)
     return _point(spec, "attention", alone, flops, "fp32" if spec.products == "fp32" else "bf16", waits)

@@ -1,4 +1,4 @@
-"""What is predicted: a step of a model, on a cluster, under a layout, by a program."""
+"""The subject of a prediction: a step of a model, on a cluster, in a layout, by a framework."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Products = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 @hashed_once
 @dataclass(frozen=True)
 class StepSpec(Hashed):
-    """One training step. The model's vocabulary is written out, the layout complete."""
+    """One training step. The model's vocabulary size is set, the layout complete."""
 
     model: ModelConfig
     cluster: Cluster
@@ -27,7 +27,7 @@ class StepSpec(Hashed):
     products: Products = "bf16"
     """Number format of the matrix products of the blocks; attention and head stay in 16 bits with fp8 and fp4."""
     width: int = 2
-    """Bytes of a parameter and of an activation."""
+    """Bytes per element of a parameter and of an activation."""
     framework: Framework = field(default_factory=Framework)
     stages: tuple[range, ...] = ()
-    """The layers of every pipeline stage; empty takes those of `layout.pp_cut`, else as even as can be."""
+    """Layers of every pipeline stage; empty: those of `layout.pp_cut`, else as even as possible."""

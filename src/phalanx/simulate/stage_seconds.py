@@ -13,11 +13,11 @@ from phalanx.cost.time.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.time.state_time import (
     ParameterCounts,
     StateSeconds,
+    duplicated_stages_seconds,
     interference,
+    is_zero3,
     optimizer_seconds,
     state_seconds,
-    twins_seconds,
-    zero_three,
 )
 from phalanx.schedule.schedule import Schedule
 from phalanx.simulate.disturbance import Disturbance
@@ -91,19 +91,19 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
             exposed[kind][stage] = share * (seconds - (time.weights if kind == "B" else 0)) / schedule.slices
         exposed["W"][stage] = 0.0
     state = {stage: _state(spec, contents[stage], disturbance) for stage in local_stages}
-    zero3, overlaps = zero_three(spec.layout), spec.framework.dp_overlaps
+    zero3, overlaps = is_zero3(spec.layout), spec.framework.dp_overlaps
     whole = ParameterCounts(
         *map(sum, zip(*((h.dense, h.experts) for h in (held_by(spec, contents[s]) for s in local_stages)), strict=True))
     )
     messages = bucket_messages(sum(contents[stage].blocks for stage in local_stages))
-    after = not overlaps and not zero3
+    after, duplicated = not overlaps and not zero3, _has_duplicated_stages(schedule, local_stages)
     return RankSeconds(
         durations={kind: tuple(seconds) for kind, seconds in durations.items()},
         exposed={kind: tuple(seconds) for kind, seconds in exposed.items()},
         gather={} if after else {stage: seconds.gather for stage, seconds in state.items()},
         reduce={stage: seconds.reduce for stage, seconds in state.items()},
         blocks={stage: 1.0 if zero3 else contents[stage].blocks for stage in local_stages},
-        duplicated_stages=twins_seconds(spec, whole) if _has_duplicated_stages(schedule, local_stages) else 0.0,
+        duplicated_stages=duplicated_stages_seconds(spec, whole) if duplicated else 0.0,
         optimizer=optimizer_seconds(spec, whole) * disturbance.device(rank),
         late_gather=sum(seconds.gather for seconds in state.values()) if after else 0.0,
         interference_factor=0.0 if zero3 else interference(spec, whole, messages),
@@ -138,7 +138,7 @@ def _state(spec: StepSpec, content: Content, disturbance: Disturbance) -> StateS
     """Returns the seconds of a stage's state collectives, once per step; with zero=3 those of its non-block parameters,
     because the others are in the passes."""
     parameters, factor = held_by(spec, content), disturbance.axis("dp")
-    if zero_three(spec.layout):
+    if is_zero3(spec.layout):
         found = state_seconds(spec, parameters, max(1, content.blocks))
         once = (found.gather + found.reduce) / max(1, content.blocks)
         return StateSeconds(once * factor, once * factor)

@@ -1,1 +1,1 @@
-"""Training frameworks: what of time and memory depends on them."""
+"""Training frameworks: the constants of time and memory that depend on them."""

@@ -1,7 +1,7 @@
-"""The few numbers that were fitted to published runs: `Framework.slowdown` of a program on a kind of device.
+"""The few numbers that were fitted to published runs: `Framework.slowdown` of a framework on a kind of device.
 
 Each is one factor on the time of the device, fitted as the median over at most eight runs, which are named here by
-their place in their source; docs/accuracy.md reports errors without them. A pair that is not here has a pace of 1:
+their place in their source; docs/accuracy.md reports errors without them. A pair that is not here has a slowdown of 1:
 data sheets and ceilings alone.
 """
 
@@ -93,7 +93,7 @@ SLOWDOWNS: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
     ("torchtitan-2025", "h100-96gb"): (1.12, ("torchtitan-0002", "torchtitan-0009", "torchtitan-0019")),
     ("torchtitan", "a100-80gb"): (1.18, ("torchtitan-0036", "torchtitan-0040")),
 }
-"""By program and device: the pace, and the rows that it was fitted to."""
+"""By framework and device: the slowdown, and the rows that it was fitted to."""
 
 
 _HOPPER_MOE = (
@@ -115,15 +115,15 @@ MOE_SLOWDOWNS: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {
             "nemo_megatron_bridge-0202",
         ),
     ),
-    # Hopper keeps the older dispatcher, also in containers since.
+    # Hopper keeps the older dispatcher, in later containers too.
     ("nemo-early-2026", "h100-80gb"): (1.9, _HOPPER_MOE),
     ("nemo", "h100-80gb"): (1.9, _HOPPER_MOE),
 }
-"""By program and device, "" all others: `Framework.moe_slowdown`, and the rows that it was fitted to."""
+"""By framework and device ("": all others): `Framework.moe_slowdown`, and the rows that it was fitted to."""
 
 
 def calibrated(program: str, device: Accelerator) -> Framework:
-    """The program of that name on that device."""
+    """Returns the framework of that name, calibrated on that device."""
     slowdown, _ = SLOWDOWNS.get((program, device.name), (1.0, ()))
     moe_slowdown, _ = MOE_SLOWDOWNS.get((program, device.name), MOE_SLOWDOWNS.get((program, ""), (1.0, ())))
     framework = FRAMEWORKS[program]
@@ -131,5 +131,5 @@ def calibrated(program: str, device: Accelerator) -> Framework:
 
 
 def calibration_rows() -> frozenset[str]:
-    """All rows that something was fitted to."""
+    """Returns all rows that a factor was fitted to."""
     return frozenset(row for _, rows in (*SLOWDOWNS.values(), *MOE_SLOWDOWNS.values()) for row in rows)

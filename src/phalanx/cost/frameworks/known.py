@@ -1,4 +1,4 @@
-"""Training programs by name: what of time and memory depends on them.
+"""Known training frameworks by name, with the constants of time and memory that depend on them.
 
 Values that stand in a framework's code or paper are taken from there. Two numbers are calibrated, `slowdown` and
 `kernel_us`, each on the named rows of docs/accuracy.md and never on more than eight of them; without them a family has
@@ -13,9 +13,9 @@ from phalanx.cost.frameworks import memory_profiles as profiles
 from phalanx.cost.frameworks.framework import Framework
 
 PHALANX = Framework(name="phalanx", slowdown=1.14, interference=1.5, passes=2.0, memory_profile=profiles.PHALANX)
-"""This program: operations in torch's eager mode, flash attention, everything overlapped. On GPUs it has not been
-measured: pace is the middle of those fitted to torchtitan, which runs the same kernels of the same library;
-interference is assumed to be near that of FSDP1."""
+"""Phalanx: operations in torch's eager mode, flash attention, everything overlapped. Not measured on GPUs: its slowdown
+is the middle of those fitted to torchtitan, which runs the same kernels of the same library; its interference is
+assumed to be near that of FSDP1."""
 
 PHALANX_CPU = replace(
     PHALANX,
@@ -25,7 +25,7 @@ PHALANX_CPU = replace(
     sum_passes=3.0,
     memory_profile=replace(profiles.PHALANX, context_mib=380, communicator_mib=0, reserve=1.0),
 )
-"""This program on processors: their rates are measured on the machine itself, and memory is what the process has beside
+"""Phalanx on CPUs: their rates are measured on the machine itself, and the context is the memory of the process beside
 its tensors (a Python with torch and gloo: 380 MiB). Gloo moves bytes with the cores that compute: half of the time of
 an all-reduce is processor time (40 MB between two processes: 53 ms, of which 21 to 27), which products lose."""
 
@@ -39,10 +39,10 @@ MEGATRON_2021 = Framework(
     pp_scatters=True,
     memory_profile=profiles.MEGATRON_2021,
 )
-"""Narayanan et al. 2021: attention step by step, gradients reduced after the last backward pass (section 5)."""
+"""Megatron-LM of Narayanan et al. 2021: unfused attention, reduction after the last backward pass (section 5)."""
 
 MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022", passes=1.0)
-"""Korthikanti et al. 2022: the same with fused softmax, GELU and dropout-residual kernels."""
+"""Megatron-LM of Korthikanti et al. 2022: fused softmax, GELU and dropout-residual kernels."""
 
 VTRAIN = replace(
     MEGATRON_2021,
@@ -52,13 +52,12 @@ VTRAIN = replace(
     pp_scatters=False,
     memory_profile=profiles.MEGATRON_DEEPSPEED_FP16,
 )
-"""Megatron-DeepSpeed as vTrain's authors ran it (Bang et al. 2024, section 5): small models, whose kernels are shorter
-than the host's time to start them."""
+"""Megatron-DeepSpeed as vTrain's authors ran it (Bang et al. 2024, section 5): small models, which are launch-bound."""
 
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021, name="megatron-deepspeed", passes=1.75, pp_scatters=False, memory_profile=profiles.MEGATRON_DEEPSPEED
 )
-"""BLOOM's program (bigscience-workshop/Megatron-DeepSpeed): ZeRO-1 under a pipeline."""
+"""BLOOM's framework (bigscience-workshop/Megatron-DeepSpeed): ZeRO-1 in a pipeline."""
 
 DEEPSPEED_ZERO3 = replace(MEGATRON_2021, name="deepspeed-zero3", messages=12, memory_profile=profiles.DEEPSPEED_ZERO3)
 """DeepSpeed's ZeRO-3 of 2021 (Narayanan et al. 2021, table 2)."""
@@ -73,28 +72,28 @@ MEGATRON_CORE = Framework(
     ep_folds=True,
     memory_profile=profiles.MEGATRON_CORE,
 )
-"""Megatron Core with Transformer Engine: fused kernels, flash attention, distributed optimizer that overlaps."""
+"""Megatron Core with Transformer Engine: fused kernels, flash attention, overlapped distributed optimizer."""
 
 NEMO = replace(
     MEGATRON_CORE, name="nemo", tp_hidden=0.7, gathers_narrow=True, ep_once=True, memory_profile=profiles.NEMO
 )
-"""NVIDIA's own recipes (NeMo, Megatron-Bridge, MLPerf): user buffers hide tensor-parallel traffic, CUDA graphs and fp8
-parameters where the recipe has them."""
+"""NVIDIA's own recipes (NeMo, Megatron-Bridge, MLPerf): user buffers overlap tensor-parallel traffic, CUDA graphs and
+fp8 parameters if the recipe has them."""
 
 NEMO_2025 = replace(NEMO, name="nemo-2025")
-"""The same with containers of 2025 (25.02 to 25.11), whose experts ran in many small kernels."""
+"""NeMo containers of 2025 (25.02 to 25.11), whose experts ran in many small kernels."""
 
 NEMO_EARLY_2026 = replace(NEMO, name="nemo-early-2026")
-"""The same with containers 26.02 to 26.04, before fused permutation and graphs of whole MoE blocks (26.06)."""
+"""NeMo containers 26.02 to 26.04, before fused permutation and graphs of whole MoE blocks (26.06)."""
 
 MLPERF = replace(NEMO, name="mlperf")
-"""The same, tuned for MLPerf's rounds."""
+"""NVIDIA's recipes, tuned for MLPerf's rounds."""
 
 MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
-"""Jiang et al. 2024."""
+"""MegaScale (Jiang et al. 2024)."""
 
 LLAMA3 = replace(MEGATRON_CORE, name="llama3")
-"""Llama Team 2024, section 3.3."""
+"""The framework of Llama 3 (Llama Team 2024, section 3.3)."""
 
 FSDP1 = Framework(name="fsdp1", flash=1, interference=1.6, passes=2.0, kernel_us=8, memory_profile=profiles.FSDP1)
 """llm-foundry and Composer on torch's first FSDP, in eager mode; reduces in the width of the computation."""
@@ -105,20 +104,20 @@ TORCHTITAN = Framework(name="torchtitan", passes=2.0, kernel_us=8, memory_profil
 TORCHTITAN_COMPILE = replace(
     TORCHTITAN, name="torchtitan-compile", passes=1.0, kernel_us=4, memory_profile=profiles.TORCHTITAN_COMPILED
 )
-"""The same with compiled blocks."""
+"""torchtitan with compiled blocks."""
 
 TORCHTITAN_2025 = replace(TORCHTITAN_COMPILE, name="torchtitan-2025", memory_profile=profiles.TORCHTITAN_COMPILED_LOSS)
-"""The same from 2025 on, the loss compiled as well."""
+"""torchtitan from 2025 on, with compiled blocks and loss."""
 
 TORCHTITAN_ASYNC = replace(TORCHTITAN_COMPILE, name="torchtitan-async", tp_hidden=0.5)
-"""The same with tensor-parallel traffic in pieces beside the products (AsyncTP)."""
+"""torchtitan with compiled blocks and chunked tensor-parallel traffic that overlaps with products (AsyncTP)."""
 
 MAXTEXT = Framework(name="maxtext", flash=3, kernel_us=0, tp_hidden=0.5, memory_profile=profiles.XLA)
 """JAX: the compiler makes one program of a step."""
 
 FRAMEWORKS: dict[str, Framework] = {
-    one.name: one
-    for one in (
+    framework.name: framework
+    for framework in (
         PHALANX,
         PHALANX_CPU,
         MEGATRON_2021,
@@ -143,4 +142,4 @@ FRAMEWORKS: dict[str, Framework] = {
         replace(MEGATRON_CORE, name="megatron"),
     )
 }
-"""By name."""
+"""The known frameworks by name."""

@@ -18,8 +18,8 @@ _MEGATRON_FP16 = MemoryProfile(
     swiglu_kept=3,
 )
 MEGATRON_2021 = replace(_MEGATRON_FP16, gradient_bytes=4, step_gradient_bytes=0, fp16=_MEGATRON_FP16)
-"""Megatron-LM of Narayanan et al. 2021 and Korthikanti et al. 2022: attention step by step with dropout, a loss that
-works in place. bf16 adds up fp32 gradients, fp16 makes an fp32 copy of them in the optimizer's step
+"""Megatron-LM of Narayanan et al. 2021 and Korthikanti et al. 2022: unfused attention with dropout, a loss in place.
+bf16 accumulates gradients in fp32, fp16 makes an fp32 copy of them in the optimizer step
 (megatron/optimizer/optimizer.py: Float16OptimizerWithFloat16Params)."""
 
 MEGATRON_DEEPSPEED_FP16 = replace(
@@ -31,8 +31,8 @@ MEGATRON_DEEPSPEED_FP16 = replace(
     reserve=1.15,
     context_mib=1573,
 )
-"""Megatron-DeepSpeed with fp16: in the optimizer's step the gradients of a rank's partition are joined, in fp16 and
-then in fp32 (deepspeed/runtime/zero/stage_1_and_2.py). The context is what bigscience measured
+"""Megatron-DeepSpeed with fp16: the optimizer step joins the gradients of a rank's partition, in fp16 and then in fp32
+(deepspeed/runtime/zero/stage_1_and_2.py). The context was measured by bigscience
 (train/tr11-176B-ml/chronicles-prequel.md: 1,573 MiB); `reserve`, of torch 1.11's allocator, is calibrated on eight of
 its rows (2, 3, 20, 40, 55, 90, 137 and 147 of the sweep)."""
 
@@ -44,8 +44,8 @@ MEGATRON_DEEPSPEED = replace(
     step_is_flat=False,
     fp16=MEGATRON_DEEPSPEED_FP16,
 )
-"""BLOOM's program, in bf16: its optimizer adds up fp32 gradients beside those in bf16 (deepspeed/runtime/
-bf16_optimizer.py)."""
+"""BLOOM's framework, in bf16: its optimizer accumulates fp32 gradients beside those in bf16
+(deepspeed/runtime/bf16_optimizer.py)."""
 
 MEGATRON_CORE = MemoryProfile(
     gradient_bytes=4,
@@ -66,11 +66,11 @@ MEGATRON_CORE = MemoryProfile(
 (cross_entropy_loss_fusion)."""
 
 NEMO = replace(MEGATRON_CORE, gradient_bytes=0)
-"""NVIDIA's recipes for speed (NeMo, Megatron-Bridge, MLPerf): gradients are added up and reduced in bf16
+"""NVIDIA's recipes for speed (NeMo, Megatron-Bridge, MLPerf): gradients are accumulated and reduced in bf16
 (grad_reduce_in_fp32=False)."""
 
 DEEPSPEED_ZERO3 = replace(_MEGATRON_FP16, reduces_each=True, gathers_matrices=True)
-"""DeepSpeed's ZeRO-3 of 2021: one module's parameters are whole at a time."""
+"""DeepSpeed's ZeRO-3 of 2021: one module's parameters are gathered at a time."""
 
 FSDP1 = MemoryProfile(parameter_bytes=4, scores="never", loss_tensors=(0, 1), reduces_each=True)
 """llm-foundry on torch's first FSDP: fp32 shards, bf16 computation and reduction; the loss of flash_attn, which writes
@@ -86,14 +86,14 @@ TORCHTITAN = MemoryProfile(
     reserve=1.08,
 )
 """torchtitan in eager mode on FSDP2: fp32 shards, bf16 computation, gradients reduced in fp32. DTensor's loss_parallel
-makes its gradient in three steps, each a tensor in fp32 (torch/distributed/tensor/parallel/loss.py). Collectives have
+computes its gradient in three steps, each an fp32 tensor (torch/distributed/tensor/parallel/loss.py). Collectives have
 streams of their own, whose memory others cannot use: `reserve` is calibrated on three of its 8B runs on H100."""
 
 TORCHTITAN_COMPILED = replace(TORCHTITAN, swiglu_kept=2)
-"""The same with compiled blocks, the loss not, as in its reports of 2024."""
+"""torchtitan with compiled blocks and eager loss, as in its reports of 2024."""
 
 TORCHTITAN_COMPILED_LOSS = replace(TORCHTITAN_COMPILED, loss_tensors=(0, 2))
-"""With the loss compiled as well (2025): kept are its logits, beside which their gradient is made."""
+"""torchtitan with compiled blocks and loss (2025): the logits are saved, beside which their gradient is made."""
 
 XLA = MemoryProfile(
     parameter_bytes=4,
@@ -107,4 +107,4 @@ XLA = MemoryProfile(
     context_mib=300,
     communicator_mib=0,
 )
-"""MaxText and others that XLA compiles: memory is planned ahead, so that nothing is reserved in vain."""
+"""MaxText and others that XLA compiles: memory is planned ahead, so none is reserved in vain."""

@@ -1,9 +1,9 @@
-"""What a block saves from its forward to its backward pass, operator by operator: a view of phalanx.blocks.
+"""The tensors that a block saves for its backward pass, operator by operator: a view of phalanx.blocks.
 
-From the list follows Korthikanti et al. 2022, table 2, for the GPT-2 kind with dropout (s tokens, b sequences, h wide,
-a heads, t tensor ranks, 2 bytes a number): sbh (34 + 5as/h) of everything; sbh (10 + 24/t + 5as/ht) with tp; all of it
-by t with sp; without the terms in a s with selective recomputation; 2sbh with full. Two bytes a norm's mean and
-deviation are left out, as there, and attention's log-sum-exp, four bytes a head.
+The list implies Korthikanti et al. 2022, table 2, for the GPT-2 kind with dropout (s tokens, b sequences, hidden size
+h, a heads, t tensor ranks, 2 bytes per element): sbh (34 + 5as/h) without tp; sbh (10 + 24/t + 5as/ht) with tp; all of
+it over t with sp; without the terms in a s with selective recomputation; 2sbh with full. As there, a norm's mean and
+deviation (two bytes each) and attention's log-sum-exp (four bytes per head) are left out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from phalanx.config.model import ModelConfig
 def saved(
     model: ModelConfig, layout: Layout, width: int, kind: BlockKind, profile: MemoryProfile, narrow: bool = False
 ) -> tuple[tuple[str, float], ...]:
-    """Returns the operators of a block and the bytes per token that each saves on a rank, in numbers of `width` bytes.
-    It recomputes what `layout.recompute` says.
+    """Returns the operators of a block and the bytes per token that each saves on a rank, in elements of `width` bytes.
+    The block recomputes as `layout.recompute` says.
 
-    Without `layout.sp_regather` the inputs of the matrices are kept whole; without dropout there are no masks, and
-    torch's fused attention keeps no scores. An RMS norm is counted as a layer norm; torch's for CPUs keeps an fp32 copy
-    more, in half precisions two. Tokens spread evenly over experts, times `profile.imbalance`. `narrow`: products are
-    in 8 bits, which matters to programs that keep their operands so.
+    Without `layout.sp_regather` the inputs of the matrices are saved whole; without dropout there are no masks, and
+    torch's fused attention saves no scores. An RMS norm counts as a layer norm; torch's on CPUs saves one more fp32
+    copy, in half precisions two. Tokens are balanced over experts, times `profile.imbalance`. `narrow`: products are in
+    8 bits, which matters to frameworks that save their operands so.
     """
     place = place_of(model, layout, width=width, narrow=narrow, profile=profile)
     shares = {"whole": 1, "tokens": place.token_share, "width": place.tp}

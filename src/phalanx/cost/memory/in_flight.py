@@ -1,4 +1,4 @@
-"""How many micro-batches a pipeline rank has in flight, read off the schedule's own program."""
+"""The micro-batches that a pipeline rank has in flight, read off the schedule's own program."""
 
 from __future__ import annotations
 
@@ -13,52 +13,53 @@ from phalanx.schedule.schedule import Schedule
 
 
 class Flight(NamedTuple):
-    """What one rank of a pipeline holds."""
+    """The stages and in-flight micro-batches of one pipeline rank."""
 
     held: tuple[int, ...]
-    """Its stages."""
+    """The stages of the rank."""
     most: tuple[tuple[float, ...], ...]
-    """Micro-batches in flight of each of these, at the moments when there are most: several where at one there are more
-    of one stage and at another more of another. Of a slice of a sequence its share."""
+    """Micro-batches in flight per stage of the rank, at each peak: several peaks if none has the most of every stage. A
+    slice of a sequence counts as its share."""
     stages: int
     """Stages of the whole pipeline."""
     share: float = 1.0
-    """Of the micro-batches, those that pass each of its stages: half where they go both ways."""
+    """Share of the micro-batches that pass each of its stages: half in a bidirectional pipeline."""
     losses: float = 1.0
-    """Micro-batches of which the rank with the last stage has logits at most."""
+    """Most micro-batches of which the rank with the last stage has logits at once."""
 
 
 def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
-    """Of each rank of the pipeline, with so many micro-batches a step.
+    """Returns the stages and in-flight micro-batches of each pipeline rank, with `micro_batches` per step.
 
-    Raises JobError where they do not go with the schedule, or where its file is none."""
+    Raises JobError if their number does not fit the schedule, or if its file is none."""
     if layout.pp == 1:
         return (Flight((0,), ((1.0,),), 1),)
     name = layout.schedule
     if is_file(name):
         return _flights(name, layout.pp, 0, 0, 0)
     entry = catalogue.entry_of(name)
-    # From then on programs repeat themselves: there are not more in flight.
+    # Longer programs repeat themselves: no more are in flight.
     enough = 2 * entry.period(layout.pp)
     if entry.all_in_flight:
-        found = _flights(name, layout.pp, min(micro_batches, enough), layout.pp_chunks, 0)
+        ranks = _flights(name, layout.pp, min(micro_batches, enough), layout.pp_chunks, 0)
         return tuple(
-            one._replace(most=((float(micro_batches),) * len(one.held),), losses=float(micro_batches)) for one in found
+            rank._replace(most=((float(micro_batches),) * len(rank.held),), losses=float(micro_batches))
+            for rank in ranks
         )
     if micro_batches > enough:
-        micro_batches = enough + (micro_batches - enough) % (2 * layout.pp)  # groups of pp end where they did
+        micro_batches = enough + (micro_batches - enough) % (2 * layout.pp)  # groups of pp end alike
     return _flights(name, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices)
 
 
 @lru_cache(maxsize=4096)
 def covering(every: tuple[Flight, ...]) -> tuple[tuple[int, ...], ...]:
-    """Of each rank, those before it that have as many stages, and as many in flight at every moment."""
+    """Returns for each rank the earlier ranks with as many stages, and at least as many micro-batches in flight."""
     found = list[set[int]]()
     for rank, one in enumerate(every):
         fuller = set[int]()
         for other in reversed(range(rank)):
             if other not in fuller and _covers(every[other], one):
-                fuller |= {other, *found[other]}  # what covers one that covers this
+                fuller |= {other, *found[other]}  # ranks that cover it cover this one too
         found.append(fuller)
     return tuple(tuple(sorted(fuller)) for fuller in found)
 
@@ -76,7 +77,7 @@ def _flights(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -
 def _flight(schedule: Schedule, rank: int) -> Flight:
     held = schedule.stages_on(rank)
     places = {stage: place for place, stage in enumerate(held)}
-    now, found, more = [0] * len(held), set[tuple[int, ...]](), False
+    now, peaks, more = [0] * len(held), set[tuple[int, ...]](), False
     logits = most_logits = 0
     for kind, stage, _, _ in schedule.programs[rank]:
         if stage == schedule.stages - 1:
@@ -86,12 +87,12 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
             now[places[stage]] += 1
             more = True
         elif kind != "I":
-            if more:  # the last before there are fewer
-                found.add(tuple(now))
+            if more:  # a peak: the next action frees one
+                peaks.add(tuple(now))
             now[places[stage]] -= 1
             more = False
     front = list[tuple[int, ...]]()
-    for one in sorted(found, reverse=True):  # what another has more of comes after it
+    for one in sorted(peaks, reverse=True):  # a dominated peak comes after the one that dominates it
         if not any(_within(one, other) for other in front):
             front.append(one)
     visits = sum(placement.count(rank) for placement in schedule.placements)

@@ -1,9 +1,8 @@
-"""Bytes of memory that a rank needs, by formula: parameters, gradients, optimizer state, and what blocks keep for their
-backward passes.
+"""Bytes of a rank's state by formula: parameters, gradients and optimizer state.
 
-State: with bf16 and Adam 2 + 2 + 12 bytes a parameter, of which ZeRO's stages divide the last, the last two, or all
-three by the ranks (Rajbhandari et al. 2020, section 5). Activations: the list of operators in activations.py. Tests
-hold both to what ranks really have (docs/memory.md); rank_memory.py puts them together over a step.
+With bf16 and Adam 2 + 2 + 12 bytes per parameter, of which the ZeRO stages divide the last, the last two, or all three
+by the ranks (Rajbhandari et al. 2020, section 5). Activations are in activations.py. Tests compare both with the memory
+of real ranks (docs/memory.md); rank_memory.py adds them up over a step.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from phalanx.partition.stages import stage_shapes
 from phalanx.partition.tensor_slices import in_buckets, slice_of, tile
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a number, by `train.precision`."""
+"""Bytes per element, by `train.precision`."""
 STATE_WIDTHS = {"fp64": 16, "fp32": 8, "bf16": 12, "fp16": 12}
-"""Bytes of AdamW's state for a parameter: two moments, and for half precisions an fp32 copy (all three in fp32)."""
+"""Bytes of AdamW's state per parameter: two moments, and for half precisions an fp32 copy (all three in fp32)."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What lives from step to step, and the gradients as they are when the optimizer begins."""
+    """The bytes of the persistent state, and of the gradients when the optimizer begins."""
 
     parameters: int
     gradients: int
@@ -47,19 +46,19 @@ def state_bytes(
     vocab: int | None = None,
     stages: Iterable[range] | None = None,
 ) -> StateBytes:
-    """Bytes on the fullest rank: exactly what it holds, padding included. What a `layout.sync` other than bsp keeps
-    besides is not counted. A pipeline without a flush has two versions of the weights besides the optimizer's own, and
-    gradients that wait for their step while the next ones come.
+    """Returns the bytes on the fullest rank: exactly those of its tensors, padding included. State that a `layout.sync`
+    other than bsp adds is not counted. A pipeline without a flush has two versions of the weights besides the
+    optimizer's own, and gradients that wait for their step while the next ones arrive.
 
-    `precision` and `gradients` are `train`'s, `vocab` the tokenizer's vocabulary where the model leaves it open.
-    `stages` are those that a pipeline rank holds, as runs of layers (phalanx.plan.cut.stages_of): the fullest of the
-    ranks with these; by default the whole model. Raises JobError where nothing says the vocabulary."""
+    `precision` and `gradients` are `train`'s, `vocab` the tokenizer's vocabulary size if the model leaves it open.
+    `stages` are those of a pipeline rank, as runs of layers (phalanx.partition.cut.stages_of); None: the whole model.
+    Raises JobError if the vocabulary size is not known."""
     shapes = _held_shapes(model, layout, vocab, [range(model.n_layers)] if stages is None else stages)
     width, state_width = WIDTHS[precision], STATE_WIDTHS[precision]
     gradient_width = 4 if gradients == "fp32" else width
     if layout.ep == 1:
         return _sharded(shapes, layout, width, gradient_width, state_width)
-    # Experts that ranks deal out among them are sharded over fewer.
+    # Experts that ep distributes are sharded over fewer ranks.
     dense = {name: shape for name, shape in shapes.items() if not is_expert(name)}
     experts = {name: (shape[0] // layout.ep, *shape[1:]) for name, shape in shapes.items() if is_expert(name)}
     fewer = replace(layout, dp_shard=layout.shard_ranks // layout.ep, cp=1)
@@ -71,10 +70,10 @@ def state_bytes(
 
 
 def _sharded(shapes: Shapes, layout: Layout, width: int, gradient_width: int, state_width: int) -> StateBytes:
-    """State of parameters of these shapes, in numbers of these many bytes, that are sharded alike."""
+    """Returns the state of parameters of these shapes, sharded in the same way, with these bytes per element."""
     ranks = layout.shard_ranks
     if ranks > 1 and layout.zero == 3:
-        # FSDP2 deals out rows, of all experts' matrices together; each rank's memory is that of the fullest.
+        # FSDP2 shards by rows, those of all experts' matrices together; the fullest rank counts.
         rows = [prod(shape[:2]) if len(shape) == 3 else shape[0] for shape in shapes.values()]
         share = sum(-(-n // ranks) * (prod(shape) // n) for n, shape in zip(rows, shapes.values(), strict=True))
         return StateBytes(share * width, share * width, share * state_width)
@@ -92,8 +91,8 @@ def _sharded(shapes: Shapes, layout: Layout, width: int, gradient_width: int, st
 
 
 def _held_shapes(model: ModelConfig, layout: Layout, vocab: int | None, stages: Iterable[range]) -> Shapes:
-    """Of every parameter of these stages (of every tile of one), what a tensor rank holds: the first, than which none
-    holds more."""
+    """Returns the shape on the first tensor rank, which holds at least as much as any other, of every parameter of
+    these stages (of every tile of a tiled one)."""
     shapes: Shapes = {}
     for name, whole in stage_shapes(model, stages, vocab).items():
         if layout.tp > 1:

@@ -1,4 +1,4 @@
-"""Seconds of the messages of operators: the table of phalanx.blocks, priced on the links of a cluster."""
+"""Seconds of the operators' messages: the table of phalanx.blocks, priced on the links of a cluster."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from phalanx.cost.time.link import RankGroup, dispatch_seconds, occupancy, secon
 
 @lru_cache(1000)
 def group(layout: Layout, axis: str) -> RankGroup:
-    """The ranks of an axis: `tp` innermost, then `ring` and `ulysses` of cp, `ep`, dp_shard, dp_replicate, pp; `shard`
-    is dp_shard × cp, `edp` those that hold the same experts."""
+    """Returns the ranks of an axis: `tp` innermost, then `ring` and `ulysses` of cp, `ep`, dp_shard, dp_replicate, pp;
+    `shard` is dp_shard × cp, `edp` the ranks that hold the same experts."""
     tp, cp, shard = layout.tp, layout.cp, layout.dp_shard
     ulysses_inside = layout.cp_inner == "ulysses"
     return {
@@ -35,14 +35,14 @@ def group(layout: Layout, axis: str) -> RankGroup:
 
 @dataclass(frozen=True)
 class MessageSeconds:
-    """Seconds of the collectives of some operators for a micro-batch, if nothing hid them."""
+    """Seconds of the collectives of some operators for a micro-batch, without overlap."""
 
     forward: float = 0.0
     again: float = 0.0
-    """In a forward pass that is repeated."""
+    """Seconds in a repeated forward pass."""
     backward: float = 0.0
     occupancy: float = 0.0
-    """Of what neighbouring devices can exchange, the share that these messages use while they travel."""
+    """Share of the bandwidth between neighbouring devices that these messages use while in flight."""
 
     def __add__(self, other: MessageSeconds) -> MessageSeconds:
         return MessageSeconds(
@@ -55,11 +55,11 @@ class MessageSeconds:
 
 NO_MESSAGES = MessageSeconds()
 Kind = str
-"""An axis of the ledger (tp, cp, ep), or what a message travels beside."""
+"""An axis of the ledger (tp, cp, ep), or the computation that a message overlaps."""
 
 
 def place(spec: StepSpec, layout: Layout | None = None) -> Place:
-    """Returns the place of a rank of a spec, under another layout where one is given."""
+    """Returns the place of a rank of a spec, in another layout if one is given."""
     return place_of(
         spec.model,
         layout or spec.layout,
@@ -73,32 +73,32 @@ def place(spec: StepSpec, layout: Layout | None = None) -> Place:
 def messages_seconds(
     spec: StepSpec, place: Place, operators: Iterable[Operator], modes: Sequence[Recompute] = ("none",)
 ) -> list[dict[Kind, MessageSeconds]]:
-    """Returns, for each of some recomputations, the seconds of the operators' messages by axis; of those beside
-    attention and beside the gradients of weights by that."""
-    found: list[dict[Kind, MessageSeconds]] = [{} for _ in modes]
+    """Returns, for each recomputation mode, the seconds of the operators' messages by axis; messages that overlap
+    attention or weight gradients have these as keys instead."""
+    by_mode: list[dict[Kind, MessageSeconds]] = [{} for _ in modes]
     for message in (message for operator in operators for message in operator.messages):
         once = message_seconds(spec, place, message)
         if not once:
             continue
         kind = message.ledger_axis if message.beside == "nothing" else message.beside
         load = occupancy(spec.cluster, place.bytes_of(message), once) if message.axis == "ring" else 0.0
-        for mode, so_far in zip(modes, found, strict=True):
+        for mode, so_far in zip(modes, by_mode, strict=True):
             more = MessageSeconds(once * message.forward, once * message.again(mode), once * message.back(mode), load)
             so_far[kind] = so_far[kind] + more if kind in so_far else more
-    return found
+    return by_mode
 
 
 def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
-    """Returns the seconds of one message if nothing hid it."""
+    """Returns the seconds of one message without overlap."""
     cluster, framework, layout = spec.cluster, spec.framework, spec.layout
     if message.axis == "pp":
         ranks = RankGroup(2, group(layout, "pp").stride)
     elif place.ranks_of(message) == 1 or (framework.ep_once and message.axis == "ep" and not message.copies):
-        # Such a dispatch tells other ranks the numbers of its rows in its own kernel (DeepEP's notify_dispatch).
+        # Such a dispatch sends the numbers of its rows in its own kernel (DeepEP's notify_dispatch).
         return 0.0
     elif message.copies:
         folds = framework.ep_folds
-        # Where tensor ranks share every expert, each of them sends all tokens.
+        # If tensor ranks share every expert, each of them sends all tokens.
         sent = place.tokens / (place.tp if folds and place.sp else 1)
         ranks = RankGroup(place.ep) if folds else group(layout, "ep")
         row = place.bytes_of(message) / (place.tokens * message.copies)
@@ -111,7 +111,7 @@ def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
 
 
 def collectives(place: Place, operators: Iterable[Operator]) -> float:
-    """Returns the collectives that the host starts in the forward pass of some operators."""
+    """Returns the number of collectives that the host launches in the forward pass of some operators."""
     return sum(
         message.forward
         for operator in operators
@@ -121,7 +121,7 @@ def collectives(place: Place, operators: Iterable[Operator]) -> float:
 
 
 def boundary_seconds(spec: StepSpec) -> float:
-    """Returns the seconds of one micro-batch's hidden states from a stage to the next."""
+    """Returns the seconds of sending one micro-batch's hidden states from a stage to the next."""
     if spec.layout.pp == 1:
         return 0.0
     here = place(spec)

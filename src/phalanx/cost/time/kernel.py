@@ -1,9 +1,9 @@
-"""Seconds that a device needs for one operation: matrix products by their tiles, attention, and what memory bounds.
+"""Seconds of one operation on a device: matrix products by their tiles, attention, and memory-bound operations.
 
 A matrix product is cut into tiles, each of which one core computes; cores work in waves, and the last wave leaves some
-idle (NVIDIA, "Matrix Multiplication Background", sections on tile and wave quantisation). Whatever is faster of the
-usual tiles counts, as a library's own heuristics choose. Constants are few, and each has a meaning; the rate of a
-device's cores comes from the best product that was measured on it (`Accelerator.ceiling`).
+idle (NVIDIA, "Matrix Multiplication Background", sections on tile and wave quantisation). The fastest of the usual
+tiles counts, as a library's own heuristics choose. The rate of a device's cores comes from the best product that was
+measured on it (`Accelerator.ceiling`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TILES = (
     (128, 64, 0.85),
     (64, 64, 0.7),
 )
-"""Rows and columns of a tile of the result, and its rate beside the largest: smaller tiles read their operands more
-often from shared memory for each multiplication."""
+"""Rows and columns of a tile of the result, and its rate relative to the largest: smaller tiles read their operands
+more often from shared memory per multiplication."""
 SPLITS = (1, 2, 4)
-"""Parts into which the inner dimension may be cut where there are fewer tiles than cores."""
+"""Parts into which the inner dimension may be cut if there are fewer tiles than cores."""
 FILLING = 128
 """Start and end of a tile (loading the first operands, writing the result), as rows of the inner dimension."""
 BEST_INNER = 5120
@@ -34,29 +34,29 @@ BEST_INNER = 5120
 STREAM_EFFICIENCY = 0.85
 """Share of the memory's bandwidth that streaming kernels reach (STREAM on NVIDIA's devices: 0.85 to 0.93)."""
 UNALIGNED_RATE = {32: 0.97, 16: 0.92, 8: 0.65, 4: 0.45, 2: 0.35, 1: 0.25}
-"""Rate of a product whose least aligned dimension is a multiple of only so many elements, beside multiples of 64, which
-the fastest kernels want (128 bytes of 16 bits). Below 8 (16 bytes) tensor
-cores load operands piece by piece (NVIDIA, "Tensor Core requirements")."""
+"""Rate of a product whose least aligned dimension is a multiple of only so many elements, relative to multiples of 64,
+which the fastest kernels need (128 bytes of 16 bits). Below 8 (16 bytes) tensor cores load operands piece by piece
+(NVIDIA, "Tensor Core requirements")."""
 FLASH = {1: (0.55, 0.45), 2: (0.75, 0.65), 3: (0.95, 0.8)}
-"""Rates of fused attention, forward and backward, beside the best product of the device that the kernel was written
-for, by generation: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023, figures 4 to 7: 0.73 and 0.63 of the
-peak of an A100 at most), FlashAttention-3 and cuDNN 9 (Shah et al. 2024, figures 5 and 6: 640
-and 550 TFLOP/s of an H100 at most)."""
+"""Rates of fused attention, forward and backward, relative to the best product of the device that the kernel was
+written for, by generation: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023, figures 4 to 7: at most 0.73
+and 0.63 of the peak of an A100), FlashAttention-3 and cuDNN 9 (Shah et al. 2024, figures 5 and 6: at most 640 and 550
+TFLOP/s of an H100)."""
 NATIVE_GENERATION = 3
-"""From this generation on fused attention uses Hopper's and Blackwell's own instructions."""
+"""Generation from which fused attention uses Hopper's and Blackwell's own instructions."""
 FLASH_HALF = 192
-"""Keys a query sees on average at which a fused attention kernel reaches half of that."""
+"""Mean keys per query at which a fused attention kernel reaches half of that rate."""
 
 
 WIDTHS = {"fp4": 0.5, "fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of an operand."""
+"""Bytes per element of an operand."""
 FOUR_BITS = 0.75
-"""Rate of products in four bits beside their peak as those in eight bits are beside theirs: scales of sixteen numbers,
-random Hadamard transforms, and some layers that stay in 16 bits (NVIDIA 2025, "Pretraining LLMs with NVFP4", 3)."""
+"""Efficiency of products in four bits relative to those in eight bits: scales per sixteen elements, random Hadamard
+transforms, and some layers that stay in 16 bits (NVIDIA 2025, "Pretraining LLMs with NVFP4", 3)."""
 
 
 def peak_flops(device: Accelerator, products: str) -> float:
-    """FLOP/s of the data sheet in a number format; what a device lacks runs in the next wider one that it has."""
+    """Returns the data sheet's FLOP/s in a number format, or in the next wider one that the device supports."""
     ladder = ("fp4", "fp8", "bf16", "fp16", "fp32")
     start = ladder.index(products)
     if products == "fp16" and device.fp16_tflops:
@@ -65,7 +65,7 @@ def peak_flops(device: Accelerator, products: str) -> float:
 
 
 def rate(device: Accelerator, products: str) -> float:
-    """FLOP/s of the best matrix product in a number format."""
+    """Returns the FLOP/s of the best matrix product in a number format."""
     peak = peak_flops(device, products)
     share = FOUR_BITS if products == "fp4" and device.fp4_tflops else 1.0
     eight = products in ("fp8", "fp4") and peak > device.bf16_tflops * 1e12
@@ -74,11 +74,11 @@ def rate(device: Accelerator, products: str) -> float:
 
 @lru_cache(100_000)
 def product_seconds(device: Accelerator, products: str, m: int, n: int, k: int, count: int = 1) -> float:
-    """`count` products at once of (m × k) by (k × n); operands and result in memory."""
+    """Returns the seconds of `count` batched products of (m × k) by (k × n); operands and result are in memory."""
     if not m or not n or not k or not count:
         return 0.0
     moved = count * ((m * k + k * n) * WIDTHS[products] + m * n * max(2, WIDTHS[products]))
-    plain = products == "fp32"  # vector units, of a processor or beside tensor cores: no tile to fill, no alignment
+    plain = products == "fp32"  # vector units, of a CPU or beside tensor cores: no tile to fill, no alignment
     filling = 0 if plain else FILLING
     core = rate(device, products) * (1 + filling / BEST_INNER) / device.cores
     best = float("inf")
@@ -108,9 +108,9 @@ def attention_seconds(
     generation: int = NATIVE_GENERATION,
     seen: float | None = None,
 ) -> float:
-    """Fused causal attention of `heads` heads and `kv_heads` key heads, of all sequences together; the mask leaves out
-    half of the pairs of `queries` with `seen` keys on average (None: with all `keys`), which a window makes fewer. The
-    backward pass has five products for two. In 16 bits, or in fp32."""
+    """Returns the seconds of fused causal attention over `heads` heads and `kv_heads` key heads of all sequences
+    together. The mask leaves out half of the pairs of `queries` with `seen` keys on average (None: all `keys`; fewer
+    with a window). The backward pass has five products for two. It runs in 16 bits, or in fp32."""
     seen = keys if seen is None else seen
     products = "fp32" if products == "fp32" else "bf16"
     work = 2.5 if backward else 1.0
@@ -126,5 +126,5 @@ def attention_seconds(
 
 
 def stream_seconds(device: Accelerator, moved: Any, kernels: float = 1) -> Any:
-    """Reading and writing `moved` bytes (a number or an array of them) of device memory in so many kernels."""
+    """Returns the seconds of `kernels` kernels that read and write `moved` bytes (a number or an array)."""
     return moved / (device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY) + kernels * device.launch_us * 1e-6

@@ -11,29 +11,29 @@ from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.time.kernel import WIDTHS, attention_seconds, product_seconds, stream_seconds
 
 HOST_BACKWARD = 1.6
-"""Operations that the host starts backward for each forward: a product has two, and gradients are added up."""
+"""Operations that the host launches backward per forward one: a product has two, and gradients are accumulated."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of one part of a step, for one micro-batch on one rank, without communication."""
+    """Seconds of one part of a step, for one micro-batch on one rank, without communication."""
 
     forward: float = 0.0
     backward: float = 0.0
-    """Both halves: gradients of inputs and of weights."""
+    """Seconds of both halves: gradients of inputs and of weights."""
     weights: float = 0.0
-    """The part of `backward` that makes gradients of weights (W of a schedule that splits)."""
+    """The part of `backward` that computes gradients of weights (W of a schedule that splits)."""
     attention: float = 0.0
     """The part of `forward` that selective recomputation repeats."""
     products: float = 0.0
     """The part of forward and backward in matrix products."""
     host_forward: float = 0.0
-    """Time in which the host starts the forward pass: where it is longer than that on the device, the device waits."""
+    """Seconds in which the host launches the forward pass; if they exceed those of the device, the device waits."""
     host_backward: float = 0.0
 
     @property
     def streams(self) -> float:
-        """The rest of forward and backward: what memory bounds, and starting operations where the device does that."""
+        """Seconds of the rest of forward and backward: memory-bound work, and launches on CPUs."""
         return self.forward + self.backward - self.products
 
 
@@ -47,7 +47,7 @@ def operator_seconds(
     *,
     slowdown: float = 1.0,
 ) -> Seconds:
-    """Returns the time of operators on one of tp × ep ranks, their products in the number format `products`; on the
+    """Returns the seconds of operators on one of tp × ep ranks, their products in the number format `products`; on the
     device they take `slowdown` times as long as their kernels alone."""
     operators = tuple(operators)
     every = [product for operator in operators if (product := operator.product(tp, ep))]
@@ -74,7 +74,7 @@ def operator_seconds(
     )
     kernels += sum(stream.kernels for stream in streams)
     host = kernels * (device.host_us or framework.kernel_us) * 1e-6
-    # A processor starts an operation and then does it; the host of an accelerator runs ahead.
+    # A CPU launches an operation and then does it; the host of an accelerator runs ahead.
     within, ahead = (host, 0.0) if device.host_us else (0.0, host)
     return Seconds(
         forward=slowdown * (forward + scores + moved) + within,
@@ -88,14 +88,14 @@ def operator_seconds(
 
 
 def number_format(product: Product, products: str) -> str:
-    """Returns the number format of one product where the others run in `products`."""
+    """Returns the number format of one product if the others run in `products`."""
     return "bf16" if product.sixteen and products in ("fp8", "fp4") else products
 
 
 def _attention(
     device: Accelerator, core: AttentionCore, framework: Framework, products: str
 ) -> tuple[float, float, int]:
-    """Forward and backward seconds, and kernels. A ring computes one part of the keys at a time."""
+    """Returns the seconds forward and backward, and the number of kernels, over all steps of a ring."""
     heads, kv_heads = core.sequences * core.heads, core.sequences * core.kv_heads
     queries, keys, steps = core.queries, -(-core.keys // core.steps), core.steps
     if framework.attention == "flash":
@@ -106,7 +106,7 @@ def _attention(
             for back in (False, True)
         )
         return forward, backward, 2 * steps
-    # Every product of every query with every key, and the probabilities go through memory between them.
+    # Products of every query with every key, between which the probabilities go through memory.
     kind = "fp32" if products == "fp32" else "bf16"
     forward = product_seconds(device, kind, queries, keys, core.head, heads)
     forward += product_seconds(device, kind, queries, core.head, keys, heads)

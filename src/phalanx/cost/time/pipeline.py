@@ -1,8 +1,8 @@
-"""How long a pipeline takes: its slowest rank's work, and what filling and draining leave idle.
+"""Seconds of a pipeline: its slowest rank's work, and the idle time of warm-up and drain.
 
 The idle time is the schedule's closed form (phalanx.schedule.entry), or else that of its own program
-(phalanx.schedule.timing), run with few micro-batches: beyond a few for each rank it stays as it is, or grows evenly
-with their number.
+(phalanx.schedule.timing), run with few micro-batches: beyond a few per rank it is constant, or grows linearly with
+their number.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from phalanx.schedule import catalogue
 from phalanx.schedule.timing import time
 
 WIDEST = 16
-"""Ranks of a pipeline up to which its program is run; beyond, idle time grows with p - 1."""
+"""Most pipeline ranks for which the program is run; beyond, idle time grows with p - 1."""
 GRID = 32
-"""Costs of forward passes, and of weight gradients, are rounded to so many parts of a whole micro-batch, so that few
-programs need to be run."""
+"""Steps per micro-batch to which the shares of forward passes and of weight gradients are rounded, so that few programs
+need to be run."""
 
 
 def pipeline_seconds(
     layout: Layout, micro_batches: int, work: Sequence[float], forward: float, weights: float
 ) -> float:
-    """A step of the pipeline, without messages.
+    """Returns the seconds of a step of the pipeline, without messages.
 
-    `work` is each rank's time for a micro-batch, all its stages and both passes; `forward` and `weights` are the parts
-    of it, on average over ranks, in forward passes and in weight gradients. With one slowest rank the others' ramps
-    count with their own times: exact for 1F1B where the slowest rank is alone (tests/cost/test_pipeline_time.py)."""
+    `work` is each rank's time per micro-batch, all its stages and both passes; `forward` and `weights` are its parts,
+    on average over ranks, in forward passes and in weight gradients. If one rank is the slowest the others' warm-up and
+    drain count with their own times: exact for 1F1B (tests/cost/test_pipeline_time.py)."""
     slowest = max(work)
     if len(work) == 1:
         return micro_batches * slowest
@@ -42,8 +42,8 @@ def pipeline_seconds(
 
 
 def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: float = 0.375) -> float:
-    """Time of a step beyond the busiest rank's work, in times of one micro-batch through one rank (both passes), where
-    ranks are alike and messages take no time: p - 1 for 1F1B.
+    """Returns the time of a step beyond the busiest rank's work, in times of one micro-batch through one rank (both
+    passes), for equal ranks and free messages: p - 1 for 1F1B.
 
     `forward` and `weights` are the shares of forward passes and of weight gradients in it."""
     if layout.pp == 1:
@@ -55,11 +55,11 @@ def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: flo
         chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
         return float(entry.idle(layout.pp, micro_batches, chunks, forward))
     if layout.pp > WIDEST:
-        # In a pipeline of the same kind with fewer ranks and as many micro-batches for each of them.
+        # Scaled from the same schedule with fewer ranks and as many micro-batches per rank.
         narrow = replace(layout, pp=WIDEST)
         fewer = max(1, round(micro_batches * WIDEST / layout.pp))
         return idle(narrow, fewer, forward, weights) * (layout.pp - 1) / (WIDEST - 1)
-    # Groups of pp micro-batches end where they did: what is left over counts.
+    # Groups of pp micro-batches end alike: the remainder counts.
     period = 2 * layout.pp
     more = period + period + micro_batches % period
     shape, rest = (layout.schedule, layout.pp), (layout.pp_chunks, layout.pp_slices, forward, weights)
@@ -70,7 +70,7 @@ def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: flo
 
 
 def _legal(layout: Layout, micro_batches: int) -> int:
-    """The number itself, or the nearest above that the schedule takes."""
+    """Returns the number itself, or the nearest above that the schedule accepts."""
     for number in range(micro_batches, micro_batches + 2 * layout.pp + 1):
         if not catalogue.problems(layout.schedule, layout.pp, number, layout.pp_chunks, layout.pp_slices):
             return number

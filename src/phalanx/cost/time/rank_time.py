@@ -1,4 +1,4 @@
-"""The time of one micro-batch on each pipeline rank: its blocks, what lies around them, and communication inside."""
+"""The seconds of one micro-batch on each pipeline rank: its blocks, the ends of the model, and communication inside."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from phalanx.cost.time.layer import Seconds, operator_seconds
 from phalanx.cost.time.state_time import (
     ParameterCounts,
     interference,
+    is_zero3,
     state_seconds,
     summing_seconds,
-    zero_three,
 )
 from phalanx.partition.recompute import Mode, uniform_recompute
 
 HOST_OPS = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 90}
-"""Operations that the program itself does around a block's collectives in a forward pass, by what needs them (ring: by
-message, with the attention of its blocks and their merging; shard: FSDP's hooks). Only on a CPU are they not hidden:
-they are the processor time of two processes beside that of data parallel alone, in times of starting an operation."""
+"""Operations of the host around a block's collectives in a forward pass, by their cause (ring: per message, with the
+attention of its blocks and their merging; shard: FSDP's hooks). They are exposed only on a CPU: the processor time of
+two processes over that of data parallelism alone, in times of launching an operation."""
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """One micro-batch on a rank, both passes, in seconds."""
+    """Seconds of one micro-batch on a rank, both passes."""
 
     products: float = 0.0
     streams: float = 0.0
     recompute: float = 0.0
     host_forward: float = 0.0
-    """Time in which the host starts the forward pass."""
+    """Seconds in which the host launches the forward pass."""
     host_backward: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
     shard: float = 0.0
-    """Parameters gathered and gradients scattered in every micro-batch (zero 3)."""
+    """Seconds of gathering parameters and reducing gradients in every micro-batch (ZeRO-3)."""
     forward: float = 0.0
-    """What of the device's time is the forward pass."""
+    """The part of the device's seconds in the forward pass."""
     weights: float = 0.0
-    """What of it makes gradients of weights."""
+    """The part of the device's seconds in gradients of weights."""
 
     @property
     def device(self) -> float:
-        """Time of the device, which nothing keeps waiting."""
+        """Seconds of the device, without waiting for its host."""
         return self.products + self.streams + self.recompute + self.communication
 
     @property
     def host(self) -> float:
-        """Time in which the device waits for its program to start kernels."""
+        """Seconds for which the device waits for its host to launch kernels."""
         return _waits(self.forward, self.host_forward) + _waits(self.device - self.forward, self.host_backward)
 
     @property
@@ -67,7 +67,7 @@ class RankTime:
 
     @property
     def forward_seconds(self) -> float:
-        """The forward pass, with what the device waits for its program."""
+        """Seconds of the forward pass, with the device's waiting for its host."""
         return self.forward + _waits(self.forward, self.host_forward)
 
     @property
@@ -76,7 +76,7 @@ class RankTime:
 
     @property
     def communication(self) -> float:
-        """What of it nothing hides."""
+        """Seconds of exposed communication."""
         return self.tp + self.cp + self.ep + self.shard
 
     def scaled(self, factor: float) -> RankTime:
@@ -90,7 +90,7 @@ _PARTS = attrgetter(*(field.name for field in fields(RankTime)))
 
 
 def _waits(device: float, host: float) -> float:
-    """Returns what a pass of `device` seconds takes longer when the host needs `host` seconds to start it."""
+    """Returns the seconds that a pass of `device` seconds waits for a host that needs `host` seconds to launch it."""
     return pass_seconds(device, host) - device if host else 0.0
 
 
@@ -107,20 +107,20 @@ def held_by(spec: StepSpec, content: Content) -> ParameterCounts:
 
 def block_held(spec: StepSpec, kind: BlockKind) -> ParameterCounts:
     """Returns the parameters of one block."""
-    found = block_parameters(spec.model, spec.layout.tp, spec.layout.ep, kind)
-    return ParameterCounts(found.dense, found.experts)
+    counts = block_parameters(spec.model, spec.layout.tp, spec.layout.ep, kind)
+    return ParameterCounts(counts.dense, counts.experts)
 
 
 @lru_cache(50_000)
 def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
-    """Returns the time of one block with its communication; it recomputes what `layout.recompute` says."""
+    """Returns the time of one block with its communication, recomputed as `layout.recompute` says."""
     mode = spec.layout.recompute
     halves = [half_times(spec, kind, half, (mode,))[0] for half in HALVES]
     return _sharded(spec, kind, halves[0] + halves[1])
 
 
 def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode]) -> list[RankTime]:
-    """Returns the time of half a block for each of some recomputations, without what zero 3 adds to a block."""
+    """Returns the time of half a block for each recomputation mode, without ZeRO-3's collectives."""
     layout, framework = spec.layout, spec.framework
     here = place(spec)
     work = half_block(here, kind, half)
@@ -150,8 +150,8 @@ def _half_time(
     ring, regather = messages.get("attention", NO_MESSAGES), messages.get("weight_gradients", NO_MESSAGES)
     again = _recomputed(spec, mode, seconds)
     visible = 1 - framework.tp_hidden
-    # A ring's messages take from the attention beside them what the device has for both: one processor moves bytes and
-    # computes; an accelerator loses the cores and the memory bandwidth that messages use.
+    # A ring's messages slow down the attention that they overlap: a CPU moves bytes and computes with the same cores;
+    # an accelerator loses the cores and the memory bandwidth that messages use.
     share = 1.0 if spec.cluster.accelerator.host_us else ring.occupancy
     slowed = (framework.interference - 1) * share
     forward = {
@@ -160,7 +160,7 @@ def _half_time(
         "ep": ep.forward,
     }
     backward = {
-        # What is gathered again travels beside the gradients of weights.
+        # Inputs are gathered again during the computation of weight gradients.
         "tp": (tp.backward + tp.again) * visible + max(0.0, regather.backward - seconds.weights),
         "cp": cp.backward
         + cp.again
@@ -184,18 +184,18 @@ def _half_time(
 
 
 def _host_seconds(spec: StepSpec) -> float:
-    """Seconds to start an operation on a CPU; 0 where the program runs ahead of a device."""
+    """Returns the seconds in which a CPU launches an operation; 0 if the host runs ahead of a device."""
     return spec.cluster.accelerator.host_us * 1e-6
 
 
 def _starts_again(spec: StepSpec, mode: Mode) -> bool:
-    """Whether the program starts the forward pass a second time, ahead of the device."""
+    """Returns whether the host launches the forward pass a second time, ahead of the device."""
     return mode == "full" and not spec.cluster.accelerator.host_us
 
 
 def _host_operations(spec: StepSpec, kind: BlockKind, half: Half) -> dict[str, float]:
-    """Operations that the program itself does around the collectives of half a block, by axis, in the forward pass;
-    twice that in the backward pass."""
+    """Returns the host's operations around the collectives of half a block, by axis, in the forward pass; the backward
+    pass has twice as many."""
     layout, attention = spec.layout, half == "attention"
     return {
         "tp": (layout.tp > 1) * HOST_OPS["sp" if layout.sp else "tp"] / 2,
@@ -204,13 +204,13 @@ def _host_operations(spec: StepSpec, kind: BlockKind, half: Half) -> dict[str, f
     }
 
 
-def _alike(spec: StepSpec, mode: Mode) -> StepSpec:
-    """The case with all blocks recomputing the same."""
+def _with_uniform_recompute(spec: StepSpec, mode: Mode) -> StepSpec:
+    """Returns the spec with the same recomputation in all blocks."""
     return replace(spec, layout=uniform_recompute(spec.layout, mode)) if spec.layout.recompute_cut else spec
 
 
 def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds) -> float:
-    """Seconds of work that the backward pass repeats."""
+    """Returns the seconds of work that the backward pass repeats."""
     if mode == "full":
         return seconds.forward
     if mode == "selective":
@@ -221,10 +221,9 @@ def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds) -> float:
 
 
 def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
-    """Returns a block's time with what zero 3 adds: gathering and scattering beside the neighbour's work, and its
-    slowing it down."""
+    """Returns a block's time with ZeRO-3's collectives, which overlap with the neighbouring block and slow it down."""
     layout, framework = spec.layout, spec.framework
-    if not zero_three(layout):
+    if not is_zero3(layout):
         return block
     held = block_held(spec, kind)
     state = state_seconds(spec, held, framework.messages)
@@ -252,7 +251,7 @@ def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
 
 def around_time(spec: StepSpec, content: Content) -> RankTime:
     """Returns the time of embedding, head and loss with their communication."""
-    found, here, vocab = RankTime(), place(spec), spec.model.vocab_size
+    time, here, vocab = RankTime(), place(spec), spec.model.vocab_size
     parts: list[tuple[Operator, ...]] = []
     if content.embedding:
         parts.append((embedding(here, vocab),))
@@ -268,7 +267,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
             slowdown=spec.framework.slowdown,
         )
         tp = messages_seconds(spec, here, operators)[0].get("tp", NO_MESSAGES)
-        found += RankTime(
+        time += RankTime(
             products=seconds.products,
             streams=seconds.streams,
             host_forward=seconds.host_forward,
@@ -277,17 +276,17 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
             forward=seconds.forward + tp.forward,
             weights=seconds.weights,
         )
-    return found
+    return time
 
 
 def rank_time(spec: StepSpec, content: Content) -> RankTime:
-    """A micro-batch on a rank with `content`; where only some pass it, their share of one."""
-    found = around_time(spec, content)
-    for kind, many in content.kinds:
-        found += block_time(_alike(spec, kind.recompute), kind.block).scaled(many)
+    """Returns the time of a micro-batch on a rank with `content`, times the share of them that passes it."""
+    time = around_time(spec, content)
+    for kind, number in content.kinds:
+        time += block_time(_with_uniform_recompute(spec, kind.recompute), kind.block).scaled(number)
     if spec.framework.sum_passes:
         held = held_by(spec, content)
         total, count = held.dense + held.experts, spec.batch.accumulation
         summing = summing_seconds(spec.cluster.accelerator, spec.framework, spec.width, total, count)
-        found += RankTime(streams=summing)
-    return found if content.share == 1 else found.scaled(content.share)
+        time += RankTime(streams=summing)
+    return time if content.share == 1 else time.scaled(content.share)

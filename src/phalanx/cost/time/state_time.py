@@ -1,4 +1,4 @@
-"""Seconds of what happens once a step, or once a block, with the state: reducing gradients, gathering parameters, and
+"""Seconds of the state's collectives, once per step or per block: reducing gradients and gathering parameters; and of
 the optimizer."""
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from phalanx.cost.time.kernel import stream_seconds
 from phalanx.cost.time.link import RankGroup, load, seconds
 
 OPTIMIZER_BYTES = 28
-"""Bytes that AdamW moves for a parameter: reads fp32 weight, two moments and the gradient, writes the three and a
-16-bit copy."""
+"""Bytes that AdamW moves per parameter: it reads the fp32 weight, two moments and the gradient, and writes the first
+three and a 16-bit copy."""
 CLIP_BYTES = 8
-"""Bytes that clipping moves for a gradient: the norm reads it, and it is set to zero after the step."""
+"""Bytes that clipping moves per gradient: the norm reads it, and it is set to zero after the step."""
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters that a tensor rank holds, before the data ranks shard them: of all, and of routed experts."""
+    """Parameters on a tensor rank, before the data ranks shard them: dense ones, and those of routed experts."""
 
     dense: int
     experts: int = 0
@@ -33,20 +33,20 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class StateSeconds:
-    """The data-parallel traffic of one rank's parameters, if nothing hid it."""
+    """Seconds of the data-parallel collectives of one rank's parameters, without overlap."""
 
     gather: float = 0.0
-    """Parameters, once."""
+    """Seconds of gathering the parameters once."""
     reduce: float = 0.0
-    """Gradients, once."""
+    """Seconds of reducing the gradients once."""
 
 
 @lru_cache(50_000)
 def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> StateSeconds:
-    """Returns the seconds of gathering and reducing what is held, in `parts` messages."""
+    """Returns the seconds of gathering and reducing the state of the parameters, in `parts` messages."""
     layout, widths = spec.layout, state_widths(spec.framework, spec.products, spec.width)
-    found, replicas = {"parameter": 0.0, "gradient": 0.0}, group(layout, "replicate")
-    # Experts that no rank has for itself travel with the rest of their block.
+    totals, replicas = {"parameter": 0.0, "gradient": 0.0}, group(layout, "replicate")
+    # Without ep the experts' parameters are in the messages of the rest of their block.
     together = layout.ep == 1
     for numbers, shard in (
         (held.dense + together * held.experts, group(layout, "shard")),
@@ -55,19 +55,19 @@ def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> Stat
         for message in state_messages(numbers / parts / shard.ranks, shard.ranks):
             among = shard if message.among == "shard" else replicas
             payload = message.elements * widths[message.number]
-            found[message.number] += parts * seconds(spec.cluster, message.collective, payload, among)
-    return StateSeconds(found["parameter"], found["gradient"])
+            totals[message.number] += parts * seconds(spec.cluster, message.collective, payload, among)
+    return StateSeconds(totals["parameter"], totals["gradient"])
 
 
 def state_widths(framework: Framework, products: str, width: int) -> dict[str, int]:
-    """Returns the bytes in which a parameter and a gradient travel between data ranks."""
+    """Returns the bytes per element of a parameter and of a gradient between data ranks."""
     narrow = framework.gathers_narrow and products in ("fp8", "fp4")
     return {"parameter": 1 if narrow else width, "gradient": framework.memory_profile.gradient_bytes or width}
 
 
-def twins_seconds(spec: StepSpec, held: ParameterCounts) -> float:
-    """Adding up the gradients of stages of which another pipeline rank holds a second copy (DualPipe), between these
-    two, when the data ranks have theirs: for the pair that is furthest apart."""
+def duplicated_stages_seconds(spec: StepSpec, held: ParameterCounts) -> float:
+    """Returns the seconds of summing the gradients of duplicated stages (DualPipe) over their two pipeline ranks, after
+    the data ranks have reduced theirs: for the most distant pair."""
     layout, ranks = spec.layout, group(spec.layout, "pp")
     mine = held.dense / layout.shard_ranks + held.experts / group(layout, "edp").ranks
     width = state_widths(spec.framework, spec.products, spec.width)["gradient"]
@@ -75,14 +75,14 @@ def twins_seconds(spec: StepSpec, held: ParameterCounts) -> float:
 
 
 def interference(spec: StepSpec, held: ParameterCounts, messages: int) -> float:
-    """What a product takes longer, as a share, while the state that is held travels beside it in so many messages."""
+    """Returns the slowdown, minus one, of a product during the state's collectives in `messages` messages."""
     axis = "shard" if spec.layout.shard_ranks > 1 else "replicate"
     each = (held.dense + held.experts) * spec.width / messages
     return (spec.framework.interference - 1) * load(spec.cluster, group(spec.layout, axis), each)
 
 
 def optimizer_seconds(spec: StepSpec, held: ParameterCounts) -> float:
-    """Returns the seconds of AdamW over the parameters that a rank updates of those that it holds, and of clipping."""
+    """Returns the seconds of AdamW over the parameters that a rank updates, and of clipping."""
     layout = spec.layout
     updated = held.dense / layout.shard_ranks + held.experts / group(layout, "edp").ranks
     clipped = updated if layout.zero > 1 and layout.shard_ranks > 1 else held.dense + held.experts
@@ -90,17 +90,17 @@ def optimizer_seconds(spec: StepSpec, held: ParameterCounts) -> float:
 
 
 def update_seconds(device: Accelerator, updated: Any, clipped: Any) -> Any:
-    """Returns the seconds of AdamW over so many parameters, and of clipping so many gradients: numbers, or arrays of
-    them."""
+    """Returns the seconds of AdamW over `updated` parameters, and of clipping `clipped` gradients: numbers or
+    arrays."""
     return stream_seconds(device, updated * OPTIMIZER_BYTES + clipped * CLIP_BYTES, 10)
 
 
 def summing_seconds(device: Accelerator, framework: Framework, width: int, held: Any, micro_batches: Any) -> Any:
-    """Returns the seconds per micro-batch of adding the gradients of so many parameters to those of the micro-batches
-    before, of which the first has none: numbers, or arrays of them."""
+    """Returns the seconds per micro-batch of adding the gradients of `held` parameters to those of the micro-batches
+    before, of which the first has none: numbers or arrays."""
     moved = held * state_widths(framework, "", width)["gradient"] * framework.sum_passes
     return stream_seconds(device, moved, 0) * (micro_batches - 1) / micro_batches
 
 
-def zero_three(layout: Layout) -> bool:
+def is_zero3(layout: Layout) -> bool:
     return layout.shard_ranks > 1 and layout.zero == 3

@@ -1,4 +1,4 @@
-"""The time of a step: micro-batches through the pipeline, state that is reduced and gathered, and the optimizer."""
+"""The time of a step: micro-batches through the pipeline, the state's collectives, and the optimizer."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from phalanx.cost.time.pipeline import pipeline_seconds
 from phalanx.cost.time.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.time.state_time import (
     ParameterCounts,
+    duplicated_stages_seconds,
     interference,
+    is_zero3,
     optimizer_seconds,
     state_seconds,
-    twins_seconds,
-    zero_three,
 )
 from phalanx.schedule import catalogue
 
 
 def step_parts(spec: StepSpec) -> Parts:
-    """Where the time of one step goes. The sum is the step's time."""
+    """Returns the seconds of one step by part; their sum is the step time."""
     layout, batch = spec.layout, spec.batch
     ranks = contents(spec)
-    number = Counter(ranks)
-    alike = {content: rank_time(spec, content) for content in number}
-    times = [alike[content] for content in ranks]
+    count = Counter(ranks)
+    time_of = {content: rank_time(spec, content) for content in count}
+    times = [time_of[content] for content in ranks]
     busiest = max(range(len(times)), key=lambda rank: times[rank].total)
     slowest, m = times[busiest], batch.accumulation
     mean = RankTime()
-    for content, many in number.items():
-        mean += alike[content].scaled(many / len(times))
-    whole = pipeline_seconds(layout, m, [one.total for one in times], mean.forward, mean.weights)
-    held = max((held_by(spec, content) for content in number), key=lambda one: one.dense + one.experts)
+    for content, number in count.items():
+        mean += time_of[content].scaled(number / len(times))
+    whole = pipeline_seconds(layout, m, [time.total for time in times], mean.forward, mean.weights)
+    held = max((held_by(spec, content) for content in count), key=lambda held: held.dense + held.experts)
     data, optimizer = _state(spec, ranks[busiest], held, slowest)
+    bidirectional = min(content.share for content in count) < 1
     exposed = {
         "tp": m * slowest.tp,
         "cp": m * slowest.cp,
         "ep": m * slowest.ep,
-        "pp": _boundaries(spec) + (twins_seconds(spec, held) if min(one.share for one in number) < 1 else 0.0),
+        "pp": _boundaries(spec) + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
         "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + data,
     }
     return Parts(
@@ -56,7 +57,7 @@ def step_parts(spec: StepSpec) -> Parts:
 
 
 def _boundaries(spec: StepSpec) -> float:
-    """Returns the seconds of messages between stages."""
+    """Returns the exposed seconds of messages between stages."""
     layout = spec.layout
     if layout.pp == 1:
         return 0.0
@@ -66,17 +67,16 @@ def _boundaries(spec: StepSpec) -> float:
 
 
 def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: RankTime) -> tuple[float, float]:
-    """Returns the seconds of what happens once a step: gathering parameters and reducing gradients, as far as nothing
-    hides it, and the optimizer."""
+    """Returns the exposed seconds of gathering parameters and reducing gradients once per step, and the optimizer's."""
     layout, blocks = spec.layout, content.blocks
     optimizer = optimizer_seconds(spec, held)
-    if zero_three(layout):
+    if is_zero3(layout):
         state = state_seconds(spec, held, max(1, blocks))
         return ends_of_blocks(state.gather, state.reduce, blocks), optimizer
     messages = bucket_messages(blocks)
     state = state_seconds(spec, held, messages)
     if not spec.framework.dp_overlaps:
         return state.gather + state.reduce, optimizer
-    slower = interference(spec, held, messages)
+    slowdown = interference(spec, held, messages)
     backward = slowest.total - slowest.forward
-    return step_state(state.gather, state.reduce, slowest.forward, backward, blocks, slower), optimizer
+    return step_state(state.gather, state.reduce, slowest.forward, backward, blocks, slowdown), optimizer

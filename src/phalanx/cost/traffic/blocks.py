@@ -1,7 +1,7 @@
-"""Bytes that a rank sends for activations, of one micro-batch there and back: a view of the messages of phalanx.blocks.
+"""Bytes that a rank sends for activations of one micro-batch, forward and backward: a view of the messages of
+phalanx.blocks.
 
-What is computed again is sent again, up to the last result that the backward pass asks for: torch's checkpoint stops
-there.
+Recomputation sends again, up to the last result that the backward pass needs: torch's checkpoint stops there.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from phalanx.cost.traffic.table import Table
 
 
 def around_traffic(place: Place, *, first: bool, last: bool) -> Table:
-    """Returns the traffic after the embedding where the `first` stage is here, and from the final norm to the loss
-    where the `last` is. No payload of these depends on the vocabulary."""
+    """Returns the traffic after the embedding on the rank of the `first` stage, and from the final norm to the loss on
+    that of the `last`. None of these payloads depends on the vocabulary."""
     operators = [*([embedding(place, 1)] if first else []), *(head(place, 1) if last else [])]
     return _traffic(place, operators, "none")
 
 
 @cache
 def block_traffic(place: Place, kind: BlockKind, recompute: Recompute) -> Table:
-    """Returns the traffic of one block; of what experts exchange, that which does not depend on the tokens."""
+    """Returns the traffic of one block, without the rows exchanged between experts."""
     return _traffic(place, block(place, kind), recompute)
 
 
 @cache
 def row_traffic(place: Place, kind: BlockKind, recompute: Recompute) -> Table:
-    """Returns the traffic of one row that leaves a rank for another on its way to an expert or back: each is sent by
-    its gradient once more, and once more where blocks are computed again."""
+    """Returns the traffic of one row that a rank sends to an expert on another rank or back: sent once, once more for
+    its gradient, and again if blocks are recomputed."""
     table = Table()
     messages = [each for operator in block(place, kind) for each in operator.messages if each.copies]
     for message in messages:
@@ -44,8 +44,8 @@ def row_traffic(place: Place, kind: BlockKind, recompute: Recompute) -> Table:
 
 
 def balanced_rows(place: Place) -> float:
-    """Returns the rows that a rank sends to other ranks, to experts and back, in a block with experts: all that the
-    capacity leaves room for, and without one as many to every rank."""
+    """Returns the rows that a rank sends to other ranks, to experts and back, in a block with experts: with a capacity
+    every slot, without one the same number to every rank."""
     return 2 * routed_rows(place) * (place.ep - 1) / place.ep
 
 

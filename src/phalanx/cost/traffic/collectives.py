@@ -6,11 +6,11 @@ from phalanx.blocks.operator import Collective
 
 
 def sent_bytes(collective: Collective, payload: float, ranks: int) -> float:
-    """Bytes that each of `ranks` ranks sends for a collective over a tensor of `payload` bytes.
+    """Returns the bytes that each of `ranks` ranks sends for a collective over a tensor of `payload` bytes.
 
-    `payload` is the whole tensor: what an all-gather ends with and a reduce-scatter starts from. An all-reduce is a
-    reduce-scatter and an all-gather: 2 D (P-1)/P (Thakur et al. 2005, sections 4.2 and 4.5); a broadcast counts as a
-    scatter and an all-gather, on average over the ranks. `send` is one message, counted by its sender.
+    `payload` is the whole tensor: an all-gather's output, a reduce-scatter's input. An all-reduce is a reduce-scatter
+    and an all-gather: 2 D (P-1)/P (Thakur et al. 2005, sections 4.2 and 4.5); a broadcast counts as a scatter and an
+    all-gather, on average over the ranks. `send` is one message, counted by its sender.
     """
     if collective == "send":
         return payload

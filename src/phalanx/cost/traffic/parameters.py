@@ -1,4 +1,4 @@
-"""The parameters that a rank holds, for its traffic: layers that are alike once, and what is spread over which axis."""
+"""The parameters that a rank holds, for its traffic: equal layers once, with the axes that each is sharded over."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from phalanx.partition.stages import stage_shapes
 from phalanx.partition.tensor_slices import slice_of, tile
 
 Group = Literal["block", "experts", "tile", "last tile", "around"]
-"""What FSDP makes whole together (parallel/fsdp.py): a block, or of it the experts that ranks deal out, or one tile of
-a large matrix; and what lies around the blocks."""
+"""The unit that FSDP gathers (parallel/fsdp.py): a block; its experts if ep distributes them; one tile of a large
+matrix; the parameters outside the blocks."""
 
 
 class HeldParameter(NamedTuple):
     """A parameter, or a tile of one, as a tensor and expert rank holds it."""
 
     name: str
-    """In the plain model, that of the first of the layers that are alike."""
+    """Name in the plain model, for equal layers that in the first."""
     shape: tuple[int, ...]
     users: tuple[int, ...]
     """Stages on this rank that compute with it."""
     holders: tuple[int, ...]
     """Pipeline ranks that hold it."""
     copies: int
-    """Neighbouring tensor ranks that hold the same: all, where it is not cut."""
+    """Neighbouring tensor ranks that hold the same: all if it is not cut."""
     cut: bool
     """Whether tensor ranks hold parts of it."""
     summed: bool
-    """Whether tensor ranks that hold the whole of it add up their gradients."""
+    """Whether tensor ranks that hold the whole of it sum their gradients."""
     group: Group
 
     @property
@@ -50,13 +50,13 @@ class HeldParameter(NamedTuple):
         return is_expert(self.name)
 
     def share(self, ranks: int) -> int:
-        """Elements of the share that FSDP2 gives each of `ranks`, padding included: it deals out rows, of all experts'
-        matrices together."""
+        """Returns the elements of FSDP2's shard on each of `ranks`, padding included: it shards rows, those of all
+        experts' matrices together."""
         rows = self._rows
         return -(-rows // ranks) * (self.size // rows)
 
     def dealt(self, ranks: int, rank: int) -> int:
-        """Elements of such a share that exist."""
+        """Returns the elements of that shard on one rank, without padding."""
         return max(0, min(self.share(ranks), self.size - self.share(ranks) * rank))
 
     @property
@@ -65,13 +65,13 @@ class HeldParameter(NamedTuple):
 
 
 class LayerRun(NamedTuple):
-    """Layers that are alike, one after the other, with what each of them has. What lies around the blocks is a run of
+    """Consecutive equal layers, with the parameters of each of them. The parameters outside the blocks are a run of
     one, without layers."""
 
     layers: range
     held: tuple[HeldParameter, ...]
     full: bool = False
-    """Whether these layers are computed again as a whole."""
+    """Whether these layers are fully recomputed."""
 
     @property
     def times(self) -> int:
@@ -81,7 +81,7 @@ class LayerRun(NamedTuple):
 def held_parameters(
     model: ModelConfig, layout: Layout, vocab: int | None, plan: PipelineWork, pp: int
 ) -> tuple[LayerRun, ...]:
-    """What a pipeline rank holds, in the order of the module tree."""
+    """Returns the parameters of a pipeline rank, in the order of the module tree."""
     only = Layout(
         tp=layout.tp,
         sp=layout.sp,
@@ -103,38 +103,38 @@ def _held_by(
     stages: tuple[int, ...],
 ) -> tuple[LayerRun, ...]:
     def holders(everywhere: list[int]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(line[stage] for line in placements for stage in everywhere))
+        return tuple(dict.fromkeys(placement[stage] for placement in placements for stage in everywhere))
 
     of_layer = {layer: stage for stage in stages for layer in cut[stage]}
     kinds = layer_kinds(model, written(layout))
-    alike = {run.start: run for stage in stages for run in _alike(kinds, cut[stage])}
+    run_at = {run.start: run for stage in stages for run in _uniform_runs(kinds, cut[stage])}
     last = len(cut) - 1
     ends = {"embed": [0, last] if model.tied and last else [0], "positions": [0]}
-    found: list[LayerRun] = []
+    runs: list[LayerRun] = []
     for owner, named in _by_owner(stage_shapes(model, [cut[stage] for stage in stages], vocab)):
         part, *rest = owner.split(".")
         layer = int(rest[0]) if part == "blocks" else None
-        if layer is not None and layer not in alike:
+        if layer is not None and layer not in run_at:
             continue
         everywhere = ends.get(part, [last]) if layer is None else [of_layer[layer]]
         users = tuple(stage for stage in stages if stage in everywhere)
-        layers = range(0) if layer is None else alike[layer]
+        layers = range(0) if layer is None else run_at[layer]
         held = tuple(_parts(named, model, layout, users, holders(everywhere)))
-        if layers and found and found[-1].layers == layers:
-            held = found.pop().held + held
-        found.append(LayerRun(layers, held, layer is not None and kinds[layer].recompute == "full"))
-    return tuple(found)
+        if layers and runs and runs[-1].layers == layers:
+            held = runs.pop().held + held
+        runs.append(LayerRun(layers, held, layer is not None and kinds[layer].recompute == "full"))
+    return tuple(runs)
 
 
-def _alike(kinds: Sequence[LayerKind], layers: range) -> Iterator[range]:
-    """Runs of layers of one kind."""
+def _uniform_runs(kinds: Sequence[LayerKind], layers: range) -> Iterator[range]:
+    """Yields the runs of layers of one kind."""
     for _, run in groupby(layers, lambda layer: kinds[layer]):
-        same = tuple(run)
-        yield range(same[0], same[-1] + 1)
+        equal = tuple(run)
+        yield range(equal[0], equal[-1] + 1)
 
 
 def _by_owner(shapes: Shapes) -> Iterator[tuple[str, Shapes]]:
-    """Parameters of each module in turn."""
+    """Yields the parameters of each module in turn."""
     for owner, names in groupby(shapes, lambda name: name.rpartition(".")[0]):
         yield owner, {name: shapes[name] for name in names}
 
@@ -142,7 +142,7 @@ def _by_owner(shapes: Shapes) -> Iterator[tuple[str, Shapes]]:
 def _parts(
     named: Shapes, model: ModelConfig, layout: Layout, users: tuple[int, ...], holders: tuple[int, ...]
 ) -> Iterator[HeldParameter]:
-    """One module's parameters, or those of its tiles, one after the other."""
+    """Yields one module's parameters, or those of its tiles, one after the other."""
     tiles = {name: tile(name, shape, layout.tiles, model) for name, shape in named.items()}
     for number in range(max(map(len, tiles.values()))):
         for name, parts in tiles.items():

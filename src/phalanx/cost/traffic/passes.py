@@ -1,6 +1,6 @@
-"""What a rank of a pipeline does in a step, counted: its passes through each stage, and its messages.
+"""Counts of a pipeline rank's work in a step: its passes through each stage, and its messages.
 
-Without a pipeline it is the same with one stage. Of a schedule without a flush it is a step's share.
+Without a pipeline there is one stage. For a schedule without a flush it is the share of one step.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from phalanx.schedule.simple import naive
 
 @dataclass
 class Passes:
-    """One rank's passes through one of its stages. Slices of sequences count each."""
+    """One rank's passes through one of its stages; slices of sequences count individually."""
 
     forward: int = 0
     backward: int = 0
-    """B, or I where the backward pass is in halves."""
+    """Number of B, or of I if the backward pass is split."""
     ends: int = 0
-    """B, or W: after each the weights' gradients of a micro-batch are there."""
+    """Number of B, or of W: each completes the weight gradients of a micro-batch."""
     last_forward: int = -1
-    """Place in the program."""
+    """Index of the last forward pass in the program."""
     last_backward: int = -1
 
 
 @dataclass(frozen=True)
 class RankPasses:
-    """What one rank of a pipeline does."""
+    """The work of one pipeline rank."""
 
     passes: dict[int, Passes] = field(default_factory=dict)
-    """By stage, those that it holds in their order."""
+    """Passes by stage, in the order of the rank's stages."""
     sends: int = 0
-    """Messages, each of what travels between two stages of a micro-batch, or of a slice of one."""
+    """Messages, each the hidden states of a micro-batch, or of a slice of one, between two stages."""
     renewals: int = 0
-    """Passes that begin after a backward pass, or as the first: where a backward pass gives up what lies around the
-    blocks, that often it is gathered."""
+    """Passes other than W that follow a backward pass or come first: the number of times that parameters outside the
+    blocks are gathered if a backward pass reshards them."""
     steps: int = 1
-    """Optimizer steps that all this is for."""
+    """Optimizer steps in the program."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class PipelineWork:
     cut: tuple[range, ...]
     """The layers of each stage."""
     placements: tuple[tuple[int, ...], ...]
-    """The ranks of the stages, one line a direction."""
+    """The ranks of the stages, one row per direction."""
     work: tuple[RankPasses, ...]
     slices: int = 1
 
 
 def pipeline_work(layout: Layout, n_layers: int, micro_batches: int, stages: Sequence[range] | None) -> PipelineWork:
-    """The pipeline of a layout. `stages` are the layers of each of its stages; None: `layout.pp_cut`'s.
+    """Returns the pipeline of a layout. `stages` are the layers of each of its stages; None: those of `layout.pp_cut`.
 
-    Raises JobError where a pipeline's stages are neither given nor written, and as schedule_of does."""
+    Raises JobError if a pipeline's stages are neither given nor written, and as schedule_of does."""
     key = Layout(pp=layout.pp, schedule=layout.schedule, pp_chunks=layout.pp_chunks, pp_slices=layout.pp_slices)
     if layout.pp == 1:
         key, stages = Layout(), [range(n_layers)]
-    # A file may change.
-    plan = (_worked if is_file(key.schedule) else _worked_before)(key, micro_batches)
+    # A schedule's file may change between calls, so its work is not cached.
+    plan = (_work_of if is_file(key.schedule) else _cached_work)(key, micro_batches)
     if stages is None:
         if not layout.pp_cut:
             raise JobError(f"pp {layout.pp}: traffic depends on the layers of each stage; set layout.pp_cut")
@@ -74,14 +74,14 @@ def pipeline_work(layout: Layout, n_layers: int, micro_batches: int, stages: Seq
     return replace(plan, cut=tuple(stages))
 
 
-def _worked(layout: Layout, micro_batches: int) -> PipelineWork:
-    """The same without the layers."""
+def _work_of(layout: Layout, micro_batches: int) -> PipelineWork:
+    """Returns the work of a pipeline without the layers of its stages."""
     schedule = naive(1, micro_batches) if layout.pp == 1 else schedule_of(layout, micro_batches)
     work = tuple(_work(schedule, rank) for rank in range(schedule.ranks))
     return PipelineWork((), schedule.placements, work, schedule.slices)
 
 
-_worked_before = cache(_worked)
+_cached_work = cache(_work_of)
 
 
 def _work(schedule: Schedule, rank: int) -> RankPasses:

@@ -1,9 +1,9 @@
 """Bytes that a rank sends for its state in a step: gradients that are summed, parameters that are gathered.
 
 With D bytes of parameters on N ranks: DDP 2 D (N-1)/N; ZeRO-1 and ZeRO-2 the same in a reduce-scatter and an
-all-gather; ZeRO-3 one all-gather more where parameters are given up after the forward pass (Rajbhandari et al. 2020,
-section 7). Here with all that this leaves out: padding, what is gathered for every micro-batch, what is not given up,
-parameters that ranks hold in common.
+all-gather; ZeRO-3 one more all-gather if parameters are resharded after the forward pass (Rajbhandari et al. 2020,
+section 7). This file adds what these leave out: padding, gathers per micro-batch, parameters that are not resharded,
+and parameters that several ranks hold.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES, in_buckets
 
 @dataclass(frozen=True)
 class Spread:
-    """How one rank's state is spread, and in how many bytes a number of it travels."""
+    """The sharding of one rank's state, and the bytes per element in which it is sent."""
 
     layout: Layout
     width: int
-    """Bytes of a parameter."""
+    """Bytes per element of a parameter."""
     gradient_width: int
-    """Of a gradient, while it is summed over data ranks."""
+    """Bytes per element of a gradient while it is summed over data ranks."""
     master_width: int
-    """Of a parameter as the optimizer has it."""
+    """Bytes per element of the optimizer's copy of a parameter."""
     shard_rank: int
-    """The rank's place among those of dp_shard × cp."""
+    """Index of the rank in dp_shard × cp."""
     drops: bool
     """Whether the model has dropout."""
 
     @classmethod
     def of(cls, layout: Layout, precision: str, gradients: str, shard_rank: int, *, drops: bool) -> Spread:
-        """`precision` and `gradients` are `train`'s."""
+        """Returns the spread of a rank; `precision` and `gradients` are `train`'s."""
         width = WIDTHS[precision]
-        # Half precisions have masters in fp32.
+        # Half precisions have fp32 master weights.
         return cls(layout, width, 4 if gradients == "fp32" else width, max(width, 4), shard_rank, drops)
 
     @property
     def shard(self) -> tuple[str, int]:
-        """The axis that shards state, and its ranks."""
+        """The axis that shards state, and its number of ranks."""
         return "dp_shard" if self.layout.cp == 1 else "dp_shard_cp", self.layout.shard_ranks
 
     @property
     def replicas(self) -> int:
-        """Those that sum their gradients."""
+        """Number of replicas that sum their gradients."""
         return self.layout.dp_replicate if self.layout.independent_replicas == 1 else 1
 
     def over(self, parameter: HeldParameter) -> tuple[str, int, int]:
-        """The axis that shards a parameter's state, its ranks, and this one's place among them."""
+        """Returns the axis that shards a parameter's state, its number of ranks, and this rank's index among them."""
         if parameter.expert and self.layout.ep > 1:
             return "edp", self.layout.shard_ranks // self.layout.ep, self.shard_rank // self.layout.ep
         return *self.shard, self.shard_rank
 
 
 def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Table:
-    """What a rank that holds `runs` sends in one step for all of its state."""
+    """Returns the bytes that a rank with `runs` sends in one step for all of its state."""
     table, layout = Table(), spread.layout
     if layout.zero == 3 and layout.shard_ranks > 1:
         updated, width = _fsdp(table, runs, spread, work), spread.width
@@ -76,7 +76,7 @@ def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses) ->
                 updated[parameter] += run.times * parameter.size
     _partials(table, updated, layout, width)
     if layout.independent_replicas > 1:
-        # Once every sync_every steps all replicas meet, and average what their optimizers have.
+        # Every sync_every steps all replicas synchronize and average their optimizers' parameters.
         replicas, share = layout.dp_replicate, 1 / layout.sync_every
         table.add("dp_replicate", "all_gather", replicas * STOP_MESSAGE_BYTES, replicas, share)
         table.add("dp_replicate", "all_reduce", updated.total() * spread.master_width, replicas, share)
@@ -84,8 +84,8 @@ def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses) ->
 
 
 def _fsdp(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Counter[HeldParameter]:
-    """FSDP and HSDP. Returns of every parameter the elements that this rank updates, over all layers and tiles that are
-    alike."""
+    """Adds FSDP's and HSDP's traffic. Returns, for each parameter, the elements that this rank updates, summed over
+    equal layers and tiles."""
     updated = Counter[HeldParameter]()
     lost = _mistargeted(runs, spread.layout, work)
     for run in runs:
@@ -102,45 +102,44 @@ def _fsdp(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPass
 
 
 def _gathers(parameter: HeldParameter, spread: Spread, work: RankPasses, full: bool) -> int:
-    """How often FSDP makes a parameter whole in a step; `full`: of a block that is computed again. A pipeline that
-    keeps them does so until the step's end."""
+    """Returns how often FSDP gathers a parameter in a step; `full`: its block is fully recomputed. A pipeline without
+    resharding keeps it until the end of the step."""
     layout = spread.layout
     if parameter.group == "around":
         return work.renewals if layout.pp == 1 or layout.reshard else 1
     passes = work.passes[parameter.users[0]]
     if not layout.reshard:
         return passes.forward if layout.pp == 1 else 1
-    # A tile is given up again where its block is computed again: but not the last, at which that ends, if no dropout
-    # comes after it.
-    given_up = parameter.group == "tile" or (parameter.group == "last tile" and spread.drops)
-    repeated = full and given_up
+    # Recomputation of a block reshards its tiles once more, except the last tile, at which it ends without dropout.
+    resharded = parameter.group == "tile" or (parameter.group == "last tile" and spread.drops)
+    repeated = full and resharded
     return passes.forward + passes.backward * (2 if repeated else 1)
 
 
 def _reductions(parameter: HeldParameter, layout: Layout, work: RankPasses) -> int:
-    """How often its gradients leave. Those around a pipeline's blocks may be several stages': they wait for all."""
+    """Returns how often its gradients are reduced. Outside a pipeline's blocks they wait for several stages."""
     if layout.accumulate == "local" or (parameter.group == "around" and layout.pp > 1):
         return 1
     return work.passes[parameter.users[0]].ends
 
 
 def _mistargeted(runs: Sequence[LayerRun], layout: Layout, work: RankPasses) -> frozenset[int]:
-    """Layers that are gathered ahead once too often: a neighbour in another stage of this rank computes last."""
+    """Returns the layers that are prefetched once too often: a neighbour in another stage computes last."""
     if len(work.passes) == 1 or not layout.reshard:
         return frozenset()
     of_layer = {layer: work.passes[run.held[0].users[0]] for run in runs for layer in run.layers}
-    layers, found = list(of_layer), set[int]()
+    layers, mistargeted = list(of_layer), set[int]()
     for here, layer in enumerate(layers):
         before = layers[max(0, here - layout.prefetch) : here]
         after = layers[here + 1 : here + 1 + layout.prefetch]
         ahead = [of_layer[other].last_forward for other in before] + [of_layer[other].last_backward for other in after]
         if max(ahead, default=0) > of_layer[layer].last_backward:
-            found.add(layer)
-    return frozenset(found)
+            mistargeted.add(layer)
+    return frozenset(mistargeted)
 
 
 def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Counter[HeldParameter]:
-    """DDP, ZeRO-1 and ZeRO-2 over flat buckets. Returns the same as `_fsdp`."""
+    """Adds the traffic of DDP, ZeRO-1 and ZeRO-2 over flat buckets. Returns the same as `_fsdp`."""
     updated = Counter[HeldParameter]()
     together: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[str, int, int]], list[HeldParameter]] = {}
     for run in reversed(runs):  # the backward pass reaches the last layers first
@@ -163,8 +162,8 @@ def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankP
 
 
 def _send(table: Table, spread: Spread, axis: str, share: int, ranks: int, times: tuple[int, int, int]) -> None:
-    """Counts the messages of parameters of which each of `ranks` ranks has `share` elements: how often they are
-    gathered, their gradients reduced, and summed over replicas."""
+    """Counts the messages of parameters of which each of `ranks` ranks has `share` elements; `times`: how often they
+    are gathered, their gradients reduced, and summed over replicas."""
     for message, often in zip(state_messages(share, ranks), times, strict=True):
         width = spread.width if message.number == "parameter" else spread.gradient_width
         where = (axis, ranks) if message.among == "shard" else ("dp_replicate", spread.replicas)
@@ -173,12 +172,12 @@ def _send(table: Table, spread: Spread, axis: str, share: int, ranks: int, times
 
 @cache
 def _filled(sizes: tuple[int, ...], least: float) -> tuple[tuple[int, ...], ...]:
-    """The buckets of parameters of so many elements, at least `least` in each but the last."""
+    """Returns the buckets of parameters of these sizes, at least `least` elements in each but the last."""
     return tuple(map(tuple, in_buckets(sizes, least)))
 
 
 def _partials(table: Table, updated: Counter[HeldParameter], layout: Layout, width: int) -> None:
-    """Gradients of parameters that several ranks hold alike, of which each has found a part."""
+    """Adds the sums of the gradients of parameters that several ranks hold, each of which has computed a part."""
     for parameter, elements in updated.items():
         if parameter.cut or parameter.summed:
             table.add("tp", "all_reduce", elements * width, parameter.copies)

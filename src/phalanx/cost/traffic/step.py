@@ -1,8 +1,8 @@
-"""Bytes that a rank sends in one optimizer step, by formula: to the byte what the ledger of a real run counts.
+"""Bytes that a rank sends in one optimizer step, by formula: exactly those that the ledger of a real run counts.
 
-Beside what each technique sends (state.py, blocks.py) there are a pipeline's messages, and three
-numbers over all ranks: loss, norm of the gradients, and whether to stop. No byte depends on the data, but for those
-between experts without a capacity: of these a balanced load is predicted.
+Beside the messages of each technique (state.py, blocks.py) there are a pipeline's messages, and three numbers over all
+ranks: loss, gradient norm, and whether to stop. No byte depends on the data, except between experts without a capacity,
+for which a balanced load is predicted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.partition.batch import Batch
 from phalanx.partition.recompute import written
 
 STATUS = 3 * 8
-"""Loss, square of the gradients' norm, and whether to stop, in fp64."""
+"""Bytes of loss, squared gradient norm, and whether to stop, in fp64."""
 
 
 def step_traffic(
@@ -41,19 +41,19 @@ def step_traffic(
     rank: int = 0,
     rows: float | None = None,
 ) -> Traffic:
-    """Bytes that `rank` (of all of `layout.world`) sends in one optimizer step, by mesh axis and collective, named as
-    the ledger names them. By default the first rank: it is the one whose ledger `phalanx train` reports.
+    """Returns the bytes that `rank` (of all of `layout.world`) sends in one optimizer step, by mesh axis and
+    collective, named as in the ledger. By default it is rank 0, whose ledger `phalanx train` reports.
 
-    Ranks of a pipeline differ; of one pipeline rank those of the shard axis do, where gradients of parameters that they
-    do not share evenly are summed over tp or pp. `precision` and `gradients` are `train`'s, `vocab` the tokenizer's
-    vocabulary where the model leaves it open. `stages` are the layers of each pipeline stage
-    (phalanx.plan.cut.stages_of); None: `layout.pp_cut`'s. `rows` are those that this rank sent to other ranks' experts,
-    or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, where they are known:
-    an equal share of them in each layer, which matters where layers recompute differently.
+    Pipeline ranks differ; so do ranks of the shard axis, if tp or pp sums gradients of parameters that they shard
+    unevenly. `precision` and `gradients` are `train`'s, `vocab` the tokenizer's vocabulary size if the model leaves it
+    open. `stages` are the layers of each pipeline stage (phalanx.partition.cut.stages_of); None: those of
+    `layout.pp_cut`. `rows` are those that this rank sent to other ranks' experts, or as an expert's rank back to
+    theirs, in the forward passes of all layers and micro-batches, if known: each layer counts an equal share of them,
+    which matters if layers recompute differently.
 
-    Replicas that meet every sync_every steps (local_sgd, diloco) send a share of it each step. A pipeline without a
-    flush sends the mean over a run of steps. Raises JobError for sync=asp, where a step's shares go to whichever
-    replica is ready, where nothing says the vocabulary or the stages, and as schedule_of does.
+    Replicas that synchronize every sync_every steps (local_sgd, diloco) send a share of it per step. A pipeline without
+    a flush sends the mean over a run of steps. Raises JobError for sync=asp, in which a step's shares go to whichever
+    replica is ready, if the vocabulary size or the stages are not known, and as schedule_of does.
     """
     if layout.sync == "asp":
         raise JobError(
@@ -72,13 +72,13 @@ def step_traffic(
     last, passed, routed = len(plan.cut) - 1, Table(), Counter[LayerKind]()
     for stage, passes in work.passes.items():
         here = around_traffic(place, first=stage == 0, last=stage == last)
-        for kind, many in kinds_of(model, written(layout), plan.cut[stage]):
-            here.take(block_traffic(place, *kind), many)
+        for kind, number in kinds_of(model, written(layout), plan.cut[stage]):
+            here.take(block_traffic(place, *kind), number)
             if kind.block.feed_forward != "experts":
                 continue
-            routed[kind] += many * passes.forward
+            routed[kind] += number * passes.forward
             if rows is None:
-                here.take(row_traffic(place, *kind), many * balanced_rows(place))
+                here.take(row_traffic(place, *kind), number * balanced_rows(place))
         passed.take(here, passes.forward / plan.slices)
     if rows is not None:
         for kind, blocks in routed.items():
@@ -90,7 +90,7 @@ def step_traffic(
 
 
 def _status(table: Table, layout: Layout) -> None:
-    """The three numbers. Replicas that are apart keep theirs to themselves."""
+    """Adds the three numbers. Independent replicas do not share theirs."""
     if layout.independent_replicas == 1:
         table.add("world", "all_reduce", STATUS, layout.world)
         return

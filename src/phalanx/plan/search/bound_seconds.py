@@ -1,6 +1,6 @@
 """Lower bounds on the seconds of a step, for many pairs of a mesh and a micro-batch at once: the time of
-cost/time/step_time.py but for latencies of all-reduces, and for the bubble of schedules that has no closed form, unless
-it is asked for."""
+cost/time/step_time.py without latencies of all-reduces, and without the bubble of schedules that have no closed form,
+unless it is asked for."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from phalanx.schedule import catalogue
 
 
 class StepSeconds:
-    """The times of layouts with the same pipeline and recomputation. Arrays have a row for each different share of a
-    rank and a column a pair."""
+    """The times of layouts with the same pipeline and recomputation. Arrays have a row per different rank contents and
+    a column per pair."""
 
     def __init__(self, group: Pipelines):
         self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
         self.request = group.tables.request
         self.framework, self.device = self.request.framework, self.request.cluster.accelerator
         self.work = np.stack([self.tables.work(share, group.mode, group.inner).T for share in group.shares], 1)
-        """Seconds of a micro-batch: forward and backward, the same of the host, and those of weights' gradients."""
+        """Seconds per micro-batch: forward, backward, the same of the host, and those of weight gradients."""
         if self.framework.sum_passes:
             width = self.request.width
             self.work[1] += summing_seconds(self.device, self.framework, width, group.total, self.m)
         self.slopes = self.tables.slopes[group.outer].T
 
     def seconds(self, state: int, exactly: NDArray[Any] | None = None) -> Floats:
-        """Seconds under a state; with the bubble of the schedule's program for the pairs `exactly`."""
+        """Returns the seconds with a state sharding; the pairs `exactly` get the bubble of the schedule's program."""
         if STATES[state].zero == 3:
             return self._step(self._passes(state), exactly) + self._optimizer(state)
         if exactly is not None:
@@ -55,7 +55,7 @@ class StepSeconds:
 
     @cached_property
     def _plain_passes(self) -> tuple[Floats, ...]:
-        """Without zero 3, passes are the same under every state."""
+        """Passes without ZeRO-3, the same with every other state sharding."""
         return self._passes(next(number for number, state in enumerate(STATES) if state.zero < 3))
 
     @cached_property
@@ -63,13 +63,13 @@ class StepSeconds:
         return self._step(self._plain_passes, None)
 
     def _step(self, passes: tuple[Floats, ...], exactly: NDArray[Any] | None) -> Floats:
-        """Seconds without the optimizer's."""
+        """Returns the seconds without those of the optimizer."""
         time, others, forward, weights = passes
         return time + self._idle(forward, weights, exactly) * others if self.pp > 1 else time
 
     def _passes(self, state: int) -> tuple[Floats, ...]:
-        """Seconds of the busiest rank and of what nothing hides besides, and those of another rank's micro-batch; the
-        shares of forward passes and of weights' gradients in one."""
+        """Returns the seconds of the busiest rank with its exposed collectives, and of another rank's micro-batch; the
+        shares of forward passes and of weight gradients in the latter."""
         group, work = self.group, self.work
         if STATES[state].zero == 3:
             work = work + np.where(group.shared, self._gathered(state), 0.0)
@@ -83,19 +83,19 @@ class StepSeconds:
         return time, others, (group.count * work[0]).sum(0) / whole, (group.count * work[4]).sum(0) / whole
 
     def _gathered(self, state: int) -> Floats:
-        """Returns what zero 3 adds to the work of ranks that share parameters."""
+        """Returns the seconds that ZeRO-3 adds to the work of ranks that shard parameters."""
         _, reshard, accumulate = STATES[state]
         seconds, starts = np.zeros((5, *self.work.shape[1:])), self.framework.kernel_us * 1e-6
         handling = HOST_OPS["shard"] * self.device.host_us * 1e-6
         twice = 2 if RECOMPUTE[self.group.mode] == "full" and not self.device.host_us else 1
-        for kind, (gather, reduce, slower) in self._blocks.items():
+        for kind, (gather, reduce, slowdown) in self._blocks.items():
             forward, backward, *_ = self.tables.block(kind, self.group.mode, self.group.inner).T
             there, back = block_state(
                 gather,
                 reduce,
                 forward,
                 backward,
-                slower,
+                slowdown,
                 self.m,
                 reshard=reshard,
                 local=accumulate == "local",
@@ -108,18 +108,18 @@ class StepSeconds:
 
     @cached_property
     def _blocks(self) -> dict[BlockKind, tuple[Floats, Floats, Floats]]:
-        """Of blocks without and with experts, those that there are: seconds in which one's parameters are gathered and
-        its gradients reduced, and what that slows down products."""
-        found = {}
+        """By kind of block: seconds of gathering its parameters and of reducing its gradients, and the interference of
+        both."""
+        blocks = {}
         for kind in self.group.kinds:
             alone = RankContents(((kind, 1),), False, False)
             held = self.tables.numbers(alone)[self.group.inner].T
-            slower = self._interference(held.sum(0), self.framework.messages)
-            found[kind] = *self._state(held, self.framework.messages), slower
-        return found
+            slowdown = self._interference(held.sum(0), self.framework.messages)
+            blocks[kind] = *self._state(held, self.framework.messages), slowdown
+        return blocks
 
     def _state(self, held: Floats, messages: Floats | int) -> tuple[Floats, Floats]:
-        """Seconds in which parameters, dense and of experts, are gathered and gradients reduced."""
+        """Returns the seconds of gathering parameters, dense and of experts, and of reducing their gradients."""
         alike = self.group.alike
         dense, experts = held[0] + np.where(alike, held[1], 0.0), np.where(alike, 0.0, held[1])
         s, some, more = self.slopes, messages * (dense > 0), messages * (experts > 0)
@@ -127,7 +127,7 @@ class StepSeconds:
         return gather, dense * s[2] + experts * s[3] + some * s[6] + more * s[7]
 
     def _interference(self, numbers: Floats, messages: Floats | int) -> Floats:
-        """Returns what a product takes longer, as a share, while so many parameters travel beside it."""
+        """Returns the slowdown, minus one, of a product during the collectives of `numbers` parameters."""
         start, byte, sent = self.slopes[8:]
         payload = numbers * self.request.width / messages
         return (self.framework.interference - 1) * occupancy(
@@ -135,8 +135,8 @@ class StepSeconds:
         )
 
     def _ends(self, state: int, blocks: NDArray[Any], ahead: Floats, behind: Floats) -> Floats:
-        """Returns the seconds once a step of gathering and reducing the state that nothing hides. `blocks`, `ahead` and
-        `behind` are those of the slowest rank and its seconds in forward and in backward passes."""
+        """Returns the exposed seconds per step of gathering and reducing the state. `blocks`, `ahead` and `behind` are
+        the slowest rank's blocks and its seconds in forward and in backward passes."""
         held, shared, around = self._fullest, self.group.shared, 0.0
         if STATES[state].zero == 3:
             around = ends_of_blocks(*self._state(held, np.maximum(1, blocks)), blocks)
@@ -166,8 +166,9 @@ class StepSeconds:
         return boundaries(self.group.hop, self.pp, chunks, self.m, overlaps=self.framework.pp_overlaps)
 
     def _idle(self, forward: Floats, weights: Floats, exactly: NDArray[Any] | None) -> Floats:
-        """Idle time at least, in micro-batches of a rank, from the shares of forward passes and of weights' gradients
-        in these: the schedule's formula, and where that is only a lower bound its program for the pairs `exactly`."""
+        """Returns a lower bound on the idle time, in micro-batches of a rank, from the shares of forward passes and of
+        weight gradients in these: the schedule's formula, or its program for the pairs `exactly` if that is not
+        exact."""
         schedule, chunks = self.group.scheduled
         found, known = np.zeros(len(self.m)), np.zeros(len(self.m), bool)
         if entry := catalogue.SCHEDULES.get(schedule):
@@ -179,7 +180,7 @@ class StepSeconds:
         pairs = np.unique(exactly)
         pairs = pairs[~known[pairs]]
         layout = replace(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
-        # The cost model rounds the shares; near the middle between two numbers it may take either.
+        # The cost model rounds the shares; near a tie it may round to either side.
         (low, high), (less, most) = (
             [np.round(part[pairs] * GRID + more).astype(int).tolist() for more in (-1e-6, 1e-6)]
             for part in (forward, weights)
@@ -193,5 +194,5 @@ class StepSeconds:
 
 @lru_cache(100_000)
 def _idle(layout: Layout, micro_batches: int, forward: int, weights: int) -> float:
-    """The cost model's idle time, from shares in GRID parts."""
+    """Returns the cost model's idle time, from shares in GRID parts."""
     return idle(layout, micro_batches, forward / GRID, weights / GRID)

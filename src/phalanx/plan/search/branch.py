@@ -1,8 +1,8 @@
-"""Branch and bound over one space of layouts: what is fastest, of all of it or of a part.
+"""Branch and bound over one space of layouts: the fastest of all of it or of a part.
 
-Layouts come in the order of a lower bound on their time (bounds.py). What cannot fit or cannot be among the best is
-left out by its bounds; the rest is predicted, until the bound of the next is beyond the best. The best of those are
-simulated event by event, and that time ranks them; of equals the simpler one wins.
+Layouts come in the order of a lower bound on their time (bounds.py). Bounds prune those that cannot fit or cannot be
+among the best; the rest is predicted, until the next bound exceeds the best time. The best of those are simulated event
+by event, and ranked by that time; the simpler of equals wins.
 """
 
 from __future__ import annotations
@@ -31,80 +31,80 @@ from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.simulate.step import step_seconds
 
 Mask = NDArray[np.bool_]
-"""Of the pairs of a space, some."""
+"""A mask over the pairs of a space."""
 Keep = Callable[[Rows], Mask]
-"""Of some rows, those that may be taken."""
+"""A function from rows to the mask of those that are allowed."""
 Progress = Callable[[str, int, int], None]
-"""What is done, how much of it, of how much."""
+"""A function of an activity, its steps done, and all its steps."""
 
 MARGIN, ENOUGH_FITTING = 1.03, 1000
-"""Predicted times up to so much beyond the best are of interest: simulated ones are seldom faster by more. Once so many
-layouts fit, only those are that may be the best."""
+"""Factor on the best time up to which predicted layouts are kept: simulated times are seldom faster by more; number of
+fitting layouts from which on only those that may be the best are kept."""
 SIMULATED = 300
-"""Layouts that are simulated at most."""
+"""Most layouts that are simulated."""
 SIMULATED_ACTIONS, SIMULATED_MESHES = 400_000, 10
-"""Actions of schedules that these have together at most, about half a second of simulating; but so many meshes are
-simulated in any case."""
+"""Most actions in the schedules of all these, about half a second of simulation; meshes that are simulated in any
+case."""
 SEED_PAIRS, SEEDS = 512, 24
-"""Pairs of each length of pipeline that are looked at first, and how many layouts of these that fit."""
+"""Pairs of each pp degree that seed the search, and the number of fitting layouts that it begins with."""
 PAIR_BLOCK = 2048
-"""Pairs whose layouts are looked at at a time."""
+"""Pairs whose layouts are examined at a time."""
 ROW_BLOCK = 1_000_000
 """Layouts that are bounded at a time."""
 FIRST_TIMED = 128
-"""Layouts whose schedules' programs are run at first, the nearest; then twice as many, and so on."""
+"""Layouts whose schedules' programs are run first, those with the lowest bounds; then twice as many, and so on."""
 LEAN_BLOCK, LEAN_PAIRS, LEAN_LAYOUTS = 64, 1024, 1200
-"""Pairs at a time, pairs and layouts at most, that are looked at for the one that needs the least memory."""
+"""Pairs at a time, most pairs and most layouts that are examined for the one that needs the least memory."""
 GAIN = 0.995
-"""A layout is simulated while the search goes on where it may be faster than the best by so much."""
+"""Factor on the best time below which a layout is simulated during the search."""
 MOST_TOO_LARGE = 1000
-"""Layouts that do not fit which are kept for the picture."""
+"""Most layouts that do not fit that are kept for the picture."""
 TIE = 1.001
-"""Times up to so much apart are equal: the simpler layout wins."""
+"""Factor up to which times are equal, so that the simpler layout wins."""
 
 
 @dataclass
 class Found:
-    """What a search has seen."""
+    """The state and the results of a search."""
 
     predicted: list[tuple[StepSpec, float]] = field(default_factory=list)
-    """Layouts that fit."""
+    """Layouts that fit, with their predicted seconds."""
     too_large: list[tuple[StepSpec, float]] = field(default_factory=list)
-    """A few that do not, and the bytes they need."""
+    """Some layouts that do not fit, with the bytes they need."""
     rejected: Counter[str] = field(default_factory=Counter)
     seen: set[Layout] = field(default_factory=set)
     """Layouts that were predicted."""
     least: float = inf
-    """Seconds of the best, predicted or simulated, whichever are more."""
+    """Seconds of the best layout, the larger of predicted and simulated."""
     known: dict[StepSpec, float] = field(default_factory=dict)
-    """Simulated times."""
+    """Simulated seconds."""
     simulates: bool = True
-    """Whether the best goes by simulated times, or by predicted ones alone."""
+    """Whether simulated times decide on the best, or predicted ones alone."""
 
     @property
     def cutoff(self) -> float:
-        """Predicted seconds beyond which a layout is of no interest."""
+        """Predicted seconds above which a layout is pruned."""
         return self.least * (MARGIN if len(self.predicted) < ENOUGH_FITTING else 1)
 
     def add(self, spec: StepSpec, seconds: float) -> None:
-        """A layout that fits, and its predicted time."""
+        """Adds a layout that fits, with its predicted seconds."""
         self.predicted.append((spec, seconds))
         if seconds < GAIN * self.least:
-            self.looked_at(seconds, self.simulated(spec) if self.simulates else 0.0)
+            self.improve(seconds, self.simulated(spec) if self.simulates else 0.0)
 
     def restart(self) -> None:
-        """From now on the best goes by simulated times: first by that of the best so far."""
+        """Ranks by simulated times from now on, beginning with that of the best layout so far."""
         self.simulates, self.least = True, inf
         if self.predicted:
             spec, seconds = min(self.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
-            self.looked_at(seconds, self.simulated(spec))
+            self.improve(seconds, self.simulated(spec))
 
-    def looked_at(self, predicted: float, simulated: float) -> None:
-        """A layout that fits, and both its times."""
+    def improve(self, predicted: float, simulated: float) -> None:
+        """Lowers the best time to that of a layout that fits, if it is better."""
         self.least = min(self.least, max(predicted, simulated))
 
     def simulated(self, spec: StepSpec) -> float:
-        """Seconds of its step, simulated once."""
+        """Returns the seconds of its step, simulated once."""
         if spec not in self.known:
             self.known[spec] = step_seconds(spec)
         return self.known[spec]
@@ -115,7 +115,7 @@ SLOWER = "time: lower bound exceeds the best layout"
 
 
 class Search:
-    """One space, its bounds, and what was found in it."""
+    """A space, its bounds, and the searches in it."""
 
     def __init__(self, request: PlanRequest, progress: Progress | None = None):
         self.request, self.progress = request, progress or _silent
@@ -125,14 +125,14 @@ class Search:
         self.pair_seconds, self.pair_bytes = self.bounds.pairs()
 
     def with_room(self, factor: float) -> Search:
-        """The same, for layouts that would fit if they needed `factor` times the memory that is predicted."""
+        """Returns the search for layouts that would fit if they needed `factor` times the predicted memory."""
         other = copy(self)
         other.limit, other.progress = self.limit / factor, _silent
         return other
 
     def best(self, pairs: Mask | None = None, keep: Keep | None = None, simulates: bool = True) -> Found:
-        """The fastest layouts of the space that fit, or of some `pairs` of it and of the rows to `keep`; by prediction
-        alone where it does not simulate."""
+        """Returns the fastest layouts of the space that fit, or of some `pairs` of it and of the rows to `keep`;
+        without simulation by prediction alone."""
         found = Found(simulates=False)
         chosen = np.ones(len(self.pair_seconds), bool) if pairs is None else pairs
         fits = self.pair_bytes <= self.limit
@@ -142,8 +142,8 @@ class Search:
             )
         order = np.flatnonzero(chosen & fits)
         order = order[np.argsort(self.pair_seconds[order], kind="stable")]
-        # Some good layouts first, of pipelines of every length: they say where the others need not be looked at. The
-        # very fastest seldom fit.
+        # The search is seeded with good layouts for each pp degree, whose times prune the others. The very fastest
+        # seldom fit.
         near = self._near([self._seeds(self._first(order))], found, keep)
         self._best_of(*near, found, enough=SEEDS)
         if simulates:
@@ -153,7 +153,7 @@ class Search:
             found.rejected["time: lower bound without bubble and gradient reduction exceeds the best layout"] += len(
                 self.space.options[pair]
             )
-        # By length of pipeline: whose layouts are bounded together.
+        # Layouts with the same pp degree are bounded together.
         rest = order[near_pairs]
         rest = rest[np.argsort(self.bounds.pp[rest], kind="stable")]
         rows, seconds = self._near(
@@ -163,20 +163,19 @@ class Search:
         return found
 
     def one(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
-        """The fastest layout, as predicted, of some pairs and of the rows to `keep`; None where none
-        fits."""
+        """Returns the fastest layout, as predicted, of some pairs and of the rows to `keep`; None if none fits."""
         found = self.best(pairs, keep, simulates=False)
         near = min(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)), default=None)
         return near and Candidate.of(near[0])
 
     @cached_property
     def leanest(self) -> Candidate | None:
-        """Of the whole space the layout that needs the least memory, as far as `least` looks."""
+        """The layout of the whole space that needs the least memory, among those that `least` examines."""
         return self.least(np.ones(len(self.pair_bytes), bool))
 
     def least(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
-        """The layout of some pairs and of the rows to `keep` that needs the least memory, of those with the lowest
-        bounds; None where there is none."""
+        """Returns the layout that needs the least memory, of some pairs and of the rows to `keep`, among those with the
+        lowest bounds; None if there is none."""
         order = np.flatnonzero(pairs)
         order = order[np.argsort(self.pair_bytes[order], kind="stable")][:LEAN_PAIRS]
         best, tried = None, 0
@@ -201,21 +200,21 @@ class Search:
         return Candidate.of(best[1]) if best else None
 
     def _first(self, order: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Of every number of pipeline ranks some of the pairs with the lowest bounds."""
+        """Returns for every pp degree some of the pairs with the lowest bounds."""
         pp = self.bounds.pp[order]
         return np.concatenate([order[pp == ranks][:SEED_PAIRS] for ranks in np.unique(pp)] or [order])
 
     def _seeds(self, pairs: NDArray[np.intp]) -> Rows:
-        """The rows of some pairs under the schedules that seed a search, where they are among the space's."""
+        """Returns the rows of some pairs under the schedules that seed a search, if the space has any, else all."""
         rows = self.space.rows(pairs)
         seeding = {name for name, entry in SCHEDULES.items() if entry.seeds}
         few = [number for number, one in enumerate(self.space.schedules) if one.schedule in seeding]
         return rows.select(np.isin(rows.scheduled, few)) if few else rows
 
-    def _possible(self, pairs: NDArray[np.intp], found: Found, keep: Keep | None, told: Progress) -> Iterator[Rows]:
-        """The rows of some pairs whose recomputation and state can fit and can be among the best."""
+    def _possible(self, pairs: NDArray[np.intp], found: Found, keep: Keep | None, progress: Progress) -> Iterator[Rows]:
+        """Yields the rows of some pairs whose recomputation and state can fit and can be among the best."""
         for start in range(0, len(pairs), PAIR_BLOCK):
-            told("layouts", start, len(pairs))
+            progress("layouts", start, len(pairs))
             block = pairs[start : start + PAIR_BLOCK]
             seconds, memory = self.bounds.options(block)
             rows = self.space.rows(block)
@@ -228,12 +227,12 @@ class Search:
             found.rejected[TOO_LARGE] += int((~fits).sum())
             found.rejected[SLOWER] += int((fits & ~near).sum())
             yield rows.select(fits & near)
-        told("layouts", len(pairs), len(pairs))
+        progress("layouts", len(pairs), len(pairs))
 
     def _near(
         self, blocks: Iterable[Rows], found: Found, keep: Keep | None, counted: bool = False
     ) -> tuple[Rows, NDArray[np.float64]]:
-        """The rows that can fit and can be among the best, and their bounds."""
+        """Returns the rows that can fit and can be among the best, with their bounds in seconds."""
         near, times = [Rows(*np.empty((4, 0), np.int32))], [np.empty(0)]
         for rows in _joined(blocks):
             some = rows if keep is None else rows.select(keep(rows))
@@ -250,8 +249,8 @@ class Search:
     def _best_of(
         self, rows: Rows, seconds: NDArray[np.float64], found: Found, enough: float = inf, counted: bool = False
     ) -> None:
-        """Predict what can be among the best of some rows, in the order of their bounds; with `enough`, only until so
-        many fit."""
+        """Predicts the rows that can be among the best, in the order of their bounds; with `enough`, only until so many
+        fit."""
         order, start, few = np.argsort(seconds, kind="stable"), 0, FIRST_TIMED
         while start < len(order) and seconds[order[start]] <= found.cutoff and len(found.predicted) < enough:
             here = order[start : start + few]
@@ -293,7 +292,7 @@ def _silent(*_: object) -> None:
 
 
 def _joined(blocks: Iterable[Rows]) -> Iterator[Rows]:
-    """The same rows in fewer blocks."""
+    """Yields the same rows in fewer blocks."""
     waiting = list[Rows]()
     for rows in blocks:
         waiting.append(rows)
@@ -305,34 +304,34 @@ def _joined(blocks: Iterable[Rows]) -> Iterator[Rows]:
 
 
 def simulated(found: Found) -> list[Candidate]:
-    """The best of what was predicted, by their simulated time, the fastest first."""
+    """Returns the best of the predicted layouts by their simulated time, fastest first."""
     near = sorted(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
-    done, visits, alike = list[Candidate](), 0, Counter[Layout]()
+    done, visits, same = list[Candidate](), 0, Counter[Layout]()
     meshes = dict[tuple[int, ...], dict[str, float]]()
     for spec, seconds in near:
         layout = spec.layout
         if seconds > MARGIN * found.least or len(done) >= SIMULATED:
             break
-        # Once that takes too long, of every mesh the first; and where that was slower than predicted, the first with
-        # another schedule.
+        # Beyond the limit on actions only the first layout of every mesh is simulated, and if that was slower than
+        # predicted, the first with another schedule.
         times = meshes.get(degrees(layout), {})
         more = len(meshes) < SIMULATED_MESHES if not times else seconds < GAIN * min(times.values())
         if visits > SIMULATED_ACTIONS and (layout.schedule in times or not more):
             continue
-        # Layouts that differ in how the state is shared have the same passes: two of each are enough.
+        # Layouts that differ only in their state sharding have the same passes: two of each are enough.
         passes = same_passes(layout)
-        if alike[passes] < 2:
-            alike[passes] += 1
+        if same[passes] < 2:
+            same[passes] += 1
             visits += min(spec.batch.accumulation, 5 * max(layout.pp, 24)) * layout.pp * max(1, layout.pp_chunks) * 4
             done.append(Candidate(spec, predict(spec), found.simulated(spec)))
-            found.looked_at(seconds, done[-1].seconds)
+            found.improve(seconds, done[-1].seconds)
             known = meshes.setdefault(degrees(layout), {})
             known[layout.schedule] = min(known.get(layout.schedule, inf), done[-1].seconds)
     return ranked(done)
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The fastest first, and of those that are as fast as the first the simplest before the others."""
+    """Returns the fastest first, but the simplest of those that are as fast as it before all others."""
     left = sorted(candidates, key=lambda one: (one.seconds, complexity(one.layout)))
     if not left:
         return left
@@ -342,7 +341,7 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:
-    """How much there is to a layout: axes that it uses, settings that are not the default, the degrees of the axes that
+    """Returns the complexity of a layout: its axes, its settings that are not the default, the degrees of the axes that
     cut the model."""
     axes = sum(
         degree > 1 for degree in (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp, layout.ep)
@@ -359,10 +358,10 @@ def complexity(layout: Layout) -> tuple[int, ...]:
 
 
 def degrees(layout: Layout) -> tuple[int, ...]:
-    """The degrees of its mesh; how data ranks share the state is not among them."""
+    """Returns the degrees of its mesh; the sharding of the state is not among them."""
     return layout.tp, layout.cp, layout.pp, layout.data_ranks, layout.ep
 
 
 def same_passes(layout: Layout) -> Layout:
-    """The layout without how ranks share the state: what is left says what the passes do."""
+    """Returns the layout with the default state sharding: layouts with the same result have the same passes."""
     return replace(layout, dp_shard=1, dp_replicate=1, zero=3, reshard=True, accumulate="local")

@@ -1,7 +1,7 @@
-"""What the blocks of a pipeline rank keep where there is no room for everything: a multiple-choice knapsack.
+"""Recomputation of the blocks of a pipeline rank under a memory limit: a multiple-choice knapsack.
 
-Each block does one of a few things (keeps its activations, or computes some or all of them again), each with its bytes
-and its seconds. Blocks of a group are all alike, so that only numbers count; groups are few: the result is exact.
+Each block has a few choices (it saves its activations, or recomputes some or all of them), each with its bytes and its
+seconds. Blocks of a group are equal, so only numbers count; groups are few: the result is exact.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST = 4096
-"""Combinations of some groups that are kept, of those that no other beats in bytes and seconds."""
+"""Most combinations of groups that are kept, of those on the Pareto front of bytes and seconds."""
 
 
 class EqualBlocks(NamedTuple):
-    """Blocks that are alike."""
+    """Equal blocks with their choices."""
 
     blocks: int
     bytes: tuple[float, ...]
-    """Of a block, by what it does."""
+    """Bytes per block, by choice."""
     seconds: tuple[float, ...]
 
 
 class Filling(NamedTuple):
-    """The fastest that fits."""
+    """The fastest combination that fits."""
 
     seconds: float
     numbers: tuple[tuple[int, ...], ...]
-    """Of each group, how many blocks do each thing."""
+    """Number of blocks of each group by choice."""
 
 
 class _Frontier(NamedTuple):
-    """Combinations that no other beats, by rising bytes and falling seconds."""
+    """The Pareto front of combinations, by rising bytes and falling seconds."""
 
     bytes: NDArray[np.float64]
     seconds: NDArray[np.float64]
     rows: NDArray[np.intp]
-    """What each is: a row of the group's choices, or the rows of two frontiers."""
+    """The origin of each point: a row of the group's combinations, or the rows of two frontiers."""
 
 
 def fill(groups: Sequence[EqualBlocks], room: float) -> Filling | None:
-    """What blocks of every group do, so that together they take the least seconds and no more than `room` bytes; None
-    where they cannot."""
+    """Returns the choices of every group's blocks that take the least seconds and at most `room` bytes; None if there
+    are none."""
     if sum(group.blocks * min(group.bytes) for group in groups) > room:
         return None
-    # Most often there is room for what is fastest.
+    # Most often the fastest choices fit.
     fastest = [min(range(len(group.seconds)), key=lambda n, group=group: group.seconds[n]) for group in groups]
     if sum(group.blocks * group.bytes[n] for group, n in zip(groups, fastest, strict=True)) <= room:
         numbers = tuple(
@@ -82,11 +82,11 @@ def _choice(group: EqualBlocks, number: int) -> tuple[int, ...]:
 
 @lru_cache(4096)
 def _choices(count: int, things: int) -> NDArray[np.intp]:
-    """Every way in which so many blocks do so many things, a row each."""
+    """Returns every way in which `count` blocks make their choices, one per row."""
     if things == 1:
         return np.array([[count]])
     return np.concatenate(
-        [np.insert(_choices(count - n, things - 1), 0, n, axis=1) for n in range(count + 1)]  # n do the first
+        [np.insert(_choices(count - n, things - 1), 0, n, axis=1) for n in range(count + 1)]  # n make the first choice
     )
 
 
@@ -97,7 +97,7 @@ def _frontier(group: EqualBlocks) -> _Frontier:
 
 
 def _together(one: _Frontier, other: _Frontier) -> _Frontier:
-    """Every combination of two; its rows are pairs."""
+    """Returns the frontier of every combination of two; its rows are pairs."""
     found = _unbeaten(
         np.add.outer(one.bytes, other.bytes).ravel(), np.add.outer(one.seconds, other.seconds).ravel(), MOST
     )

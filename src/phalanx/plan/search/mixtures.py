@@ -1,4 +1,4 @@
-"""Layouts that keep too much to fit and recompute too much to be fast: with some layers of each sort they do both."""
+"""Layouts that do not fit without recomputation and are slow with it: recomputation of only some layers helps both."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from phalanx.plan.search.branch import Found, Search, same_passes
 from phalanx.plan.search.space import RECOMPUTE, Rows
 
 PAIRS = 512
-"""Pairs of a mesh and a micro-batch that are looked at: those with the lowest bounds."""
+"""Pairs of a mesh and a micro-batch that are examined: those with the lowest bounds."""
 PREDICTED = 24
 """Layouts that are predicted: those with the lowest bounds."""
 NEAR = 1.1
-"""Layouts are told up to so much beyond the best: what is left to recompute is only known about."""
+"""Factor on the best time up to which layouts are returned: the recomputation they need is only an estimate."""
 
 
 def mixtures(search: Search, found: Found, seconds: float) -> list[StepSpec]:
-    """Layouts that recompute everything and fit, those first that would be fastest if they recomputed only as much as
-    they need to fit; `seconds` are the best one's. Their time lies between those of the layout that keeps all and of
-    the one that keeps nothing, as far as the device's memory is between theirs: by bounds, then by prediction."""
-    told = list[tuple[float, int, StepSpec]]()
+    """Returns layouts that fit with full recomputation, in the order of their estimated time with only as much as they
+    need to fit; `seconds` are the best layout's. The estimate interpolates between no and full recomputation by the
+    device's memory: with bounds, then with predictions."""
+    estimates = list[tuple[float, int, StepSpec]]()
     for layout in islice(_by_bounds(search, found, seconds), PREDICTED):
         try:
             small, large = (search.request.spec(replace(layout, recompute=mode)) for mode in ("full", "none"))
@@ -40,8 +40,8 @@ def mixtures(search: Search, found: Found, seconds: float) -> list[StepSpec]:
         fast, slow = step_parts(large).total, step_parts(small).total
         about = fast + (slow - fast) * min(1.0, max(0.0, most - search.limit) / max(most - least, 1))
         if about < NEAR * seconds:
-            told.append((about, len(told), small))
-    return [spec for _, _, spec in sorted(told)]
+            estimates.append((about, len(estimates), small))
+    return [spec for _, _, spec in sorted(estimates)]
 
 
 def _by_bounds(search: Search, found: Found, seconds: float) -> Iterator[Layout]:

@@ -1,8 +1,8 @@
-"""Good layouts made better: stages of uneven size, and layers that recompute differently.
+"""Refinement of good layouts: stages of uneven size, and layers with different recomputation.
 
-The search (search.py) cuts by FLOPs and has all layers recompute the same. Here a layout's stages are cut by the
-seconds that the cost model gives them, each within the memory of its rank, and the layers of every rank keep what there
-is room for: the last rank of a 1F1B pipeline has one micro-batch in flight, the first one a micro-batch for each rank.
+The search (branch.py) cuts by FLOPs and gives all layers the same recomputation. Here a layout's stages are cut by the
+seconds of the cost model, each within the memory of its rank, and the layers of every rank save as much as fits: the
+last rank of a 1F1B pipeline has one micro-batch in flight, the first one per rank.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from phalanx.plan.search.uneven import stages_of_ranks
 from phalanx.simulate.step import step_seconds
 
 ROUNDS = 6
-"""Times that the line of the memory (rank_costs.py) is put right."""
+"""Rounds in which the linear memory model (rank_costs.py) is recalibrated."""
 WORTH = 1.002
-"""A layout is refined where it gets that much faster: below, the simpler one is as good."""
+"""Least speedup for which a layout is refined: below it, the simpler one is as good."""
 MARGIN = 1.01
-"""Predicted times up to so much beyond the best are simulated."""
+"""Factor on the best time up to which refined layouts are simulated."""
 TRIED, MIXED = 3, 2
 """Layouts that are refined: of the best, and of those that would fit with some recomputation."""
 
 
 def refined(request: PlanRequest, candidate: Candidate) -> Candidate:
-    """The candidate with the best cut and the least recomputation that fit; the same one where that is no faster."""
+    """Returns the candidate with the best cut and the least recomputation that fit, if that is faster."""
     spec = refinement(request, candidate.spec)
     if spec is None:
         return candidate
@@ -48,8 +48,9 @@ def refined(request: PlanRequest, candidate: Candidate) -> Candidate:
 
 
 def refinements(search: Search, found: Found, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """What comes of the best of a search, and of what would fit and be fast if only some layers recomputed: those that
-    are faster than all before. `candidates` are the fastest first, or, where nothing fits, what needs least."""
+    """Returns the refinements of the best layouts of a search, and of those that would fit and be fast with
+    recomputation of some layers, each faster than all before. `candidates` are sorted, fastest first, or, if none fits,
+    leanest first."""
     best = candidates[0].seconds if candidates[0].prediction.fits else inf
     passes = dict[Layout, StepSpec]()
     for candidate in candidates:
@@ -70,8 +71,8 @@ def refinements(search: Search, found: Found, candidates: Sequence[Candidate]) -
 
 
 def refinement(request: PlanRequest, spec: StepSpec) -> StepSpec | None:
-    """The layout of a case that fits, with another cut, another recomputation of its layers or both, so that its
-    slowest rank is faster; None where there is none."""
+    """Returns the spec of a layout that fits, with another cut, another recomputation of its layers or both, whose
+    slowest rank is faster; None if there is none."""
     layout = spec.layout
     cuts, mixes = _open(request, layout)
     if not (cuts or mixes):
@@ -101,14 +102,14 @@ def refinement(request: PlanRequest, spec: StepSpec) -> StepSpec | None:
 
 
 def _open(request: PlanRequest, layout: Layout) -> tuple[bool, bool]:
-    """Whether stages may be cut otherwise, and whether layers may recompute otherwise."""
+    """Returns whether stages may be cut differently, and whether layers may recompute differently."""
     fixed = request.fixed
     cuts = layout.pp > 1 and not fixed.get("pp_cut")
     return cuts, not fixed.get("recompute_cut") and "recompute" not in fixed
 
 
 def _score(ranks: PipelineRanks, spec: StepSpec) -> float:
-    """Seconds of a step, about: the slowest rank's micro-batches, and one of every other rank on the way in and out."""
+    """Returns the approximate seconds of a step: all micro-batches of the slowest rank, one of every other rank."""
     times = ranks.times(spec)
     return (spec.batch.accumulation - 1) * max(times) + sum(times)
 
@@ -116,7 +117,7 @@ def _score(ranks: PipelineRanks, spec: StepSpec) -> float:
 def _written(
     ranks: PipelineRanks, layout: Layout, stages: Sequence[range], start: Sequence[range], mixes: bool
 ) -> Layout:
-    """The layout with these stages, and what each rank's blocks recompute with them."""
+    """Returns the layout with these stages, and with the recomputation that fits each rank's blocks."""
     if tuple(stages) != tuple(start):
         layout = replace(layout, pp_cut="+".join(str(len(stage)) for stage in stages))
     if not mixes:
@@ -139,8 +140,8 @@ def _written(
 
 
 def _assign(every: list[str], layers: Sequence[int], numbers: dict[Mode, int]) -> None:
-    """What some layers do: those that recompute come first, since the backward pass begins with the last, which give up
-    what they kept before others need room to compute again."""
+    """Sets the modes of some layers. Those that recompute come first: the backward pass begins with the last, which
+    free their activations before others need room to recompute."""
     place = 0
     for mode in ("full", "selective", "none"):
         for layer in layers[place : place + numbers.get(mode, 0)]:

@@ -1,4 +1,4 @@
-"""What a search is asked: everything of a case but its layout, and what of the layout is settled."""
+"""The question of a search: a job without its layout, and the fields of the layout that are fixed."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from phalanx.partition import batch
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Which layout is the fastest that fits?"""
+    """The question of a search: which layout is the fastest that fits?"""
 
     model: ModelConfig
-    """With its vocabulary written out."""
+    """The model, with its vocabulary size set."""
     cluster: Cluster
     global_batch: int
-    """Sequences of a step."""
+    """Sequences per step."""
     products: Products = "bf16"
     width: int = 2
-    """Bytes of a parameter and of an activation."""
+    """Bytes per element of a parameter and of an activation."""
     framework: Framework = field(default_factory=Framework)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the layout that are not open, and their values."""
+    """Fixed fields of the layout with their values."""
     worlds: tuple[int, ...] = ()
-    """Numbers of devices that may be used; empty means all of the cluster's."""
+    """Numbers of devices that may be used; empty: all of the cluster's."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -45,13 +45,13 @@ class PlanRequest:
         return self.worlds or (self.cluster.devices,)
 
     def each(self) -> Iterator[PlanRequest]:
-        """The same for each number of devices alone. Processes that share a processor have each their part of it."""
+        """Yields one request per number of devices. Processes on the same CPU each have their part of it."""
         for world in self.devices:
             per_node = max(1, world // self.cluster.nodes)
             yield replace(self, cluster=with_processes(self.cluster, per_node), worlds=(world,))
 
     def spec(self, layout: Layout) -> StepSpec:
-        """The case of one layout. Raises JobError or ValueError where it does not go with model or batch."""
+        """Returns the spec of one layout. Raises JobError or ValueError if it does not fit model or batch."""
         solved = batch.solve(self.global_batch, layout)
         complete = replace(layout, micro_batch=solved.micro_batch, accumulation=solved.accumulation)
         return StepSpec(
@@ -66,7 +66,7 @@ class PlanRequest:
         )
 
     def problems(self, layout: Layout) -> list[str]:
-        """What of a layout does not go with model, devices and batch, each with its equation; empty where it is
+        """Returns the conflicts of a layout with model, devices and batch, each with its equation; empty if it is
         legal."""
         job = Job(model=self.model, cluster=self.cluster, layout=layout, train=Train(global_batch=self.global_batch))
         found = [message for _, message in (*layout_problems(job), *pipeline_problems(job))]
@@ -80,10 +80,10 @@ class PlanRequest:
 
 
 def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -> PlanRequest:
-    """What a job leaves open. Raises JobError where nothing is known about the devices, or how many there are."""
+    """Returns the request of a job. Raises JobError if the devices or their number are not known."""
     if not job.cluster.devices:
         raise JobError("cluster: how many devices are there? Set cluster.devices_per_node, or name a machine")
-    # A case of the simplest layout has everything that does not depend on the layout.
+    # The spec of the simplest layout has everything that does not depend on the layout.
     spec = step_spec(replace(job, layout=Layout()), vocab)
     if job.cluster.devices > 1 and not (job.cluster.intra.gbs or job.cluster.inter.gbs):
         raise JobError(

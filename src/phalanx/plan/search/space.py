@@ -1,8 +1,8 @@
-"""Every legal layout of a model on a machine, as columns of numbers: one row a layout.
+"""Every legal layout of a model on a machine, as columns of numbers: one row per layout.
 
-A layout is a mesh (the degrees of all axes), a micro-batch, a schedule, what the shards of the state are, and what is
-recomputed. What never pays in the cost model is not there, such as schedules that the catalogue does not mark as
-`searched`; `PlanRequest.fixed` can ask for them.
+A layout is a mesh (the degrees of all axes), a micro-batch, a schedule, a state sharding, and a recomputation. Options
+that never pay in the cost model are left out, such as schedules that the catalogue does not mark as `searched`;
+`PlanRequest.fixed` can ask for them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from phalanx.plan.search.request import PlanRequest
 from phalanx.schedule import catalogue
 
 LEAST_TOKENS = 1024
-"""Of a sequence on a context-parallel rank; of short sequences a quarter."""
+"""Least tokens of a sequence per context rank; for short sequences a quarter of the sequence."""
 MOST_TOKENS = 65_536
-"""Of a micro-batch on a device, where it has more than one sequence: beyond, nothing gets faster."""
+"""Most tokens of a micro-batch per device, if it has more than one sequence: more make nothing faster."""
 LEAST_TP, NEIGHBOURHOODS = 8, 2
-"""Tensor ranks are tried up to so many groups of neighbouring devices, and in any case up to eight."""
+"""Least upper limit of the tp degree, and the limit in groups of neighbouring devices."""
 RECOMPUTE = MODES
 
 
@@ -50,7 +50,7 @@ class MeshDegrees(NamedTuple):
 
 
 class StateSharding(NamedTuple):
-    """What dp_shard × cp ranks share of the state, and when they send it."""
+    """The sharding of the state over dp_shard × cp ranks, and when its collectives run."""
 
     zero: int
     reshard: bool
@@ -58,7 +58,7 @@ class StateSharding(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """A schedule and its stages a rank (0: its own number)."""
+    """A schedule and its stages per rank (0: the schedule's own number)."""
 
     schedule: str
     pp_chunks: int
@@ -72,17 +72,17 @@ STATES = (
     StateSharding(2, True, "sharded"),
     StateSharding(1, True, "local"),
 )
-"""The first stands for ranks that share nothing, too: it is the layout's default."""
+"""The state shardings. The first, the layout's default, also stands for ranks that share nothing."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Layouts, one a row."""
+    """Layouts, one per row."""
 
     pair: NDArray[np.int32]
-    """The number of its pair."""
+    """Number of the row's pair."""
     scheduled: NDArray[np.int32]
-    """The number of its schedule among the space's; so of its state in STATES and of its recomputation in RECOMPUTE."""
+    """Number of the row's schedule in the space; `state` counts in STATES, `recompute` in RECOMPUTE."""
     state: NDArray[np.int32]
     recompute: NDArray[np.int32]
 
@@ -90,43 +90,43 @@ class Rows:
         return len(self.pair)
 
     def select(self, kept: NDArray[Any]) -> Rows:
-        """Some of them: a mask, or their numbers in order."""
+        """Returns some of the rows, given by a mask or by their numbers in order."""
         return Rows(self.pair[kept], self.scheduled[kept], self.state[kept], self.recompute[kept])
 
 
 def joined(blocks: Sequence[Rows]) -> Rows:
-    """All rows of some, one after the other."""
+    """Returns the rows of all blocks, one after the other."""
     return Rows(*(np.concatenate([getattr(rows, name.name) for rows in blocks]) for name in fields(Rows)))
 
 
 @dataclass(frozen=True)
 class Space:
-    """All layouts: pairs of a mesh and a micro-batch, each with every option that goes with it."""
+    """All layouts: pairs of a mesh and a micro-batch, each with all its options."""
 
     base: Layout
-    """What all have in common."""
+    """The layout of the fields that all share."""
     meshes: list[MeshDegrees]
     schedules: list[Scheduled]
     mesh: NDArray[np.int32]
-    """By pair, the number of its mesh."""
+    """Number of the mesh, by pair."""
     micro_batch: NDArray[np.int32]
     accumulation: NDArray[np.int32]
     options: list[NDArray[np.int32]]
-    """By pair, a row an option: schedule, state, recomputation."""
+    """Options by pair, one per row: schedule, state, recomputation."""
 
     @property
     def size(self) -> int:
-        """Layouts."""
+        """Number of layouts."""
         return sum(map(len, self.options))
 
     def rows(self, pairs: NDArray[Any]) -> Rows:
-        """Every layout of some pairs."""
+        """Returns every layout of some pairs."""
         found = [self.options[pair] for pair in pairs]
         table = np.concatenate(found) if found else np.empty((0, 3), np.int32)
         return Rows(np.repeat(pairs, list(map(len, found))).astype(np.int32), table[:, 0], table[:, 1], table[:, 2])
 
     def layout(self, rows: Rows, number: int) -> Layout:
-        """The layout of a row."""
+        """Returns the layout of a row."""
         pair = rows.pair[number]
         named: dict[str, Any] = self.meshes[self.mesh[pair]]._asdict()
         named |= self.schedules[rows.scheduled[number]]._asdict()
@@ -146,7 +146,7 @@ class Space:
 
 
 def space_of(request: PlanRequest) -> Space:
-    """All of them. Raises JobError where what is fixed leaves none."""
+    """Returns the space of a request. Raises JobError if the fixed fields leave no layout."""
     base = replace(Layout(), **request.fixed)
     meshes = [mesh for world in request.devices for mesh in _meshes(request, world)]
     schedules: dict[Scheduled, int] = {}
@@ -178,7 +178,7 @@ def _nothing(request: PlanRequest) -> str:
 
 
 def _meshes(request: PlanRequest, world: int) -> Iterator[MeshDegrees]:
-    """Every mesh of `world` devices."""
+    """Yields every mesh of `world` devices."""
     model, fixed = request.model, request.fixed
     most_tp = max(LEAST_TP, NEIGHBOURHOODS * request.cluster.joined)
     for tp, sp, cp, ulysses in _inner(model, world, most_tp, fixed):
@@ -196,7 +196,7 @@ def _meshes(request: PlanRequest, world: int) -> Iterator[MeshDegrees]:
 
 
 def _inner(model: ModelConfig, world: int, most_tp: int, fixed: Mapping[str, Any]) -> list[tuple[int, bool, int, int]]:
-    """Legal tp, sp, cp and cp_ulysses."""
+    """Returns legal combinations of tp, sp, cp and cp_ulysses."""
     found = []
     most_cp = max(4, model.seq_len // LEAST_TOKENS)
     for tp in _kept(divisors(world, most_tp), fixed, "tp"):
@@ -211,7 +211,7 @@ def _inner(model: ModelConfig, world: int, most_tp: int, fixed: Mapping[str, Any
 
 
 def _batches(request: PlanRequest, mesh: MeshDegrees) -> Iterator[tuple[int, int]]:
-    """Micro-batches and how many of them."""
+    """Yields micro-batch sizes with their accumulation."""
     share = request.global_batch // (mesh.dp_shard * mesh.dp_replicate)
     most = max(1, MOST_TOKENS * mesh.cp // request.model.seq_len)
     sizes = [n for n in divisors(share, most) if n == share or _few_factors(n)]
@@ -223,13 +223,13 @@ def _batches(request: PlanRequest, mesh: MeshDegrees) -> Iterator[tuple[int, int
 
 
 def _few_factors(number: int) -> bool:
-    """Whether it is a power of two or three times one: sizes of micro-batches that are tried."""
+    """Returns whether a number is a power of two or three times one: sizes of micro-batches that are tried."""
     odd = number // (number & -number)
     return odd in (1, 3)
 
 
 def _options(request: PlanRequest, pp: int, m: int, shared: bool, known: dict[Scheduled, int]) -> NDArray[np.int32]:
-    """Schedule, state and recomputation, as numbers, of everything that goes with pp ranks and m micro-batches."""
+    """Returns schedule, state and recomputation, as numbers, of every option for pp ranks and m micro-batches."""
     fixed = request.fixed
     states = [
         number
@@ -263,12 +263,12 @@ def _schedules(request: PlanRequest, pp: int, m: int) -> Iterator[Scheduled]:
 
 
 def _kept(values: list[Any], fixed: Mapping[str, Any], name: str, unset: Any = None) -> list[Any]:
-    """The values that what is fixed allows."""
+    """Returns the values that the fixed fields allow."""
     return [value for value in values if _allowed(fixed, name, value, unset)]
 
 
 def _allowed(fixed: Mapping[str, Any], name: str, value: Any, unset: Any = None) -> bool:
-    """Whether it is what is fixed, or nothing is, which a value `unset` says too."""
+    """Returns whether a value equals the fixed one, or none is fixed, for which `unset` stands too."""
     return fixed.get(name, unset) in (value, unset)
 
 
@@ -279,7 +279,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def divisors(number: int, most: int = 0) -> list[int]:
-    """Of a number, those up to `most` (0: all), in order."""
+    """Returns the divisors of a number up to `most` (0: all), in order."""
     return [n for n in _divisors(number) if not most or n <= most]
 
 

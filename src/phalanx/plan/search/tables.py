@@ -1,9 +1,9 @@
-"""The cost model's figures for the parts of a layout, for many layouts at once: each part is asked for once for every
-combination of degrees that it depends on, when it is first wanted.
+"""The cost model's figures for the parts of a layout, for many layouts at once: each part is computed once per
+combination of degrees that it depends on, on first use.
 
-What one device computes and keeps depends on the inner degrees (tp, sp, cp, cp_ulysses, ep) and the micro-batch; what
-the state's collectives take on the outer ones (tp, the ranks that shard, the replicas, ep); which rank has what of the
-model on the pipeline.
+Computation and memory of one device depend on the inner degrees (tp, sp, cp, cp_ulysses, ep) and the micro-batch; the
+state's collectives on the outer ones (tp, the ranks that shard, the replicas, ep); the contents of the ranks on the
+pipeline.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ Floats = NDArray[np.float64]
 TP, SP, CP, ULYSSES, EP, MICRO = range(6)
 """Columns of the inner combinations."""
 BANDWIDTH_BOUND_BYTES = 1e15
-"""Bytes beside which latencies are nothing."""
+"""Bytes of a message whose latency is negligible."""
 
 
 @dataclass(frozen=True)
 class RankContents:
-    """What some ranks of a pipeline have of the model: blocks of each kind, and what lies around them."""
+    """The part of the model on some ranks of a pipeline: blocks of each kind, and the ends."""
 
     blocks: tuple[tuple[BlockKind, int], ...]
-    """Each kind of block, and how many there are."""
+    """The kinds of blocks with their numbers."""
     embedding: bool
     head: bool
     part: float = 1.0
-    """Of the micro-batches, those that pass each of its stages."""
+    """Share of the micro-batches that pass each of its stages."""
     least: int = 0
     """Blocks of its smallest stage."""
 
     @property
     def number(self) -> int:
-        """Blocks of all kinds."""
+        """Number of blocks of all kinds."""
         return sum(many for _, many in self.blocks)
 
     def of(self, kind: BlockKind) -> int:
@@ -70,55 +70,55 @@ class RankContents:
 
 @dataclass(frozen=True)
 class Cut:
-    """What the ranks of a pipeline have."""
+    """The contents of the ranks of a pipeline."""
 
     shares: dict[RankContents, tuple[int, int]]
-    """Of each different share, the first rank that has it, and how many do."""
+    """The first rank with each different contents, and the number of such ranks."""
 
 
 @dataclass(frozen=True)
 class Pipelines:
-    """Pairs of a mesh and a micro-batch with the same pipeline, a column each."""
+    """Pairs of a mesh and a micro-batch with the same pipeline, one per column."""
 
     tables: Tables
     pp: int
     scheduled: Scheduled
     mode: int
-    """The number of the recomputation."""
+    """Number of the recomputation."""
     shares: list[RankContents]
-    """The different shares of its ranks."""
+    """The different contents of its ranks."""
     first: list[int]
-    """The first rank that has each; and, a row each, how many do, and the part of the micro-batches that pass each of
-    its stages."""
+    """The first rank with each contents; `count` and `parts` have a row each: the number of ranks with it, and the part
+    of the micro-batches that pass each of their stages."""
     count: NDArray[np.int64]
     parts: Floats
     blocks: NDArray[np.int64]
-    """Of each share."""
+    """Number of blocks, by contents."""
     inner: NDArray[np.intp]
     """Numbers of inner and outer combinations."""
     outer: NDArray[np.intp]
     m: NDArray[np.int32]
     """Micro-batches."""
     shared: NDArray[np.bool_]
-    """Whether ranks share the state."""
+    """Whether ranks shard the state."""
     alike: NDArray[np.bool_]
-    """Whether experts travel as the rest does: no rank has its own."""
+    """Whether experts are sharded like the rest: no rank has its own."""
     data_ranks: NDArray[np.int64]
     ranks: NDArray[np.int64]
-    """Over how many state is sharded: dense parameters, experts."""
+    """Numbers of ranks that shard the state of dense parameters and of experts."""
     numbers: Floats
-    """Parameters, dense and of experts, by share."""
+    """Parameters, dense and of experts, by contents."""
     hop: Floats
     """Seconds of a message from a stage to the next."""
 
     @cached_property
     def kinds(self) -> list[BlockKind]:
-        """The kinds of blocks that there are."""
+        """The kinds of blocks in the pipeline."""
         return list(dict.fromkeys(kind for share in self.shares for kind, _ in share.blocks))
 
     @cached_property
     def total(self) -> Floats:
-        """Parameters, by share."""
+        """Number of parameters, by contents."""
         return self.numbers.sum(0)
 
 
@@ -131,18 +131,18 @@ class Tables:
         self.inner, self.inner_of = distinct(
             *(column(name) for name in ("tp", "sp", "cp", "cp_ulysses", "ep")), space.micro_batch
         )
-        """The combinations of inner degrees, and by pair the number of its own."""
+        """The combinations of inner degrees, and by pair the number of its combination."""
         self.outer, self.outer_of = distinct(
             column("tp"), column("cp") * column("dp_shard"), column("dp_replicate"), column("ep")
         )
-        """The same of the outer degrees."""
+        """The combinations of outer degrees, and by pair the number of its combination."""
         model = request.model
         self.whole = RankContents(every_block(model), True, True, least=model.n_layers)
         self.formulas = StepParts(alone(request, Layout(), 1)).formulas
         self.slopes = self._slopes()
-        """By outer combination: seconds a parameter, gathered (dense, experts) and reduced (dense, experts), and those
-        of a message of no bytes, in the same order; of what is gathered beside products, seconds of a message of no
-        bytes and a byte, and the share of the bytes that a rank sends."""
+        """By outer combination: seconds per parameter, gathered (dense, experts) and reduced (dense, experts), and
+        those of an empty message, in the same order; for gathers that overlap products, seconds of an empty message and
+        per byte, and the share of the bytes that a rank sends."""
         self._asked: dict[tuple[str, Hashable], Floats] = {}
         self._blocks: dict[BlockKind, Floats] = {}
         self._work: dict[Hashable, Floats] = {}
@@ -151,9 +151,9 @@ class Tables:
         self._cuts: dict[tuple[int, int], Cut] = {}
 
     def work(self, share: RankContents, mode: int, inner: NDArray[Any]) -> Floats:
-        """Returns, for inner combinations, the seconds of a micro-batch that passes all stages of a rank, zero 3 apart:
-        forward and backward on the device, forward and backward of the host, and those of weights' gradients. `mode` is
-        the number of a recomputation."""
+        """Returns, for inner combinations, the seconds of a micro-batch that passes all stages of a rank, without
+        ZeRO-3: forward and backward on the device, forward and backward of the host, and those of weight gradients.
+        `mode` is the number of a recomputation."""
         key = share.blocks, share.embedding, share.head, mode
         if key not in self._work:
             blocks = (number * self._block(kind)[:, mode] for kind, number in share.blocks)
@@ -161,17 +161,17 @@ class Tables:
         return self._work[key][inner]
 
     def block(self, kind: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
-        """Returns the same of one block."""
+        """Returns the same seconds of one block."""
         return self._block(kind)[inner, mode]
 
     def _around(self, embedding: bool, head: bool) -> Floats:
-        """Returns the same of what lies around the blocks, by inner combination."""
+        """Returns the same seconds outside the blocks, by inner combination."""
         content = Content((), embedding, head)
         ends = embedding, head
         return self._figures(("around", ends), (TP, CP, MICRO), lambda spec: _seconds(around_time(spec, content)))
 
     def _block(self, kind: BlockKind) -> Floats:
-        """Returns the same of one block, by inner combination and recomputation."""
+        """Returns the same seconds of one block, by inner combination and recomputation."""
         if kind not in self._blocks:
             routed = kind.feed_forward == "experts"
             on_feed_forward = (TP, SP, CP, EP, MICRO) if routed else (TP, SP, CP, MICRO)
@@ -186,8 +186,8 @@ class Tables:
         return self._figures((half, kind), on, ask)
 
     def activations(self, block: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
-        """Returns, for inner combinations, bytes: what a block keeps of a micro-batch, what its backward pass needs
-        besides, and messages between stages under way."""
+        """Returns bytes for inner combinations: those that a block saves per micro-batch, those that its backward pass
+        needs besides, and messages in flight between stages."""
         kind = LayerKind(block, RECOMPUTE[mode])
 
         def ask(spec: StepSpec) -> tuple[float, float, float]:
@@ -200,7 +200,7 @@ class Tables:
         return self._figures(("activations", kind), on, ask)[inner] * self.inner[inner, MICRO, None]
 
     def loss(self, inner: NDArray[Any]) -> Floats:
-        """Returns, for inner combinations, the bytes of the logits and of what the head reads."""
+        """Returns, for inner combinations, the bytes of the logits and of the head's input."""
 
         def ask(spec: StepSpec) -> float:
             step = StepParts(spec)
@@ -211,7 +211,7 @@ class Tables:
         return found if chunks else found * self.inner[inner, MICRO]
 
     def outside(self, share: RankContents, inner: NDArray[Any]) -> Floats:
-        """Returns, for inner combinations, the parameters around a rank's blocks and those of the head's gradient."""
+        """Returns, for inner combinations, the parameters outside a rank's blocks and those of the head's gradient."""
 
         def ask(spec: StepSpec) -> int:
             tp = spec.layout.tp
@@ -220,7 +220,7 @@ class Tables:
         return self._figures(("outside", (share.embedding, share.head)), (TP,), ask)[inner]
 
     def numbers(self, share: RankContents) -> Floats:
-        """By inner combination: parameters of a rank, dense and of experts."""
+        """Returns the parameters of a rank by inner combination, dense and of experts."""
         if share in self._numbers:
             return self._numbers[share]
         model = self.request.model
@@ -235,7 +235,7 @@ class Tables:
         return self._numbers.setdefault(share, np.array(found, np.float64)[which])
 
     def cut(self, pp: int, scheduled: int) -> Cut:
-        """What the ranks of a pipeline have under a schedule of the space."""
+        """Returns the contents of the ranks of a pipeline under a schedule of the space."""
         if (pp, scheduled) not in self._cuts:
             schedule, chunks = self.space.schedules[scheduled]
             layout = Layout(pp=pp, schedule=schedule, pp_chunks=chunks, pp_cut=self.space.base.pp_cut)
@@ -243,7 +243,7 @@ class Tables:
         return self._cuts[pp, scheduled]
 
     def _projected(self, on: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-        """The combinations of some of the inner degrees, others 1, and by inner combination the number of its own."""
+        """Returns the combinations of some inner degrees, others 1, and by inner combination the number of its own."""
         if on not in self._parts:
             some = np.ones_like(self.inner)
             some[:, on] = self.inner[:, on]
@@ -253,8 +253,8 @@ class Tables:
         return self._parts[on]
 
     def _figures(self, what: tuple[str, Hashable], on: tuple[int, ...], ask: Callable[[StepSpec], Any]) -> Floats:
-        """Returns what the cost model says, by inner combination, asked once for each combination of the degrees `on`
-        which it depends."""
+        """Returns the cost model's figures by inner combination, computed once per combination of the degrees `on`
+        which they depend."""
         if what not in self._asked:
             degrees, which = self._projected(on)
             found = []
@@ -266,7 +266,7 @@ class Tables:
 
     @cached_property
     def _alone(self) -> Layout:
-        """What is fixed of the layout of one device: nothing that has to do with other ranks of pipeline or data."""
+        """The fixed fields of the layout of one device, without those of pipeline or data ranks."""
         base = self.space.base
         kept = ("cp_inner", "sp_regather", "loss_chunk", "tiles", "prefetch", "bucket_mb")
         return Layout(zero=1, **{name: getattr(base, name) for name in kept})
@@ -292,7 +292,7 @@ class Tables:
 
 @lru_cache(1024)
 def every_block(model: ModelConfig) -> tuple[tuple[BlockKind, int], ...]:
-    """Returns each kind of block of a model, and how many there are."""
+    """Returns the kinds of blocks of a model with their numbers."""
     return tuple(Counter(block_kinds(model)).items())
 
 
@@ -301,7 +301,7 @@ def _cut(model: ModelConfig, layout: Layout) -> Cut:
     if layout.pp == 1:
         return Cut({RankContents(every_block(model), True, True, least=model.n_layers): (0, 1)})
     cut, shares = stages(model, layout), []
-    # Who holds what does not depend on the number of micro-batches: the smallest that is legal is built fastest.
+    # The stages of a rank do not depend on the number of micro-batches: the smallest legal one is built fastest.
     name, few = layout.schedule, range(1, 2 * layout.pp + 1)
     legal = few if is_file(name) else (m for m in few if not catalogue.problems(name, layout.pp, m, layout.pp_chunks))
     schedule = schedule_of(layout, next(iter(legal)))
@@ -317,8 +317,8 @@ def _cut(model: ModelConfig, layout: Layout) -> Cut:
 
 @lru_cache(4096)
 def line(cluster: Cluster, collective: Collective, among: RankGroup) -> tuple[float, float]:
-    """A line below the seconds of a collective over its bytes: its slope where latencies do not count, and what a
-    message of no bytes takes. But for an all-reduce it is the seconds themselves."""
+    """Returns a linear lower bound on the seconds of a collective over its bytes: the slope if latencies are
+    negligible, and the seconds of an empty message. It is exact except for an all-reduce."""
     small, large, larger = (
         seconds(cluster, collective, size, among) for size in (1.0, BANDWIDTH_BOUND_BYTES, 2 * BANDWIDTH_BOUND_BYTES)
     )
@@ -327,7 +327,7 @@ def line(cluster: Cluster, collective: Collective, among: RankGroup) -> tuple[fl
 
 
 def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-    """The different rows of some columns of small numbers, and by row the number of its own."""
+    """Returns the different rows of some columns of small numbers, and by row the number of its own."""
     combined = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         combined = combined * (int(column.max(initial=0)) + 1) + column
@@ -336,7 +336,7 @@ def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp
 
 
 def alone(request: PlanRequest, layout: Layout, micro: int) -> StepSpec:
-    """A micro-batch of a layout, alone."""
+    """Returns the spec of a single micro-batch of a layout."""
     batch = Batch(micro, micro, 1, 1)
     return StepSpec(request.model, request.cluster, layout, batch, request.products, request.width, request.framework)
 

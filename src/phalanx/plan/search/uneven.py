@@ -1,7 +1,7 @@
-"""Layers of each stage so that the slowest pipeline rank is as fast as it can be, and every rank fits.
+"""Layers of each stage that minimise the slowest pipeline rank, with every rank within its memory.
 
-With one stage a rank dynamic programming finds the best cut there is (cut.py). With several, a rank's stages lie apart
-and its time is their sum: there single layers move from the slowest rank to others until that helps no more.
+With one stage per rank dynamic programming finds the best cut (cut.py). With several, a rank's stages are apart and its
+time is their sum: then single layers move from the slowest rank to others until that helps no more.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from phalanx.partition.stages import ranges
 from phalanx.plan.search.rank_costs import Counts, PipelineRanks
 
 LARGEST = 2
-"""A stage has up to so many times the mean of the layers, and as many more: larger ones are never the best."""
+"""Largest stage as a multiple of the mean number of layers, to which as many are added: larger ones are never best."""
 MOVES = 200
-"""Layers that are moved at most."""
+"""Most layers that are moved."""
 BETTER = 1 - 1e-9
-"""Sums of floats differ by their order."""
+"""Factor that counts as an improvement: sums of floats depend on their order."""
 
 
 def stages_of_ranks(ranks: PipelineRanks, start: Sequence[range]) -> tuple[range, ...]:
-    """The layers of each stage, where these are the ones to start from; empty where nothing fits."""
+    """Returns the layers of each stage, starting from `start` if layers are moved; empty if nothing fits."""
     if all(len(flight.held) == 1 for flight in ranks.flights):
         return _best(ranks)
     return _moved(ranks, start)
@@ -72,7 +72,7 @@ def _moved(ranks: PipelineRanks, start: Sequence[range]) -> tuple[range, ...]:
 
 
 def _moves(ranks: PipelineRanks, sizes: Sequence[int], slowest: int) -> Iterator[list[int]]:
-    """Sizes with a layer of one of a rank's stages given to another stage; those between them pass one on."""
+    """Yields the sizes with one layer of one of a rank's stages given to another stage; stages between them shift."""
     for giver in ranks.flights[slowest].held:
         if sizes[giver] == 1:
             continue
@@ -87,7 +87,7 @@ def _moves(ranks: PipelineRanks, sizes: Sequence[int], slowest: int) -> Iterator
 def _seconds(
     ranks: PipelineRanks, sizes: Sequence[int], counts: Sequence[Counts], seconds: Sequence[float]
 ) -> list[float]:
-    """Of every rank, by new sizes; `counts` and `seconds` are those before."""
+    """Returns the seconds of every rank with new sizes; `counts` and `seconds` are those before."""
     now = ranks.counts(ranges(sizes))
     changed = {stage for stage, (one, other) in enumerate(zip(now, counts, strict=True)) if one != other}
     return [
