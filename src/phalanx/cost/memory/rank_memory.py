@@ -29,42 +29,42 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
-    """What blocks keep of all micro-batches in flight, and what the backward pass of one block needs besides."""
+    """Tensors that blocks keep for all micro-batches in flight, and those of the backward pass of one block."""
     logits: int
     """The logits, their fp32 copies and gradients."""
     communication: int
     """Parameters that are whole for a moment (FSDP), gathered inputs, buckets, messages under way."""
     reserved: int
-    """What the allocator has taken and no tensor uses, and the `context`."""
+    """Memory that the allocator has taken and no tensor uses, and the `context`."""
     context: int = 0
-    """Of `reserved`: what lies outside torch's allocator, the device's context and communicators' buffers."""
+    """The part of `reserved` outside torch's allocator: the device's context and communicators' buffers."""
     moment: Moment = "backward"
-    """When: at the loss, in the backward pass of the first micro-batch to come back, or while the optimizer works."""
+    """Time of the peak: the loss, the backward pass of the first micro-batch to come back, or the optimizer step."""
     in_flight: float = 0
-    """Micro-batches that the rank has in flight at most, of its stages on average."""
+    """Most micro-batches in flight on the rank, averaged over its stages."""
 
     @property
     def peak(self) -> int:
-        """All of it: what nvidia-smi shows."""
+        """Whole memory, as nvidia-smi shows it."""
         return sum(size for _, size in self.parts())
 
     @property
     def held(self) -> int:
-        """What the allocator has taken: torch.cuda.max_memory_reserved."""
+        """Memory that the allocator has taken: torch.cuda.max_memory_reserved."""
         return self.peak - self.context
 
     @property
     def allocated(self) -> int:
-        """What tensors take: torch.cuda.max_memory_allocated."""
+        """Memory of tensors: torch.cuda.max_memory_allocated."""
         return self.peak - self.reserved
 
     @property
     def needed(self) -> int:
-        """Without what the allocator can give back: a device with less than that runs out of memory."""
+        """Memory without what the allocator can release: a device with less runs out of memory."""
         return self.allocated + self.context
 
     def parts(self) -> tuple[tuple[str, int], ...]:
-        """Name and bytes of each part, in a stable order."""
+        """Returns the name and bytes of each part, in a stable order."""
         return tuple((name, getattr(self, name)) for name in PARTS)
 
     def __str__(self) -> str:
@@ -73,15 +73,15 @@ class RankMemory:
 
 
 def step_memory(spec: StepSpec) -> tuple[RankMemory, ...]:
-    """The memory of each rank of the pipeline. Raises JobError where pp_cut or the schedule do not fit."""
+    """Returns the memory of each rank of the pipeline. Raises JobError if pp_cut or the schedule does not fit."""
     step = StepParts(spec)
     return tuple(_fullest(step, flight) for flight in step.flights)
 
 
 def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
-    """What the fullest rank needs (RankMemory.needed), without looking at ranks that hold the same as another and have
-    fewer micro-batches in flight. Where some need more than `limit`, what the first of them needs. Raises as
-    `step_memory`."""
+    """Returns the memory that the fullest rank needs (RankMemory.needed). Ranks that hold the same as another and have
+    fewer micro-batches in flight are skipped. If some need more than `limit`, returns the need of the first of them.
+    Raises as `step_memory`."""
     step, most = StepParts(spec), 0
     keys = [
         (*(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held)
@@ -97,7 +97,7 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
 
 
 def _fullest(step: StepParts, flight: Flight) -> RankMemory:
-    """The fullest of the moments of a rank."""
+    """Returns the memory of a rank at the fullest of its moments."""
     memory_profile, rank = step.memory_profile, RankParts(step, flight)
     parameters, gradients, optimizer = rank.state()
     kept, in_flight = rank.kept()

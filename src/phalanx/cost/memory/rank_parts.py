@@ -1,4 +1,4 @@
-"""What one rank of a pipeline holds and what each moment of a step takes on it, part by part, in bytes."""
+"""The memory of one rank of a pipeline at each moment of a step, part by part, in bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from phalanx.partition.recompute import uniform_recompute, written
 from phalanx.units import MIB
 
 TRANSIT = 2
-"""Messages between stages that a rank has under way at a time: one that comes and one that goes."""
+"""Number of messages between stages that a rank has in transit at a time: one that arrives and one that leaves."""
 
 
 class BlockBytes:
-    """A kind of block: bytes that one of it takes on a rank."""
+    """Bytes of one block of a kind on a rank."""
 
     def __init__(self, step: StepParts, kind: LayerKind):
         model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
@@ -45,11 +45,11 @@ class BlockBytes:
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
         self.backward = self.again + step.tokens * wide * width, outputs * step.stream / step.share
-        """Bytes that its backward pass needs besides what is kept: inside of it, and of its residual stream."""
+        """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 
 
 class StepParts:
-    """What all ranks of a step have in common."""
+    """Sizes that all ranks of a step share."""
 
     def __init__(self, spec: StepSpec):
         self.spec, self.memory_profile = spec, spec.framework.memory_profile
@@ -72,17 +72,17 @@ class StepParts:
         self.kinds = {kind: BlockBytes(self, kind) for kind in {kind for kind, _ in every}}
 
     def kinds_of(self, stage: int) -> tuple[tuple[LayerKind, int], ...]:
-        """The kinds of blocks of a stage, and how many there are of each."""
+        """Returns the kinds of blocks of a stage, with the number of each."""
         return kinds_of(self.spec.model, self.recomputes, self.cut[stage])
 
     def context(self) -> int:
-        """Bytes outside the allocator."""
+        """Returns the bytes outside the allocator."""
         layout = self.spec.layout
         return self.formulas.context(layout.pp, self.data_ranks, layout.tp, layout.cp, layout.ep)
 
 
 class RankParts:
-    """One rank of a pipeline: what it holds."""
+    """Memory of one rank of a pipeline, part by part."""
 
     def __init__(self, step: StepParts, flight: Flight):
         self.step, self.flight = step, flight
@@ -105,18 +105,18 @@ class RankParts:
         """Parameters of the rank's stages, and over how many ranks their state is sharded: dense ones, and experts."""
 
     def state(self) -> tuple[float, float, float]:
-        """Bytes of parameters, gradients and optimizer state, as they are when the optimizer begins."""
+        """Returns the bytes of parameters, gradients and optimizer state at the start of the optimizer step."""
         layout = self.layout
         return self.formulas.state(self.shards, layout.zero, self.step.data_ranks, flushes=flushes(layout))
 
     def unsent(self) -> float:
-        """Bytes of gradients, whole, that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
+        """Returns the bytes of unsharded gradients that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
         if not self.formulas.defers(self.layout.zero, self.layout.accumulate):
             return 0
         return self.formulas.unsent(self.shards, self.step.spec.batch.accumulation)
 
     def bucket(self) -> float:
-        """Bytes of the first bucket to be filled; without any, gradients come one by one as activations go."""
+        """Returns the bytes of the first bucket; without any, gradients arrive one by one as activations are freed."""
         layout = self.layout
         if self.step.data_ranks == 1 or (layout.zero == 3 and layout.shard_ranks > 1):
             return 0
@@ -124,11 +124,11 @@ class RankParts:
         return min(whole, layout.bucket_mb * MIB)
 
     def copied(self) -> float:
-        """Bytes of the gradients that the optimizer copies to its own precision."""
+        """Returns the bytes of the gradients that the optimizer copies to its own precision."""
         return self.formulas.copied(self.shards, self.step.data_ranks)
 
     def kept(self) -> tuple[float, float]:
-        """Bytes of what blocks keep at most of all micro-batches in flight, and how many these are."""
+        """Returns the most bytes that blocks keep for all micro-batches in flight, and the number of these."""
         sizes = [sum(many * self.step.kinds[kind].kept for kind, many in held) for held in self.blocks]
         if self.memory_profile.keeps_boundaries and self.layout.pp > 1:
             last, message = self.flight.stages - 1, self.step.stream / self.step.share
@@ -139,9 +139,9 @@ class RankParts:
         return bytes_of[most], sum(most) / len(most)
 
     def backward(self, gradients: bool) -> tuple[float, float]:
-        """Bytes that the backward pass of a block needs at most besides what all blocks keep, less what those after it
-        have given up: what is computed again, and gradients of activations; and those of inputs that are gathered and
-        of messages under way. `gradients`: those of all weights are counted already."""
+        """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
+        blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs and of
+        messages in transit. `gradients`: those of all weights are counted already."""
         step, layout = self.step, self.layout
         again = layout.sp_regather or self.memory_profile.regathers
         gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
@@ -150,8 +150,8 @@ class RankParts:
         return most, gathered + between
 
     def _backward(self, held: Sequence[tuple[LayerKind, int]], gradients: bool) -> float:
-        """The same of one stage. Blocks that recompute alike count as one run, which keeps all until its end; then it
-        has gradients of its weights instead."""
+        """Returns the same for one stage. Blocks with the same recomputation count as one run, which keeps everything
+        until its end; then it has gradients of its weights instead."""
         most = given_up = 0.0
         for _, run in groupby(reversed(held), lambda pair: pair[0].recompute):
             here = [(self.step.kinds[kind], many) for kind, many in run]
@@ -161,14 +161,14 @@ class RankParts:
         return most or self.step.stream / self.step.share
 
     def _gradients(self, kind: BlockBytes) -> float:
-        """Bytes of the gradients of a block's weights."""
+        """Returns the bytes of the gradients of a block's weights."""
         layout, each = self.layout, 0.0
         for numbers, (_, ranks) in zip(kind.parameters[:2], self.shards, strict=True):
             each += numbers * self.formulas.per_parameter(layout.zero, ranks, self.step.data_ranks)[1]
         return each
 
     def logits(self) -> tuple[float, float]:
-        """Bytes of the logits at the worst moment of the loss, and of what the head reads, twice its norm's."""
+        """Returns the bytes of the logits at the peak of the loss, and of the inputs of head and final norm."""
         if not self.last:
             return 0, 0
         step, layout = self.step, self.layout
@@ -193,7 +193,7 @@ class RankParts:
         return others * (step.tokens * rows * max(4, self.width) + 2 * step.stream / step.share)
 
     def whole(self) -> float:
-        """Bytes of parameters that ZeRO-3 has whole and of their gradients on the way; of buckets and dummies."""
+        """Returns the bytes of ZeRO-3's unsharded parameters and their gradients in transit, of buckets and dummies."""
         layout, memory_profile = self.layout, self.memory_profile
         found = self.formulas.buffer(self.step.data_ranks)
         if memory_profile.dummy_gradients:

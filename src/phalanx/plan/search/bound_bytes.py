@@ -16,15 +16,15 @@ from phalanx.schedule.catalogue import SCHEDULES, chunks_of
 
 
 def least_in_flight(scheduled: Scheduled, pp: int, m: int, rank: int) -> int:
-    """Activations of a stage that a rank holds at least at its fullest moment; one for a schedule in a file."""
+    """Returns the fewest activations of a stage that a rank holds at its peak; one for a schedule in a file."""
     if pp == 1 or scheduled.schedule not in SCHEDULES:
         return 1
     return SCHEDULES[scheduled.schedule].in_flight(pp, m, chunks_of(*scheduled), rank)
 
 
 class StepBytes:
-    """The memory of layouts with the same pipeline and recomputation. Arrays have a row for each different share of a
-    rank and a column a pair."""
+    """The memory of layouts with the same pipeline and recomputation. Arrays have a row per different rank contents and
+    a column per pair."""
 
     def __init__(self, group: Pipelines):
         self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
@@ -34,7 +34,7 @@ class StepBytes:
         self.shards = list(zip(group.numbers, group.ranks, strict=True))[:parts]
         self.kinds = {kind: self.tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
         self.activations = self._activations() + self.formulas.buffer(group.data_ranks)
-        """Bytes of activations at the fullest moment at least, and of the buffer beside them."""
+        """Least bytes of activations at the peak, and those of the buffer beside them."""
         self.states: dict[int, tuple[Floats, Floats, Floats]] = {}
         self.whole: dict[bool, Floats] = {}
 
@@ -52,7 +52,7 @@ class StepBytes:
         return np.array(found)
 
     def bytes(self, state: int) -> Floats:
-        """Of the fullest rank: of those with the same share the first has the most in flight."""
+        """Returns the bytes of the fullest rank. Of ranks with the same contents the first has the most in flight."""
         zero, reshard, accumulate = STATES[state]
         held, early, stepping = self._state(zero)
         if self.formulas.defers(zero, accumulate):
@@ -61,8 +61,8 @@ class StepBytes:
         return fullest(held, early, self.activations, whole, stepping).max(0)
 
     def _state(self, zero: int) -> tuple[Floats, Floats, Floats]:
-        """Bytes of parameters and the optimizer's state, of gradients while the most micro-batches are in flight, and
-        of gradients in the optimizer's step."""
+        """Returns the bytes of parameters and optimizer state, of gradients while the most micro-batches are in flight,
+        and of gradients in the optimizer step."""
         if zero not in self.states:
             flushes = self.entry is None or self.entry.steps == 1
             parameters, gradients, optimizer = self.formulas.state(
@@ -83,7 +83,7 @@ class StepBytes:
         return self.formulas.unsent(self.shards, self.m)
 
     def _whole(self, reshard: bool) -> Floats:
-        """Bytes of parameters that zero 3 has whole, and of their gradients on the way."""
+        """Returns the bytes of unsharded parameters of ZeRO-3, and of their gradients in transit."""
         if reshard not in self.whole:
             blocks = self.formulas.gathers(self.group.blocks, self.pp, self.tables.space.base.prefetch, reshard=reshard)
             outside, block, kept = self._largest
@@ -92,7 +92,7 @@ class StepBytes:
 
     @cached_property
     def _largest(self) -> tuple[Floats, Floats, Floats]:
-        """Parameters around a rank's blocks and of the largest of these, and bytes that it keeps at most."""
+        """Returns the parameters around a rank's blocks and of the largest block, and the most bytes that this keeps."""
         group, tables, sizes = self.group, self.tables, dict[BlockKind, Floats]()
         for kind, activations in self.kinds.items():
             numbers = tables.numbers(RankContents(((kind, 1),), False, False))[group.inner]

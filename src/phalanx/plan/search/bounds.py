@@ -1,4 +1,4 @@
-"""Lower bounds on the time and the memory of many layouts at once, by which a search leaves out what cannot win.
+"""Lower bounds on the time and the memory of many layouts at once, by which a search prunes what cannot win.
 
 They are put together from the cost model's own figures for the parts (tables.py, bound_seconds.py, bound_bytes.py).
 Tests hold every bound below what predict says (tests/plan/test_bounds.py).
@@ -25,7 +25,7 @@ from phalanx.plan.search.tables import MICRO, TP, Floats, Pipelines, Tables, dis
 from phalanx.schedule.catalogue import SCHEDULES, chunks_of
 
 ROUNDING = 1e-9
-"""Relative difference of sums that are added up in another order."""
+"""Relative difference between sums in different orders."""
 
 
 class Bounds:
@@ -47,8 +47,8 @@ class Bounds:
         self._known: dict[tuple[int, int, int], float] = {}
 
     def pairs(self) -> tuple[Floats, Floats]:
-        """Of every pair of a mesh and a micro-batch: seconds and bytes below which none of its layouts comes: nothing
-        recomputed, everything sharded, all ranks of a pipeline alike, no bubble and nothing to reduce."""
+        """Returns lower bounds on the seconds and bytes of every pair of a mesh and a micro-batch: nothing recomputed,
+        everything sharded, all ranks of a pipeline alike, no bubble and nothing to reduce."""
         every = np.arange(len(self.pp))
         time, _ = self._uniform(every, 0)
         kept, _ = self._kept(every, RECOMPUTE.index("full"))
@@ -56,8 +56,8 @@ class Bounds:
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
     def options(self, pairs: NDArray[Any]) -> tuple[Floats, Floats]:
-        """Returns, for some pairs, by recomputation and schedule, seconds below which they do not come under any state;
-        and by recomputation, schedule and state, bytes."""
+        """Returns lower bounds for some pairs: on seconds, by recomputation and schedule, with any state sharding; and
+        on bytes, by recomputation, schedule and state sharding."""
         shape = len(pairs), len(RECOMPUTE), len(self.space.schedules)
         time, activations = np.empty(shape), np.empty(shape)
         uniform = [self._uniform(pairs, mode) for mode in range(len(RECOMPUTE))]
@@ -72,8 +72,8 @@ class Bounds:
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context[pairs, None, None, None]
 
     def rows(self, rows: Rows, limit: float = inf, runs: bool = False) -> tuple[Floats, Floats]:
-        """Of every layout: seconds and bytes below which it does not come. Seconds are infinite where bytes are beyond
-        the `limit`. `runs`: with the bubble of its schedule's own program, which takes longer to know."""
+        """Returns lower bounds on the seconds and bytes of every layout. Seconds are infinite if bytes exceed `limit`.
+        `runs`: with the bubble of the schedule's own program, which is slower to compute."""
         time, memory = np.full(len(rows), inf), np.empty(len(rows))
         for (pp, scheduled, mode), members in grouped(self.pp[rows.pair], rows.scheduled, rows.recompute):
             pairs, which = runs_of(rows.pair[members])
@@ -97,7 +97,7 @@ class Bounds:
         return time, memory
 
     def _pipelines(self, pairs: NDArray[Any], pp: int, scheduled: int, mode: int) -> Pipelines:
-        """What the bounds of some pairs take from their mesh."""
+        """Returns the figures of the meshes of some pairs that their bounds need."""
         tables, cut = self.tables, self.tables.cut(pp, scheduled).shares
         inner = tables.inner_of[pairs]
         return Pipelines(
@@ -122,7 +122,7 @@ class Bounds:
         )
 
     def _fullest(self, pairs: NDArray[Any], zero: int, activations: Floats, accumulate: str = "sharded") -> Floats:
-        """Bytes of a rank of the pipeline, on average over its ranks, without what ZeRO-3 has whole."""
+        """Returns the mean bytes over the ranks of the pipeline, without unsharded parameters of ZeRO-3."""
         numbers = self.tables.numbers(self.tables.whole)[self.tables.inner_of[pairs]].T / self.pp[pairs]
         shards, data_ranks, early = list(zip(numbers, self.ranks[:, pairs], strict=True)), self.data_ranks[pairs], 0.0
         parameters, gradients, optimizer = self.formulas.state(shards, zero, data_ranks)
@@ -142,8 +142,8 @@ class Bounds:
         return self.space.accumulation[pairs] * work[which] / self.pp[pairs], share[which]
 
     def _kept(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, tuple[Floats, Floats]]:
-        """Bytes that all blocks together keep of a micro-batch; and the least that one keeps and that its backward pass
-        needs besides."""
+        """Returns the bytes that all blocks together keep of a micro-batch; and the least that one block keeps and needs
+        besides in its backward pass."""
         tables = self.tables
         inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
         kinds = [(number, tables.activations(kind, mode, inner)) for kind, number in tables.whole.blocks]
@@ -177,7 +177,7 @@ class Bounds:
         return self._known.setdefault((pp, m, scheduled), least * flying / pp)
 
     def _hop(self) -> Floats:
-        """By pair, seconds of a message from a stage to the next."""
+        """Returns the seconds of a message from a stage to the next, by pair."""
         request, tables, column = self.request, self.tables, self.space.column
         inner = tables.inner[tables.inner_of]
         numbers = inner[:, MICRO] * request.model.seq_len / column("cp") * request.model.d_model
@@ -193,13 +193,13 @@ class Bounds:
 
 
 def runs_of(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.intp]]:
-    """Of numbers, each run of the same one; and by place, which run it is."""
+    """Returns the value of each run of equal numbers, and by element the index of its run."""
     begins = np.append(True, numbers[1:] != numbers[:-1])
     return numbers[begins], np.cumsum(begins) - 1
 
 
 def grouped(*keys: NDArray[Any]) -> Iterator[tuple[tuple[int, ...], NDArray[np.intp]]]:
-    """The different combinations of some keys, and the places of each."""
+    """Yields the distinct combinations of some keys, with the indices of each."""
     combined = np.zeros(len(keys[0]), np.int64)
     for key in keys:
         combined = combined * (int(key.max(initial=0)) + 1) + key

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline would take with other layers: seconds of a micro-batch, under the memory of a device.
+"""The time per micro-batch of pipeline ranks with other layers, within the memory of a device.
 
 Seconds are the cost model's of a block of each kind, of the embedding and of the head, added up. Bytes are a line:
 state of every block and its activations times the micro-batches in flight, above what the exact model
@@ -26,23 +26,23 @@ from phalanx.partition.recompute import MODES, Mode, modes, written
 from phalanx.plan.search.knapsack import EqualBlocks, Filling, fill
 
 Counts = tuple[int, ...]
-"""Blocks of each of a model's kinds, of a stage."""
+"""Numbers of blocks of each of the model's kinds in a stage."""
 
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """A kind of block on a rank."""
+    """Costs of one block of a kind on a rank."""
 
     seconds: tuple[float, ...]
-    """Of a micro-batch, by what it recomputes."""
+    """Seconds per micro-batch, by recomputation."""
     kept: tuple[float, ...]
-    """Bytes of a micro-batch in flight, by what it recomputes."""
+    """Bytes per micro-batch in flight, by recomputation."""
     state: float
-    """Bytes."""
+    """Bytes of parameters, gradients and optimizer state."""
 
 
 class PipelineRanks:
-    """The pipeline ranks of a case, with whatever layers; each block does one of the modes that are allowed."""
+    """The pipeline ranks of a step with any layers; each block has one of the allowed recomputation modes."""
 
     def __init__(self, spec: StepSpec, allowed: Sequence[Mode] = MODES):
         self.spec, self.modes = spec, tuple(allowed)
@@ -50,11 +50,11 @@ class PipelineRanks:
         self.kinds = tuple(dict.fromkeys(block_kinds(model)))
         """The kinds of blocks of the model."""
         self.of_layer = [self.kinds.index(kind) for kind in block_kinds(model)]
-        """By layer, the number of its kind."""
+        """Index of the kind of each layer."""
         self.before = [
             list(accumulate((one == number for one in self.of_layer), initial=0)) for number in range(len(self.kinds))
         ]
-        """By kind and layer, the blocks of that kind before it."""
+        """Number of blocks before each layer, by kind and layer."""
         # With a cut, the cost model takes of a kind of block what it recomputes.
         cut = replace(spec.layout, recompute="none", recompute_cut=f"{model.n_layers}*none")
         self._plain = replace(spec, layout=cut)
@@ -66,7 +66,7 @@ class PipelineRanks:
         self.head = rank_time(self._plain, Content((), False, True)).total
         self.limit = spec.cluster.accelerator.memory_gib * 2**30 or inf
         self.around = [0.0] * len(self.flights)
-        """Of each rank, bytes besides those of the line."""
+        """Bytes of each rank besides those of the line."""
         self._known: dict[tuple[int, tuple[Counts, ...]], Filling | None] = {}
 
     def _block(self, step: StepParts, kind: BlockKind) -> BlockCosts:
@@ -83,7 +83,7 @@ class PipelineRanks:
         return BlockCosts(tuple(times), tuple(part.kept for part in parts), state)
 
     def calibrated(self, spec: StepSpec) -> bool:
-        """Take what lies around the line from a case whose layers are known. Whether it fits."""
+        """Takes the offset of the line from a step with known layers, and returns whether that step fits."""
         counts = self._kinds(spec)
         for rank, memory in enumerate(step_memory(spec)):
             flight = self.flights[rank]
@@ -105,7 +105,7 @@ class PipelineRanks:
         return needed_bytes(spec, self.limit) <= self.limit
 
     def _kinds(self, spec: StepSpec) -> list[Counter[tuple[int, int]]]:
-        """Of each stage of a case, its blocks by the numbers of their kind and mode."""
+        """Returns the blocks of each stage of a step, by the indices of their kind and mode."""
         every = modes(written(spec.layout), spec.model.n_layers)
         return [
             Counter((self.of_layer[layer], self.modes.index(every[layer])) for layer in stage)
@@ -113,7 +113,7 @@ class PipelineRanks:
         ]
 
     def times(self, spec: StepSpec) -> list[float]:
-        """Seconds of a micro-batch on every rank of a case."""
+        """Returns the seconds per micro-batch on every rank of a step."""
         counts = self._kinds(spec)
         found = []
         for flight in self.flights:
@@ -126,13 +126,13 @@ class PipelineRanks:
         return found
 
     def _ends(self, flight: Flight) -> float:
-        """Seconds of embedding and head, where a rank has them."""
+        """Returns the seconds of embedding and head, if a rank has them."""
         return self.embedding * (0 in flight.held) + self.head * (self.stages - 1 in flight.held)
 
     def filling(self, rank: int, counts: tuple[Counts, ...]) -> Filling | None:
-        """What the blocks of a rank recompute, given the counts of each of its stages: the groups are the kinds of
-        blocks that each stage has. Seconds of a micro-batch are with embedding and head, and of ranks that only some
-        micro-batches pass their share. None where they do not fit."""
+        """Returns the recomputation of a rank's blocks, given the counts of each of its stages, or None if they do not
+        fit. The groups are the kinds of blocks of each stage. Seconds per micro-batch include embedding and head; a rank
+        that only a share of the micro-batches passes counts with that share."""
         key = rank, counts
         if key not in self._known:
             self._known[key] = self._filling(rank, counts)
@@ -167,14 +167,14 @@ class PipelineRanks:
             weights = more
 
     def seconds(self, rank: int, counts: tuple[Counts, ...]) -> float:
-        """Of a micro-batch at least; infinity where it does not fit."""
+        """Returns the least seconds per micro-batch, or infinity if the blocks do not fit."""
         found = self.filling(rank, counts)
         return inf if found is None else found.seconds
 
     def counts(self, stages: Sequence[range]) -> list[Counts]:
-        """Blocks of each kind in each stage."""
+        """Returns the number of blocks of each kind in each stage."""
         return [tuple(before[stage.stop] - before[stage.start] for before in self.before) for stage in stages]
 
     def held(self, rank: int, counts: Sequence[Counts]) -> tuple[Counts, ...]:
-        """Those of a rank's stages."""
+        """Returns the counts of a rank's stages."""
         return tuple(counts[stage] for stage in self.flights[rank].held)
