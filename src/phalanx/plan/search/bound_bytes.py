@@ -92,7 +92,7 @@ class StepBytes:
 
     @cached_property
     def _largest(self) -> tuple[Floats, Floats, Floats]:
-        """Returns the parameters around a rank's blocks and of the largest block, and the most bytes that this keeps."""
+        """Returns the parameters around a rank's blocks and of the largest block, and the most bytes that it keeps."""
         group, tables, sizes = self.group, self.tables, dict[BlockKind, Floats]()
         for kind, activations in self.kinds.items():
             numbers = tables.numbers(RankContents(((kind, 1),), False, False))[group.inner]

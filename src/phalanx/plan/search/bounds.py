@@ -142,8 +142,8 @@ class Bounds:
         return self.space.accumulation[pairs] * work[which] / self.pp[pairs], share[which]
 
     def _kept(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, tuple[Floats, Floats]]:
-        """Returns the bytes that all blocks together keep of a micro-batch; and the least that one block keeps and needs
-        besides in its backward pass."""
+        """Returns the bytes that all blocks together keep of a micro-batch; and the least that one block keeps, and
+        needs besides in its backward pass."""
         tables = self.tables
         inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
         kinds = [(number, tables.activations(kind, mode, inner)) for kind, number in tables.whole.blocks]

@@ -45,7 +45,7 @@ SIMULATED = 300
 SIMULATED_ACTIONS, SIMULATED_MESHES = 400_000, 10
 """Most actions in the schedules of all these, about half a second of simulation; meshes that are simulated in any
 case."""
-SEED_PAIRS, SEEDS = 512, 24
+SEED_PAIRS, SEEDS = 2048, 24
 """Pairs of each pp degree that seed the search, and the number of fitting layouts that it begins with."""
 PAIR_BLOCK = 2048
 """Pairs whose layouts are examined at a time."""

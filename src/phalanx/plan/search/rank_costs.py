@@ -131,8 +131,8 @@ class PipelineRanks:
 
     def filling(self, rank: int, counts: tuple[Counts, ...]) -> Filling | None:
         """Returns the recomputation of a rank's blocks, given the counts of each of its stages, or None if they do not
-        fit. The groups are the kinds of blocks of each stage. Seconds per micro-batch include embedding and head; a rank
-        that only a share of the micro-batches passes counts with that share."""
+        fit. The groups are the kinds of blocks of each stage. Seconds per micro-batch include embedding and head; a
+        rank that only a share of the micro-batches passes counts with that share."""
         key = rank, counts
         if key not in self._known:
             self._known[key] = self._filling(rank, counts)
