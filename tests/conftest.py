@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,10 @@ from hypothesis import settings
 # The first example of a test may load a library; pytest-timeout watches over the whole.
 settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")
+
+# A shell without job control starts background commands with Ctrl-C ignored, and programs inherit that: tests that
+# interrupt one would wait in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
