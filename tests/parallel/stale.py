@@ -30,7 +30,7 @@ def streamed(ranks, job: Job, vocab: int, runs: list[int]):
             )
             shown += stream.step(batches, step, valid, LR, False, more)
             step += 1
-        assert stream.empty
+        assert not stream.pipeline.running, "no micro-batch is in flight after a flush"
     shards = stepper.replica.shards
     parameters = dict(wholes(shards, {f.name: f.value for f in shards}, mesh, ranks.rank == 0))
     return [(number, seen.loss, seen.grad_norm) for number, seen in shown], parameters
