@@ -47,7 +47,7 @@ def test_context_ranks_add_up_the_loads_of_a_sequence_and_share_choices_where_ca
 
 
 def test_a_slice_sends_the_keys_and_values_of_all_slices_so_far():
-    """Of four slices the first travels four times, the last once: ten quarters of a rank's keys and values."""
+    """The first of four slices is sent four times, the last once: ten quarters of a rank's keys and values."""
     whole, in_slices = (sent(LLAMA, Layout(cp=2), "ring", slices) for slices in (1, 4))
     assert [message.elements for message in whole] == [2 * TOKENS // 2 * KV_HEADS * 2 * HEAD] * 2
     assert [message.elements for message in in_slices] == [message.elements * 10 / 4 for message in whole]

@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the weights do not tell about a model."""
+    """The properties of a model that its weights do not show."""
 
     layers: int
     heads: int
@@ -60,7 +60,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run showed: loss, gradient norm and learning rate by step, and the weights after the last."""
+    """The results of a run: loss, gradient norm and learning rate by step, and the weights after the last."""
 
     losses: list[float]
     norms: list[float]

@@ -1,4 +1,4 @@
-"""The same training by the project, in two ways, and by the oracle, and by how much the results differ."""
+"""Runs the same training in the project, in two ways, and in the oracle, and compares the results."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def rate_of_the_next_step(*args):
 
 
 def mean_of_means(*args):
-    """As if the gradient were the mean of the micro-batches' mean gradients."""
+    """Makes the gradient the mean of the micro-batches' mean gradients, a mistake."""
     real = Replica.forward_backward
 
     def forward_backward(self, micro, factor, *, last):

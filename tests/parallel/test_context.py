@@ -303,7 +303,7 @@ def test_all_ranks_look_at_as_many_pairs(ranks, slices):
 
 @pytest.mark.parametrize("window", [1, 4, 7, 8, 13, 40])
 def test_a_ring_leaves_out_what_no_window_reaches(ranks, window):
-    """Of each chunk of queries and of keys it looks at the rows and columns in which a query sees a key."""
+    """The ring computes only the rows and columns of each pair of chunks in which some query sees a key."""
     counts, chunk, every = ranks(pairs_of, 4, Layout(cp=4), 1, window), SEQ // 8, 0
     starts = range(0, SEQ, chunk)
     for pairs in ([(q, k) for q in range(a, a + chunk) for k in range(b, b + chunk)] for a in starts for b in starts):

@@ -1,4 +1,4 @@
-"""What an entry of the catalogue says of its schedule is true of the schedule's own program, and close."""
+"""The facts in a catalogue entry hold for the program of its schedule, and its bounds are close."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.schedule.timing import time
 
 NAMES = sorted(SCHEDULES)
 SHARES = [(1 / 3, 1 / 3), (0.25, 0.375), (0.2, 0.2), (0.5, 0.1)]
-"""Of a micro-batch through one rank: forward pass and weight gradients."""
+"""Shares of a micro-batch's time on one rank: the forward pass and the weight gradients."""
 
 
 @functools.cache

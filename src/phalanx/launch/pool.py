@@ -139,7 +139,7 @@ class _Raised:
 @dataclass(frozen=True)
 class _Died:
     exit_code: int | None
-    """As in multiprocessing: -n for a death by signal n."""
+    """Exit code as in multiprocessing: -n for a death by signal n."""
 
 
 _Answer = _Result | _Raised | _Died

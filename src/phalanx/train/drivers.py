@@ -91,8 +91,8 @@ class StreamDriver(StepDriver):
 
 @dataclass
 class AsynchronousDriver(StepDriver):
-    """Replicas push gradients to a parameter server and synchronize only where the weights are needed: a step is as
-    many updates as there are replicas. Rank 0 is told of each step while the others continue."""
+    """Replicas push gradients to a parameter server and synchronize only where the weights are needed. One step
+    consists of one update per replica. Rank 0 learns of each step while the others continue."""
 
     def __post_init__(self) -> None:
         self.replicas = self.stepper.job.layout.dp_replicate

@@ -21,7 +21,7 @@ from phalanx.verify.small import ComparedJob, compared_job
 GLOBAL_BATCHES = (8, 24)
 """Sequences per step: the first one divisible by a layout's data ranks × accumulation, else that product."""
 PIPELINE_BATCHES = (8,)
-"""The same for pipelines, whose micro-batches may be one sequence each: 5 of them take 5."""
+"""Sequences per step for pipelines, whose micro-batches may be one sequence each: 5 of them take 5."""
 PAIR_RANKS = 8
 """Maximum ranks of a layout of the covering set: more would make layouts larger, not different."""
 

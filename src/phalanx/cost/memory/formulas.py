@@ -7,7 +7,7 @@ ones and experts: how many there are, and over how many ranks their state is sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.blocks.memory_profile import MemoryProfile
@@ -15,7 +15,7 @@ from phalanx.cost.elementwise import larger, smaller
 from phalanx.cost.memory.state import STATE_WIDTHS
 from phalanx.units import MIB
 
-Shards = Iterable[tuple[Any, Any]]
+Shards = Sequence[tuple[Any, Any]]
 
 
 class MemoryFormulas:
@@ -58,8 +58,9 @@ class MemoryFormulas:
 
     def unsent(self, shards: Shards, micro_batches: Any) -> Any:
         """Returns the bytes of the gradients, whole, that wait for the last micro-batch where their reduction is
-        deferred."""
-        return sum(numbers * (ranks > 1) for numbers, ranks in shards) * (self.gradient * (micro_batches > 1))
+        deferred: with those of dense parameters, the first of `shards`, also those of experts that no rank shares."""
+        numbers, ranks = zip(*shards, strict=True)
+        return sum(numbers) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
 
     def stays(self, passes: Any, in_flight: Any) -> Any:
         """Returns whether gradients are there while the most forward passes are in flight: some of all `passes` of a

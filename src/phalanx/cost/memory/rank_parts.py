@@ -204,7 +204,8 @@ class RankParts:
         if memory_profile.gathers_matrices:
             matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
             return found + matrix * 2 * self.width
-        sizes = [(sum(kind.parameters[:2]), kind.kept) for kind in self.present]
+        dealt_out = self.shards[1][1] > 1  # experts that no other rank has are not gathered
+        sizes = [(kind.parameters.dense + dealt_out * kind.parameters.experts, kind.kept) for kind in self.present]
         block, kept = max(sizes, key=lambda size: size[0], default=(0, 0))
         blocks = self.formulas.gathers(self.count, layout.pp, layout.prefetch, reshard=layout.reshard)
         outside = self.outside + self.last * table(self.model, layout.tp)

@@ -96,6 +96,8 @@ class StepBytes:
         group, tables, sizes = self.group, self.tables, dict[BlockKind, Floats]()
         for kind, activations in self.kinds.items():
             numbers = tables.numbers(RankContents(((kind, 1),), False, False))[group.inner]
-            sizes[kind] = np.stack([numbers.sum(1), activations[:, 0]])
+            # Experts that no other rank has are not gathered.
+            gathered = numbers[:, 0] + numbers[:, 1] * (group.ranks[1] > 1)
+            sizes[kind] = np.stack([gathered, activations[:, 0]])
         largest = [np.maximum.reduce([sizes[kind] for kind, _ in share.blocks]) for share in group.shares]
         return np.stack([tables.outside(share, group.inner) for share in group.shares]), *np.stack(largest, 1)
