@@ -79,9 +79,10 @@ def test_ranks_that_measure_together_agree(ranks):
     assert one == other
     assert (one.sharing.processes, one.sharing.alone_products > 0, one.sharing.alone_streams > 0) == (2, True, True)
     shared = one.fit_sharing(one.fit()[0])
-    assert 0 < shared.alone_products <= one.sharing.alone_products
-    assert shared.alone_streams / one.sharing.alone_streams == pytest.approx(
-        shared.alone_products / one.sharing.alone_products
-    )
+    for fitted, measured in (
+        (shared.alone_products, one.sharing.alone_products),
+        (shared.alone_streams, one.sharing.alone_streams),
+    ):
+        assert 1.0 <= fitted <= max(1.0, measured)
     assert all(seconds > 0 for seconds in one.small_block)
     assert one.base.memory_gib == pytest.approx(compute.look_up(CPU, 1).memory_gib / 2, rel=1e-6)

@@ -120,12 +120,16 @@ def collectives(place: Place, operators: Iterable[Operator]) -> float:
     )
 
 
+def boundary_bytes(spec: StepSpec) -> float:
+    """Returns the bytes of one micro-batch's hidden states that a rank sends to the next stage."""
+    here = place(spec)
+    whole = here.bytes_of(boundary(here))
+    return whole / here.tp if spec.framework.pp_scatters and not here.sp else whole
+
+
 def boundary_seconds(spec: StepSpec) -> float:
     """Returns the seconds of sending one micro-batch's hidden states from a stage to the next."""
     if spec.layout.pp == 1:
         return 0.0
-    here = place(spec)
-    message = boundary(here)
-    if spec.framework.pp_scatters and not here.sp:
-        message = message._replace(elements=message.elements / here.tp)
-    return message_seconds(spec, here, message)
+    ranks = RankGroup(2, group(spec.layout, "pp").stride)
+    return seconds(spec.cluster, "send", boundary_bytes(spec), ranks)

@@ -10,6 +10,7 @@ from operator import add, attrgetter
 from phalanx.blocks.ends import embedding, head
 from phalanx.blocks.kinds import HALVES, BlockKind, Half, half_block
 from phalanx.blocks.operator import Operator
+from phalanx.config.cluster import Accelerator
 from phalanx.cost.held import block_parameters, outside
 from phalanx.cost.placed import Content
 from phalanx.cost.spec import StepSpec
@@ -121,14 +122,12 @@ def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
 
 def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode]) -> list[RankTime]:
     """Returns the time of half a block for each recomputation mode, without ZeRO-3's collectives."""
-    layout, framework = spec.layout, spec.framework
+    layout, framework, device = spec.layout, spec.framework, spec.cluster.accelerator
     here = place(spec)
     work = half_block(here, kind, half)
     slowdown = framework.block_slowdown(kind)
-    seconds = operator_seconds(
-        spec.cluster.accelerator, work, framework, spec.products, layout.tp, layout.ep, slowdown=slowdown
-    )
-    handling = {axis: count * _host_seconds(spec) for axis, count in _host_operations(spec, kind, half).items()}
+    seconds = operator_seconds(device, work, framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
+    handling = {axis: handling_seconds(device, ops) for axis, ops in _host_operations(spec, kind, half).items()}
     starts = framework.kernel_us * 1e-6 * collectives(here, work)
     every = messages_seconds(spec, here, work, modes)
     return [
@@ -170,7 +169,7 @@ def _half_time(
     }
     forward = {axis: spent + handling[axis] for axis, spent in forward.items()}
     backward = {axis: spent + 2 * handling[axis] for axis, spent in backward.items()}
-    repeated = seconds.host_forward + starts if _starts_again(spec, mode) else 0.0
+    repeated = seconds.host_forward + starts if starts_again(spec.cluster.accelerator, mode) else 0.0
     return RankTime(
         products=seconds.products,
         streams=seconds.streams,
@@ -183,14 +182,14 @@ def _half_time(
     )
 
 
-def _host_seconds(spec: StepSpec) -> float:
-    """Returns the seconds in which a CPU launches an operation; 0 if the host runs ahead of a device."""
-    return spec.cluster.accelerator.host_us * 1e-6
+def handling_seconds(device: Accelerator, operations: float) -> float:
+    """Returns the seconds in which a CPU launches some operations; 0 if the host runs ahead of the device."""
+    return operations * device.host_us * 1e-6
 
 
-def _starts_again(spec: StepSpec, mode: Mode) -> bool:
+def starts_again(device: Accelerator, mode: Mode) -> bool:
     """Returns whether the host launches the forward pass a second time, ahead of the device."""
-    return mode == "full" and not spec.cluster.accelerator.host_us
+    return mode == "full" and not device.host_us
 
 
 def _host_operations(spec: StepSpec, kind: BlockKind, half: Half) -> dict[str, float]:
@@ -238,14 +237,15 @@ def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
         local=layout.accumulate == "local",
         overlaps=framework.dp_overlaps,
     )
-    handling = HOST_OPS["shard"] * _host_seconds(spec)
+    device = spec.cluster.accelerator
+    handling = handling_seconds(device, HOST_OPS["shard"])
     starts = framework.kernel_us * 1e-6
     return replace(
         block,
         shard=there + back + 3 * handling,
         forward=block.forward + there + handling,
         host_forward=block.host_forward + starts,
-        host_backward=block.host_backward + starts * (2 if _starts_again(spec, layout.recompute) else 1),
+        host_backward=block.host_backward + starts * (2 if starts_again(device, layout.recompute) else 1),
     )
 
 

@@ -23,7 +23,7 @@ from phalanx.cost.time.exposed import (
 )
 from phalanx.cost.time.link import occupancy
 from phalanx.cost.time.pipeline import GRID, idle
-from phalanx.cost.time.rank_time import HOST_OPS
+from phalanx.cost.time.rank_time import HOST_OPS, handling_seconds, starts_again
 from phalanx.cost.time.state_time import summing_seconds, update_seconds
 from phalanx.plan.search.space import RECOMPUTE, STATES
 from phalanx.plan.search.tables import Floats, Pipelines, RankContents
@@ -86,8 +86,8 @@ class StepSeconds:
         """Returns the seconds that ZeRO-3 adds to the work of ranks that shard parameters."""
         _, reshard, accumulate = STATES[state]
         seconds, starts = np.zeros((5, *self.work.shape[1:])), self.framework.kernel_us * 1e-6
-        handling = HOST_OPS["shard"] * self.device.host_us * 1e-6
-        twice = 2 if RECOMPUTE[self.group.mode] == "full" and not self.device.host_us else 1
+        handling = handling_seconds(self.device, HOST_OPS["shard"])
+        twice = 2 if starts_again(self.device, RECOMPUTE[self.group.mode]) else 1
         for kind, (gather, reduce, slowdown) in self._blocks.items():
             forward, backward, *_ = self.tables.block(kind, self.group.mode, self.group.inner).T
             there, back = block_state(

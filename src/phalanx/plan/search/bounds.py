@@ -21,7 +21,7 @@ from phalanx.plan.search.bound_bytes import StepBytes, least_in_flight
 from phalanx.plan.search.bound_seconds import StepSeconds
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import RECOMPUTE, STATES, Rows, Space
-from phalanx.plan.search.tables import MICRO, TP, Floats, Pipelines, Tables, distinct, line
+from phalanx.plan.search.tables import Floats, Pipelines, Tables, distinct, line
 from phalanx.schedule.catalogue import SCHEDULES, chunks_of
 
 ROUNDING = 1e-9
@@ -178,16 +178,13 @@ class Bounds:
 
     def _hop(self) -> Floats:
         """Returns the seconds of a message from a stage to the next, by pair."""
-        request, tables, column = self.request, self.tables, self.space.column
-        inner = tables.inner[tables.inner_of]
-        numbers = inner[:, MICRO] * request.model.seq_len / column("cp") * request.model.d_model
-        scattered = (column("sp") == 1) | request.framework.pp_scatters
-        payload = numbers / np.where(scattered, inner[:, TP], 1) * request.width
+        cluster, column = self.request.cluster, self.space.column
+        payload = self.tables.boundary()[self.tables.inner_of]
         stride = column("tp") * column("cp") * column("dp_shard") * column("dp_replicate")
         found = np.zeros(len(payload))
         for far in (False, True):
-            some = (stride >= request.cluster.joined) == far
-            slope, start = line(request.cluster, "send", RankGroup(2, request.cluster.joined if far else 1))
+            some = (stride >= cluster.joined) == far
+            slope, start = line(cluster, "send", RankGroup(2, cluster.joined if far else 1))
             found[some] = start + slope * payload[some]
         return np.where(self.pp > 1, found, 0.0)
 

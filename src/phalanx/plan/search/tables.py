@@ -27,7 +27,7 @@ from phalanx.cost.job_spec import stages
 from phalanx.cost.memory.rank_parts import RankParts, StepParts
 from phalanx.cost.placed import Content, content_of
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.communication import group
+from phalanx.cost.time.communication import boundary_bytes, group
 from phalanx.cost.time.link import RankGroup, seconds
 from phalanx.cost.time.rank_time import RankTime, around_time, half_times
 from phalanx.cost.time.state_time import state_widths
@@ -209,6 +209,10 @@ class Tables:
         chunks = self.space.base.loss_chunk
         found = self._figures(("loss", ""), (TP, SP, CP, MICRO) if chunks else (TP, SP, CP), ask)[inner]
         return found if chunks else found * self.inner[inner, MICRO]
+
+    def boundary(self) -> Floats:
+        """Returns, by inner combination, the bytes of a message from a stage to the next."""
+        return self._figures(("boundary", ""), (TP, SP, CP, MICRO), boundary_bytes)
 
     def outside(self, share: RankContents, inner: NDArray[Any]) -> Floats:
         """Returns, for inner combinations, the parameters outside a rank's blocks and those of the head's gradient."""
