@@ -47,6 +47,10 @@ class CheckpointError(PhalanxError):
     exit_code = 4
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is incomplete or corrupt, or holds NaN: an older one may serve."""
+
+
 class NotFiniteError(PhalanxError):
     """Loss or gradients became NaN or infinite; the optimizer did not write them."""
 

@@ -300,3 +300,20 @@ def test_any_values_survive_the_round_trip(preset, steps, lr, prompt):
 def test_no_words_make_the_command_line_crash(argv):
     words = overrides.parse(argv, {"json"})
     assert len(words.files) + len(words.settings) + len(words.problems) + len(words.switches) <= len(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["checkpoint.every=100", "eval_every=40"],
+            "every 100 is not a multiple of train.eval_every 40; nearest eval_every: 20, 25, 50",
+        ),
+        (["checkpoint.every=100"], "every 100 is not a multiple of train.eval_every 0"),
+        (["eval_samples=0"], "the best checkpoint has the lowest validation loss, and eval_samples is 0"),
+    ],
+)
+def test_the_best_checkpoint_needs_a_validation_at_every_save(tmp_path, argv, message):
+    [problem] = problems(tmp_path, argv=["checkpoint.keep_best=true", *argv])
+    assert message in problem
+    assert not problems_of(load(tmp_path, argv=["keep_best=true", "checkpoint.every=100", "eval_every=50"]).job)

@@ -229,7 +229,7 @@ def checkpoint(monkeypatch):
     def make(job, line):
         RunDirectory.of(job).checkpoints.mkdir(parents=True)
         there = replace(job, layout=layout_line.parse(line))
-        monkeypatch.setattr(auto_layout.checkpoint, "newest_valid", lambda *_, **__: SimpleNamespace(step=7))
+        monkeypatch.setattr(auto_layout, "newest_valid", lambda *_, **__: SimpleNamespace(step=7))
         monkeypatch.setattr(auto_layout, "job_of", lambda _: there)
 
     return make

@@ -1,8 +1,8 @@
-"""Work of rank 0 and its failures reach every rank."""
+"""Work of rank 0 and its failures reach every rank, as do failures of any rank."""
 
 import pytest
 
-from phalanx.comm.agree import on_rank_zero
+from phalanx.comm.agree import on_every_rank, on_rank_zero
 from phalanx.errors import CheckpointError, RunError
 
 
@@ -36,3 +36,32 @@ def test_a_bug_stays_a_bug_on_rank_zero_and_stops_the_others(ranks):
 
 def test_one_process_just_calls():
     assert on_rank_zero(lambda: 3) == 3
+    assert on_every_rank(lambda: 3) == 3
+
+
+def own_result(ranks):
+    return on_every_rank(lambda: [ranks.rank, object()])[0]
+
+
+def test_every_rank_keeps_its_own_result(ranks):
+    assert ranks(own_result, 3) == [0, 1, 2]
+
+
+def failure_of_some(ranks, kind, *failing):
+    def work():
+        if ranks.rank in failing:
+            raise kind(f"of rank {ranks.rank}")
+
+    with pytest.raises((CheckpointError, ZeroDivisionError, RunError)) as caught:
+        on_every_rank(work)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_failure_of_any_rank_is_that_of_all(ranks):
+    assert ranks(failure_of_some, 3, CheckpointError, 1, 2) == [("CheckpointError", "of rank 1")] * 3
+
+
+def test_a_bug_of_one_rank_stays_one_there_and_stops_the_others(ranks):
+    first, second = ranks(failure_of_some, 2, ZeroDivisionError, 1)
+    assert first == ("RunError", "rank 1 failed: ZeroDivisionError: of rank 1")
+    assert second == ("ZeroDivisionError", "of rank 1")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from model.kinds import build
 from phalanx.check.show import as_dict
+from phalanx.checkpoint.save import save_tensors
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
 from phalanx.data.tokenizer import NumberTokenizer
 from phalanx.model.transformer import Transformer
-from phalanx.train import checkpoint
 
 
 def write_run(path: Path, model: ModelConfig) -> Transformer:
@@ -19,7 +19,7 @@ def write_run(path: Path, model: ModelConfig) -> Transformer:
     transformer = build(model)
     job = Job(model=model, train=Train(precision="fp64"))
     meta = {"job": as_dict(job), "vocab_size": model.vocab_size}
-    checkpoint.save(path / "checkpoints", 1, {"model": dict(transformer.named_parameters())}, meta, keep=0)
+    save_tensors(path / "checkpoints", 1, dict(transformer.named_parameters()), meta)
     NumberTokenizer(model.vocab_size).save(path)
     (path / "config.yaml").touch()
     return transformer

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint.contents import contents
+from phalanx.checkpoint.validity import newest_valid
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import StoppedError
-from phalanx.train import checkpoint, loop
+from phalanx.train import loop
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal
 
@@ -61,13 +63,10 @@ def moves_between(ranks, job: Job, layouts: Sequence[Layout]) -> None:
 
 
 def weights(job: Job) -> dict[str, torch.Tensor]:
-    manifest = checkpoint.newest_valid(Path(job.run.dir) / job.run.name / "checkpoints")
+    """Every tensor of a run's newest checkpoint, by name."""
+    manifest = newest_valid(Path(job.run.dir) / job.run.name / "checkpoints")
     assert manifest is not None
-    found = {}
-    for group in ("model", "optimizer"):
-        with checkpoint.Reader(manifest, group) as tensors:
-            found.update({name: tensors[name] for name in tensors.names()})
-    return found
+    return contents(manifest.path)
 
 
 def losses(job: Job) -> list[float]:

@@ -202,12 +202,12 @@ def test_a_corrupt_newest_checkpoint_gives_way_to_the_one_before(ranks, job):
     with pytest.raises(StoppedError):
         ranks(train, 2, two := dataclasses.replace(job, layout=Layout(dp_replicate=2)), 4)
     root = Path(job.run.dir) / "run" / "checkpoints"
-    with (root / "step-000004" / "model.safetensors").open("r+b") as file:
+    with (root / "step-000004" / "rank-00001.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x01")
     ranks(train, 2, two)
     assert [row["step"] for row in rows(job, "step")] == [1, 2, 3, 4, 3, 4, 5, 6]
-    for path in root.glob("*/model.safetensors"):
+    for path in root.glob("*/rank-*.safetensors"):
         path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
         ranks(train, 2, two)

@@ -33,6 +33,7 @@ def problems_of(job: Job) -> list[Problem]:
         *(tensor_problems(job) if job.layout.auto else _whole_layout(job)),
         *_data(job),
         *_train(job),
+        *_checkpoint(job),
         *_optimizer(job),
     ]
 
@@ -134,6 +135,21 @@ def _train(job: Job) -> Iterator[Problem]:
         yield (
             "train.cpu_linear",
             "onednn needs precision fp32 on a CPU, without compile; auto uses it where it can",
+        )
+
+
+def _checkpoint(job: Job) -> Iterator[Problem]:
+    every, validated = job.checkpoint.every, job.train.eval_every
+    if not job.checkpoint.keep_best:
+        return
+    if not job.train.eval_samples:
+        yield "checkpoint.keep_best", "the best checkpoint has the lowest validation loss, and eval_samples is 0"
+    elif every and (not validated or every % validated):
+        yield (
+            "checkpoint.keep_best",
+            "a checkpoint can be the best only if the model is validated when it is saved: checkpoint.every "
+            f"{every} is not a multiple of train.eval_every {validated}; nearest eval_every: "
+            f"{nearest_divisors(every, validated or every)}",
         )
 
 

@@ -76,7 +76,13 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         "a year of steps of 30 ms",
         [
             *("train.steps", "train.log_every", "train.eval_every", "train.eval_samples", "checkpoint.every"),
-            *("checkpoint.keep", "optimizer.warmup_steps", "optimizer.decay_steps", "layout.sync_every"),
+            *(
+                "checkpoint.keep",
+                "checkpoint.keep_every",
+                "optimizer.warmup_steps",
+                "optimizer.decay_steps",
+                "layout.sync_every",
+            ),
         ],
     ),
     (10**12, "a prepared corpus of random tokens lies on disk whole", ["data.random_tokens"]),

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob
+from phalanx.checkpoint.validity import newest_valid
 from phalanx.cli.calibration import check_calibration
 from phalanx.config import local_cluster
 from phalanx.config.cluster import Cluster
@@ -22,7 +23,6 @@ from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.errors import JobError, RunError
 from phalanx.launch.ranks import Ranks, detect
-from phalanx.train import checkpoint
 from phalanx.train.run_directory import RunDirectory, job_of
 from phalanx.units import seconds
 
@@ -126,7 +126,7 @@ def _of_checkpoint(loaded: LoadedJob, worlds: tuple[int, ...]) -> tuple[Layout, 
     directory = RunDirectory.of(loaded.job)
     if not directory.checkpoints.is_dir():
         return None
-    manifest = checkpoint.newest_valid(directory.checkpoints, verify=False, report=lambda _: None)
+    manifest = newest_valid(directory.checkpoints, verify=False, report=lambda _: None)
     if manifest is None:
         return None
     layout = job_of(manifest).layout

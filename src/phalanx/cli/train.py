@@ -115,6 +115,8 @@ def _be_a_foreign_rank(loaded: LoadedJob, ranks: Ranks, fresh: bool, as_json: bo
 
 def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
     manifest = directory.resume_from(job)
+    if manifest is not None and manifest.step >= job.train.steps:
+        manifest = directory.resume_from(job, verify=True)  # a damaged last checkpoint is no end
     if manifest is None or manifest.step < job.train.steps:
         return False
     if as_json:

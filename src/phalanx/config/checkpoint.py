@@ -15,6 +15,10 @@ class Checkpoint:
     every: Annotated[int, AtLeast(0)] = 0
     """Steps between checkpoints; 0: only at the end and when stopped."""
     keep: Annotated[int, AtLeast(0)] = 2
-    """Checkpoints kept; older ones are deleted. 0 keeps all."""
+    """Newest whole checkpoints kept; older ones are deleted. 0 keeps all."""
+    keep_every: Annotated[int, AtLeast(0)] = 0
+    """Checkpoints after every so many steps are kept for ever, whatever `keep` says; 0: none."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest validation loss, too."""
     verify: bool = True
     """Check every file's digest when loading."""

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from phalanx.blocks.parameters import parameter_shapes
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.validity import check, directory_of, newest_valid
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import CheckpointError, JobError
 from phalanx.generate.sampling import generate
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.precision import DTYPES
-from phalanx.train import checkpoint
-from phalanx.train.checkpoint import Manifest
 from phalanx.train.device import choose
 from phalanx.train.run_directory import RunDirectory, job_of
 
@@ -82,8 +83,8 @@ def find(path: Path, step: int = 0, verify: bool = True) -> Manifest:
     directory.require()
     root = directory.checkpoints
     if step:
-        return checkpoint.check(root / f"step-{step:06d}", verify)
-    manifest = checkpoint.newest_valid(root, verify, report=log.warning)
+        return check(directory_of(root, step), verify)
+    manifest = newest_valid(root, verify, report=log.warning)
     if manifest is None:
         raise CheckpointError(
             f"{path} has no checkpoint yet; it writes one at its end, or every checkpoint.every steps"
@@ -103,7 +104,7 @@ def fill(model: Transformer, manifest: Manifest, device: torch.device) -> None:
     """Moves a model, or a pipeline stage's part of it, from meta to `device` with its checkpoint's parameters, read one
     at a time. Raises CheckpointError if the checkpoint does not match."""
     model.to_empty(device=device)
-    with checkpoint.Reader(manifest, "model") as tensors:
+    with Reader(manifest) as tensors:
         tensors.require(parameter_shapes(model.config, manifest.meta["vocab_size"]))
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[name])
+            parameter.copy_(tensors.read(name))

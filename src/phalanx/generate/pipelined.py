@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.validity import check
 from phalanx.comm.agree import on_rank_zero
 from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
@@ -35,7 +36,6 @@ from phalanx.parallel import mesh as meshes
 from phalanx.parallel.stages import Stage, Stages
 from phalanx.partition.cut import stages_of
 from phalanx.schedule.simple import gpipe
-from phalanx.train import checkpoint
 from phalanx.train import device as devices
 from phalanx.train.run_directory import job_of
 
@@ -103,7 +103,7 @@ def joined(ranks: Ranks, run: Path, step: int, device: str, pp: int) -> Iterator
 
 def load_part(run: Path, step: int, device: torch.device, pp: int) -> PipelinedRun:
     """Loads one rank's part inside a process group. One rank verifies the checkpoint, each reads its own tensors."""
-    manifest = checkpoint.check(Path(on_rank_zero(lambda: str(find(run, step).path))), verify=False)
+    manifest = check(Path(on_rank_zero(lambda: str(find(run, step).path))), verify=False)
     axis = meshes.build(Layout(pp=pp), device.type).axis("pp")
     model = empty_model(manifest)
     vocab = model.embed.num_embeddings

@@ -74,7 +74,7 @@ def cut(whole: Tensor, tensor_slice: TensorSlice) -> Tensor:
     if tensor_slice.dim is None:
         return whole
     real = whole.narrow(tensor_slice.dim, min(tensor_slice.start, whole.shape[tensor_slice.dim]), tensor_slice.real)
-    if tensor_slice.real == tensor_slice.size:
+    if not tensor_slice.padding:
         return real
     padded = whole.new_zeros(tensor_slice.shape)
     padded.narrow(tensor_slice.dim, 0, tensor_slice.real).copy_(real)

@@ -49,6 +49,11 @@ class TensorSlice:
         assert self.dim is not None, "only a cut dimension is padded"
         return max(0, min(self.size, self.whole[self.dim] - self.start))
 
+    @property
+    def padding(self) -> bool:
+        """True if some of the rows (columns) do not exist in the whole parameter."""
+        return self.dim is not None and self.real < self.size
+
 
 def slice_of(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: int) -> TensorSlice:
     """Returns the slice of the parameter `name` that tensor rank `rank` of `tp` holds. Key/value heads fewer than

@@ -17,7 +17,7 @@ from phalanx.config.job import Job
 from phalanx.data.loader import TokenData, evaluation_batches
 from phalanx.data.prepare import prepare
 from phalanx.data.shards import open_shards
-from phalanx.errors import NotFiniteError, StoppedError
+from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFiniteError, StoppedError
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
@@ -182,15 +182,27 @@ class Trainer:
         self.train_data.tokenizer.save(self.directory.path)
 
     def _resume(self) -> None:
+        """Loads the newest checkpoint that is whole; one that proves damaged while it is read gives way to the one
+        before it."""
+        damage: DamagedCheckpointError | None = None
+        before: int | None = None
 
-        def choose() -> str | None:
-            manifest = self.directory.resume_from(self.job)
-            return str(manifest.path) if manifest else None
+        def choose() -> tuple[int, str] | None:
+            manifest = self.directory.resume_from(self.job, before=before)
+            return (manifest.step, str(manifest.path)) if manifest else None
 
-        path = on_rank_zero(choose)
-        if path:
-            self.state.load(Path(path))
-            log.info("resumed at step %d from %s", self.state.step, path)
+        while chosen := on_rank_zero(choose):
+            before, path = chosen
+            try:
+                self.state.load(Path(path))
+            except DamagedCheckpointError as error:
+                damage = error
+                log.warning("%s; trying the one before it", error)
+            else:
+                log.info("resumed at step %d from %s", self.state.step, path)
+                return
+        if damage:
+            raise CheckpointError(f"no checkpoint in {self.directory.checkpoints} is whole; the oldest: {damage}")
 
     def _log_start(self, vocab: int) -> None:
         job, model = self.job, self.job.model
@@ -211,8 +223,9 @@ class Trainer:
         )
         tensors = (self.stepper.tensors(micro, self.state.step, validates=True) for micro in batches)
         with self.mesh.ledger.untracked():
-            self.state.val_loss = validation_loss(self.stepper.replica, self.mesh, tensors, self.device)
-        recorder.validation(self.state.step, self.state.val_loss, time.perf_counter() - began)
+            loss = validation_loss(self.stepper.replica, self.mesh, tensors, self.device)
+        self.state.validated(loss)
+        recorder.validation(self.state.step, loss, time.perf_counter() - began)
 
     def _save(self, recorder: Recorder) -> None:
         began = time.perf_counter()

@@ -22,10 +22,11 @@ from pathlib import Path
 import phalanx
 from phalanx.check.load import LoadedJob, from_dict
 from phalanx.check.show import as_yaml
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.validity import newest_valid
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.errors import CheckpointError, JobError, RunError
-from phalanx.train import checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -116,14 +117,15 @@ class RunDirectory:
             file.flush()
             yield
 
-    def resume_from(self, job: Job) -> checkpoint.Manifest | None:
-        """Returns the newest whole checkpoint of this run, if there is any.
+    def resume_from(self, job: Job, verify: bool = False, before: int | None = None) -> Manifest | None:
+        """Returns the newest whole checkpoint of this run (if given, of a step below `before`), if there is any.
+        Digests are checked with `verify`; otherwise `TrainState.load` checks them, on all ranks together.
 
         Raises JobError if it belongs to another job, with every difference; CheckpointError if all are damaged.
         """
         if not self.checkpoints.is_dir():
             return None
-        manifest = checkpoint.newest_valid(self.checkpoints, job.checkpoint.verify, log.warning)
+        manifest = newest_valid(self.checkpoints, verify, log.warning, before)
         if manifest is None:
             return None
         then = job_of(manifest)
@@ -141,7 +143,7 @@ class RunDirectory:
         return manifest
 
 
-def job_of(manifest: checkpoint.Manifest) -> Job:
+def job_of(manifest: Manifest) -> Job:
     """Returns the job that wrote a checkpoint. Raises CheckpointError if this version cannot read it."""
     try:
         return from_dict(manifest.meta["job"], str(manifest.path))

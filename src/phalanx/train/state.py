@@ -1,8 +1,8 @@
-"""The state of a run: weights, optimizer and progress, saved to a checkpoint and loaded from one."""
+"""The state of a run: weights, optimizer and progress, saved to a checkpoint and loaded from one by all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,14 @@ import torch
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.show import as_dict
-from phalanx.comm.agree import on_rank_zero
-from phalanx.errors import CheckpointError
-from phalanx.parallel.parameter_shards import by_whole, wholes
-from phalanx.train import checkpoint
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.parts import HeldTensor, held, is_finite, owned
+from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.retention import Retention
+from phalanx.checkpoint.save import Save
+from phalanx.checkpoint.validity import check, check_digests, directory_of, newest_valid
+from phalanx.comm.agree import on_every_rank, on_rank_zero
+from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFiniteError, RunError
 from phalanx.train.optimizer import MOMENTS
 from phalanx.train.step import Stepper
 
@@ -33,26 +37,60 @@ class TrainState:
     """Sequences read: the position in the order of samples."""
     val_loss: float | None = None
     """The last validation loss."""
+    val_step: int | None = None
+    """Steps done when it was measured."""
 
     def advance(self, step: int, global_batch: int) -> None:
         """Records that `step` steps are done, each over `global_batch` sequences since the last call."""
         self.samples += (step - self.step) * global_batch
         self.step = step
 
+    def validated(self, loss: float) -> None:
+        """Records the validation loss of the current step."""
+        self.val_loss, self.val_step = loss, self.step
+
     def save(self, root: Path) -> Path:
-        """Writes a checkpoint, together with all other ranks. Raises RunError."""
+        """Writes a checkpoint, together with all other ranks: each its own part. Returns its path.
+
+        Raises NotFiniteError if a parameter or a moment holds NaN or infinity, and RunError if any rank fails to
+        write; both leave earlier checkpoints as they are."""
+        world = self.stepper.mesh.axis("world")
+        size = self._require_finite(root)
+        directory = on_rank_zero(lambda: _begin(root, self.step, world.size, size))
+        if directory is None:
+            return directory_of(root, self.step)
+        save = Save(root, self.step, Path(directory), world.size)
+        config = self.stepper.job.checkpoint
+        retention = Retention(config.keep, config.keep_every, config.keep_best)
+        try:
+            on_every_rank(lambda: save.write(world.rank, owned(self._held())))
+            return Path(on_rank_zero(lambda: str(save.commit(self._meta(), retention))))
+        except RunError:
+            if world.rank == 0:
+                save.discard()
+            raise
+
+    def load(self, path: Path) -> None:
+        """Restores the state from a checkpoint, together with all other ranks: each reads the boxes that it holds.
+
+        Raises DamagedCheckpointError on all ranks, which leaves the state undefined, if what any rank reads is damaged
+        or holds NaN; CheckpointError if the checkpoint belongs to other data or another model."""
+        manifest = check(path, verify=False)
+        on_every_rank(lambda: self._read(manifest))
+        self.stepper.reload()
+        meta = manifest.meta
+        self.stepper.loss_scale.load_state(meta["loss_scale"])
+        self.step, self.samples = manifest.step, meta["samples"]
+        self.val_loss, self.val_step = meta["val_loss"], meta["val_step"]
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas whose moments differ."""
+        return self.stepper.independent_replicas if self.stepper.sync else 1
+
+    def _meta(self) -> dict[str, Any]:
         stepper = self.stepper
-        groups = {"model": self._whole("", {f.name: f.value for f in stepper.replica.shards}), "optimizer": {}}
-        for kind, tensors in stepper.optimizer.state_tensors().items():
-            if not tensors:
-                continue  # sync=asp: only the first replica, which serves, has an optimizer
-            groups["optimizer"] |= self._whole(f"{kind}/", tensors)
-            for replica in range(1, self.replicas if kind in MOMENTS else 1):
-                theirs = self._of_replica(replica, tensors)
-                groups["optimizer"] |= self._whole(f"replica{replica}/{kind}/", theirs)
-        for kind, tensors in stepper.sync.state_tensors().items() if stepper.sync else ():
-            groups["optimizer"] |= self._whole(f"{kind}/", tensors)
-        meta: dict[str, Any] = {
+        return {
             "job": as_dict(stepper.job),
             "samples": self.samples,
             "updates": stepper.optimizer.updates,
@@ -61,70 +99,110 @@ class TrainState:
             "data": self.data_fingerprint,
             "vocab_size": self.vocab_size,
             "val_loss": self.val_loss,
+            "val_step": self.val_step,
         }
-        keep = stepper.job.checkpoint.keep
-        return Path(on_rank_zero(lambda: str(checkpoint.save(root, self.step, groups, meta, keep))))
 
-    def load(self, path: Path) -> None:
-        """Restores the state from a checkpoint, whose digests have been checked. Raises CheckpointError if it is
-        damaged or belongs to other data or another model."""
-        manifest = checkpoint.check(path, verify=False)
-        meta = manifest.meta
+    def _held(self) -> Iterator[HeldTensor]:
+        """Yields everything that this rank holds of the state."""
+        stepper = self.stepper
+        replicas = stepper.mesh.axis("dp_replicate")
+        same = replicas.rank, replicas.size
+        yield from held(stepper.replica.shards, {f.name: f.value for f in stepper.replica.shards}, "", *same)
+        if stepper.job.layout.sync == "asp":
+            same = 0, 1  # only the first replica, which serves, has an optimizer
+        for kind, tensors in stepper.optimizer.state_tensors().items():
+            if self.replicas > 1 and kind in MOMENTS:  # each replica's are its own
+                yield from held(stepper.optimizer.shards, tensors, _of_replica(replicas.rank, kind))
+            else:
+                yield from held(stepper.optimizer.shards, tensors, f"{kind}/", *same)
+        for kind, tensors in stepper.sync.state_tensors().items() if stepper.sync else ():
+            yield from held(stepper.optimizer.shards, tensors, f"{kind}/", *same)
+
+    def _require_finite(self, root: Path) -> int:
+        """Returns the bytes of the state, of all ranks together. Raises NotFiniteError on all ranks, naming the first
+        tensor that holds NaN or infinity on any of them."""
+        world, device = self.stepper.mesh.axis("world"), self.stepper.device
+        state, order = list(self._held()), self._names()
+        size = sum(part.value.nbytes for part in owned(state))
+        finite = torch.stack([is_finite(tensor.value) for tensor in state]).tolist()  # one wait for the device
+        bad = [order.index(tensor.name) for tensor, good in zip(state, finite, strict=True) if not good]
+        first = min(bad, default=len(order))
+        every = torch.empty(world.size, 2, dtype=torch.int64, device=device)
+        world.all_gather(every.view(-1), torch.tensor([size, first], device=device)).wait()
+        first = int(every[:, 1].min().item())
+        if first == len(order):
+            return int(every[:, 0].sum().item())
+        raise NotFiniteError(
+            f"step {self.step}: {order[first]} holds NaN or infinity, so this state was not saved; "
+            + on_rank_zero(lambda: _newest_good(root))
+        )
+
+    def _names(self) -> list[str]:
+        """Returns the names of all tensors of the state on all ranks, the parameters first."""
+        stepper = self.stepper
+        kinds = [*MOMENTS, "master", *(stepper.sync.state_tensors() if stepper.sync else ())]
+        prefixes = ["", *(f"{kind}/" for kind in kinds)]
+        prefixes += [_of_replica(replica, kind) for replica in range(1, self.replicas) for kind in MOMENTS]
+        names = parameter_shapes(stepper.job.model, self.vocab_size)
+        return [prefix + name for prefix in prefixes for name in names]
+
+    def _read(self, manifest: Manifest) -> None:
+        """Reads this rank's part of a checkpoint. Ranks share the verification of the digests."""
+        world, meta = self.stepper.mesh.axis("world"), manifest.meta
         if meta["data"] != self.data_fingerprint:
             raise CheckpointError(
-                f"checkpoint {path} was trained on other data (shards {meta['data'][:12]}…, now "
+                f"checkpoint {manifest.path} was trained on other data (shards {meta['data'][:12]}…, now "
                 f"{self.data_fingerprint[:12]}…); restore the corpus, or start over with --fresh"
             )
-        parameters = by_whole(self.stepper.replica.shards)
-        with checkpoint.Reader(manifest, "model") as tensors:
-            tensors.require(parameter_shapes(self.stepper.job.model, self.vocab_size))
-            for name, shards in parameters.items():
-                whole = tensors[name]
-                for shard in shards:
-                    shard.assign(whole)
+        if self.stepper.job.checkpoint.verify:
+            check_digests(manifest, sorted(manifest.files)[world.rank :: world.size])
         optimizer, sync = self.stepper.optimizer, self.stepper.sync
         # With another number of replicas, each takes the moments of one in turn.
         replica = self.stepper.mesh.coordinates["dp_replicate"] % meta.get("replicas", 1) if sync else 0
-        own = f"replica{replica}/" if replica else ""
-        updated = by_whole(optimizer.shards)
-        with checkpoint.Reader(manifest, "optimizer") as tensors:
-            saved = set(tensors.names())
-            groups = {
-                (own if kind in MOMENTS else "") + kind: tensors_of_kind
-                for kind, tensors_of_kind in optimizer.make_state(meta["updates"]).items()
-            }
+        shards = self.stepper.replica.shards
+        with Reader(manifest) as tensors:
+            tensors.require(parameter_shapes(self.stepper.job.model, self.vocab_size))
+            state = [*held(shards, {f.name: f.value for f in shards})]
+            for kind, of_kind in optimizer.make_state(meta["updates"]).items():
+                prefix = _of_replica(replica, kind) if kind in MOMENTS else f"{kind}/"
+                state += held(optimizer.shards, of_kind, prefix)
             # A run that becomes DiLoCo begins without an outer momentum.
-            outer = sync.state_tensors() if sync else {}
-            groups |= {
-                kind: tensors_of_kind for kind, tensors_of_kind in outer.items() if _all_there(kind, updated, saved)
-            }
-            for kind, tensors_of_kind in groups.items():
-                for name, shards in updated.items():
-                    whole = tensors[f"{kind}/{name}"]
-                    for shard in shards:
-                        shard.assign(whole, into=tensors_of_kind[shard.name])
-        self.stepper.reload()
-        self.stepper.loss_scale.load_state(meta["loss_scale"])
-        self.step, self.samples, self.val_loss = manifest.step, meta["samples"], meta["val_loss"]
+            for kind, of_kind in sync.state_tensors().items() if sync else ():
+                if _all_there(kind, (f.whole_name for f in optimizer.shards), set(tensors.names())):
+                    state += held(optimizer.shards, of_kind, f"{kind}/")
+            for tensor in state:
+                _fill(tensor, tensors)
 
-    @property
-    def replicas(self) -> int:
-        """The number of replicas whose moments differ."""
-        return self.stepper.independent_replicas if self.stepper.sync else 1
 
-    def _of_replica(self, replica: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the tensors that the rank at this one's place in another replica holds."""
-        tensors_of_replica = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        for tensor in tensors_of_replica.values():
-            if tensor.numel():
-                self.stepper.mesh.axis("dp_replicate").broadcast(tensor, replica).wait()
-        return tensors_of_replica
+@torch.no_grad()
+def _fill(tensor: HeldTensor, tensors: Reader) -> None:
+    """Reads this rank's elements of a tensor of the state; padding becomes zero."""
+    if tensor.shard.tensor_slice.padding:
+        tensor.value.zero_()
+    for part in tensor.parts():
+        found = tensors.read(part.tensor, part.box)
+        if not is_finite(found):
+            raise DamagedCheckpointError(f"checkpoint {tensors.manifest.path}: {part.tensor} holds NaN or infinity")
+        part.value.copy_(found)
 
-    def _whole(self, prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Reassembles the tensors of all ranks' shards: on rank 0, nothing elsewhere."""
-        replica, mesh = self.stepper.replica, self.stepper.mesh
-        keep = mesh.axis("world").rank == 0
-        return {prefix + name: tensor for name, tensor in wholes(replica.shards, tensors, mesh, keep)}
+
+def _begin(root: Path, step: int, ranks: int, size: int) -> str | None:
+    save = Save.begin(root, step, ranks, size)
+    return str(save.directory) if save else None
+
+
+def _newest_good(root: Path) -> str:
+    """Names the newest good checkpoint, for the message of a run that ends."""
+    try:
+        manifest = newest_valid(root, report=lambda _: None)
+    except CheckpointError as error:
+        return str(error)
+    return f"the newest good checkpoint is {manifest.path}" if manifest else f"there is no checkpoint in {root}"
+
+
+def _of_replica(replica: int, kind: str) -> str:
+    """Returns the prefix of a kind of tensors that differ between replicas."""
+    return f"replica{replica}/{kind}/" if replica else f"{kind}/"
 
 
 def _all_there(kind: str, names: Iterable[str], saved: set[str]) -> bool:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +18,10 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.config.run import RunOptions
 from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError, StoppedError
-from phalanx.train import checkpoint, loop
+from phalanx.train import loop
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal
-from train.runs import change, rows
+from train.runs import change, rows, weights
 
 
 @pytest.fixture
@@ -60,16 +59,6 @@ def train(ranks, job: Job, stop_at: int = -1, poison: bool = False):
     return trainer.run()
 
 
-def tensors(job: Job) -> dict[str, torch.Tensor]:
-    manifest = checkpoint.newest_valid(Path(job.run.dir) / job.run.name / "checkpoints")
-    assert manifest is not None
-    found = {}
-    for group in ("model", "optimizer"):
-        with checkpoint.Reader(manifest, group) as held:
-            found |= {name: held[name] for name in held.names()}
-    return found
-
-
 @pytest.mark.parametrize(("sync", "precision"), [("local_sgd", "fp32"), ("diloco", "bf16")])
 def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job, sync, precision):
     job = change(
@@ -81,7 +70,7 @@ def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job
     with pytest.raises(StoppedError, match="stopped by a signal at step 6 of 8"):
         ranks(train, 2, broken, 3)  # asked in step 4: the replicas next meet after step 6
     ranks(train, 2, broken)
-    straight, resumed = tensors(job), tensors(broken)
+    straight, resumed = weights(job), weights(broken)
     assert straight.keys() == resumed.keys()
     assert "replica1/exp_avg/embed.weight" in straight
     assert ("outer_momentum/embed.weight" in straight) == (sync == "diloco")
@@ -98,7 +87,7 @@ def test_a_loss_that_is_not_finite_ends_all_at_the_next_meeting(ranks, job, sync
         NotFiniteError, match=r"^replica 1, step \d: loss nan, gradient norm nan.*The optimizer did not apply it"
     ):
         ranks(train, 2, job, -1, True)
-    assert all(tensor.isfinite().all() for tensor in tensors(job).values())
+    assert all(tensor.isfinite().all() for tensor in weights(job).values())
 
 
 def test_asynchronous_training_learns_and_measures_its_staleness(ranks, job):
@@ -118,7 +107,7 @@ def test_asynchronous_training_stops_and_goes_on(ranks, job):
     job = change(dataclasses.replace(job, layout=Layout(dp_replicate=2, sync="asp")), "train", steps=60)
     with pytest.raises(StoppedError, match=r"stopped by a signal at step \d+ of 60"):
         ranks(train, 2, job, 2)
-    held = tensors(job)
+    held = weights(job)
     assert "exp_avg/embed.weight" in held
     assert not any(name.startswith("replica1") for name in held), "the moments are the server's"
     assert ranks(train, 2, job)[0]["step"] == 60

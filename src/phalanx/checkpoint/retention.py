@@ -1,0 +1,94 @@
+"""Which checkpoints are kept: the newest ones, every N-th step's, and the best. Imports no torch.
+
+Only whole checkpoints count, by manifest and sizes: a damaged one never displaces a good one. Removal renames first, so
+that every directory named step-NNNNNN is either whole or was damaged from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint import files
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.validity import by_age, check
+from phalanx.errors import CheckpointError, DamagedCheckpointError
+
+log = logging.getLogger(__name__)
+
+DAMAGED = ".damaged-"
+"""Prefix of damaged checkpoints that gave way to a new one of the same step."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The policy of one job."""
+
+    keep: int = 0
+    """Newest checkpoints kept; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps divisible by it are kept for ever; 0: none."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest validation loss."""
+
+
+def remove_expired(root: Path, policy: Retention) -> None:
+    """Removes the checkpoints in `root` that `policy` does not keep. A failure is logged: the run is not at risk."""
+    try:
+        for path in expired(root, policy):
+            files.remove(path)
+    except OSError as error:
+        log.warning("an old checkpoint could not be removed: %s", error)
+
+
+def expired(root: Path, policy: Retention) -> list[Path]:
+    """Returns the checkpoints in `root` that `policy` does not keep. Damaged ones go once they are older than the
+    `keep` newest whole ones; those of other versions of the program stay."""
+    whole: list[Manifest] = []
+    damaged = [(int(match[1]), path) for path, match in _set_aside(root) if match]
+    for step, path in by_age(root):
+        try:
+            whole.append(check(path, verify=False))
+        except DamagedCheckpointError:
+            damaged.append((step, path))
+        except CheckpointError as error:
+            log.debug("kept: %s", error)
+    if not policy.keep or len(whole) < policy.keep:
+        return []
+    oldest = whole[policy.keep - 1].step
+    best = _best(whole) if policy.keep_best else None
+    old = [
+        manifest.path
+        for manifest in whole[policy.keep :]
+        if manifest is not best and not (policy.keep_every and manifest.step % policy.keep_every == 0)
+    ]
+    return old + [path for step, path in damaged if step < oldest]
+
+
+def remove_leftovers(root: Path) -> None:
+    """Deletes the remains of interrupted saves and removals: only one save at a time works in a run's directory."""
+    for pattern in (".step-*.tmp-*", f"{files.REMOVED}*"):
+        for path in root.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in root.parent.glob(".latest.*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+def _set_aside(root: Path) -> list[tuple[Path, re.Match[str] | None]]:
+    pattern = re.escape(DAMAGED) + r"step-([0-9]+)-[0-9]+"
+    return [(path, re.fullmatch(pattern, path.name)) for path in root.glob(f"{DAMAGED}*")]
+
+
+def _best(whole: list[Manifest]) -> Manifest | None:
+    """Returns the checkpoint with the lowest validation loss, the older of two equal ones. A loss counts for the step
+    that it was measured at."""
+    losses = {}
+    for number, manifest in enumerate(whole):
+        loss = manifest.meta.get("val_loss")
+        if manifest.meta.get("val_step") == manifest.step and isinstance(loss, float) and math.isfinite(loss):
+            losses[number] = loss
+    return whole[min(losses, key=lambda number: (losses[number], -number))] if losses else None

@@ -1,0 +1,81 @@
+"""Which checkpoints are whole: the manifest, the sizes and the digests of the shard files. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from phalanx.checkpoint import manifest as manifests
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.errors import CheckpointError, DamagedCheckpointError
+
+
+def directory_of(root: Path, step: int) -> Path:
+    """Returns the directory of the checkpoint after `step` steps."""
+    return root / f"step-{step:06d}"
+
+
+def check(path: Path, verify: bool = True) -> Manifest:
+    """Reads a checkpoint's manifest and checks the shard files' sizes, and with `verify` their digests.
+
+    Raises DamagedCheckpointError that names the file at fault; CheckpointError if another version of the program wrote
+    the checkpoint.
+    """
+    manifest = manifests.read(path)
+    if not manifest.finite:
+        raise DamagedCheckpointError(f"checkpoint {path} was not checked for NaN and infinity before it was saved")
+    for name, facts in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise DamagedCheckpointError(f"checkpoint file {file} is missing")
+        size = file.stat().st_size
+        if size != facts.bytes:
+            raise DamagedCheckpointError(f"checkpoint file {file} has {size} bytes, its manifest says {facts.bytes}")
+    if verify:
+        check_digests(manifest, manifest.files)
+    return manifest
+
+
+def check_digests(manifest: Manifest, names: Iterable[str]) -> None:
+    """Checks the digests of some of a checkpoint's shard files. Raises DamagedCheckpointError that names the file."""
+    for name in names:
+        file, expected = manifest.path / name, manifest.files[name].sha256
+        try:
+            with file.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise DamagedCheckpointError(f"checkpoint file {file} cannot be read: {error}") from None
+        if digest != expected:
+            raise DamagedCheckpointError(
+                f"checkpoint file {file} does not match its sha256 {expected[:12]}…: it is corrupt"
+            )
+
+
+def newest_valid(
+    root: Path, verify: bool = True, report: Callable[[str], None] = print, before: int | None = None
+) -> Manifest | None:
+    """Returns the newest checkpoint that is whole (if given, of a step below `before`), or None if there is none at
+    all. Damaged ones are reported.
+
+    Raises CheckpointError if there are checkpoints and every one of them is damaged.
+    """
+    wrong = ""
+    for step, path in by_age(root):
+        if before is not None and step >= before:
+            continue
+        try:
+            return check(path, verify)
+        except CheckpointError as error:
+            wrong = str(error)
+            report(f"{error}; trying the one before it")
+    if wrong:
+        raise CheckpointError(f"no checkpoint in {root} is whole; the oldest: {wrong}")
+    return None
+
+
+def by_age(root: Path) -> list[tuple[int, Path]]:
+    """Returns step and path of the checkpoints in `root`, whole or not, the newest (highest step) first."""
+    named = {path: re.fullmatch(r"step-([0-9]+)", path.name) for path in root.glob("step-*")}
+    return sorted(((int(match[1]), path) for path, match in named.items() if match), reverse=True)

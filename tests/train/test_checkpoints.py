@@ -1,0 +1,190 @@
+"""Checkpoints of whole runs: what is never saved, what is never loaded, and who writes and reads what."""
+
+import dataclasses
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint.contents import contents
+from phalanx.checkpoint import shard_file
+from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.save import save_tensors
+from phalanx.checkpoint.validity import check
+from phalanx.cli.train import _is_finished
+from phalanx.config.layout import Layout
+from phalanx.errors import CheckpointError, NotFiniteError, RunError, StoppedError
+from phalanx.train import loop
+from phalanx.train.run_directory import RunDirectory
+from phalanx.train.stop import StopRequest
+from phalanx.train.terminal import Terminal
+from train.runs import change, rows, train, weights
+
+HYBRID = Layout(dp_shard=2, tp=2, zero=3)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.fixture
+def saving(job):
+    """Six steps with a checkpoint after every second one."""
+    return change(job, "checkpoint", every=2)
+
+
+@pytest.fixture
+def root(job):
+    return RunDirectory.of(job).checkpoints
+
+
+def spoiled(ranks, job, rank, at, kind):
+    """The message with which a run ends, one of whose ranks has an infinity in one of its elements after step `at`."""
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    stepper, advance = trainer.stepper, trainer.state.advance
+
+    def spoil(step, global_batch):
+        advance(step, global_batch)
+        if step == at and ranks.rank == rank:
+            shard = next(f for f in stepper.replica.shards if "mlp.up.weight" in f.name and f.value.numel())
+            tensors = stepper.optimizer.state_tensors() | {"": {shard.name: shard.value.detach()}}
+            tensors[kind][shard.name].view(-1)[-1] = math.nan if kind else math.inf
+
+    trainer.state.advance = spoil
+    with pytest.raises(NotFiniteError) as caught:
+        trainer.run()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "at", "kind"),
+    [
+        (Layout(), 0, 4, ""),
+        (Layout(dp_replicate=2), 1, 6, "exp_avg"),
+        (Layout(dp_replicate=2), 0, 4, "exp_avg_sq"),
+        (HYBRID, 3, 4, "exp_avg_sq"),
+        (Layout(pp=2, accumulation=3), 1, 6, ""),
+    ],
+    ids=lambda value: value.line() or "one process" if isinstance(value, Layout) else str(value),
+)
+def test_a_state_that_holds_nan_is_not_saved_and_ends_the_run(ranks, saving, root, layout, rank, at, kind):
+    messages = ranks(spoiled, layout.processes, dataclasses.replace(saving, layout=layout), rank, at, kind)
+    assert len(set(messages)) == 1
+    what = f"{kind}/blocks.{layout.pp - 1}" if kind else f"blocks.{layout.pp - 1}"
+    assert messages[0] == (
+        f"step {at}: {what}.mlp.up.weight holds NaN or infinity, so this state was not saved; the newest good "
+        f"checkpoint is {root}/step-{at - 2:06d}"
+    )
+    assert names(root)[-1] == f"step-{at - 2:06d}"
+    assert NotFiniteError.exit_code == 5
+
+
+def replace_by_nan(path: Path) -> None:
+    """Puts a checkpoint with one NaN, whose digests are right, in the place of a good one."""
+    manifest, tensors = check(path), contents(path)
+    tensors["exp_avg/embed.weight"].view(-1)[3] = math.nan
+    shutil.rmtree(path)
+    save_tensors(path.parent, manifest.step, tensors, manifest.meta)
+
+
+def test_a_checkpoint_that_holds_nan_is_not_loaded(ranks, saving, root):
+    two = dataclasses.replace(saving, layout=Layout(dp_shard=2, zero=1))
+    with pytest.raises(StoppedError):
+        ranks(train, 2, two, 4)
+    replace_by_nan(root / "step-000004")
+    ranks(train, 2, two)
+    assert [row["step"] for row in rows(two, "step")] == [1, 2, 3, 4, 3, 4, 5, 6]
+    for path in root.glob("step-*"):
+        replace_by_nan(path)
+    with pytest.raises(CheckpointError, match="is whole; the oldest: .*step-000002: exp_avg/embed.weight holds NaN"):
+        ranks(train, 2, two)
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_goes_on_and_writes_it_again(ranks, saving, root, capsys):
+    ranks(train, 1, saving)
+    last, before = root / "step-000006", weights(saving)
+    assert _is_finished(RunDirectory.of(saving), saving, as_json=False)
+    with (last / "rank-00000.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    capsys.readouterr()
+    assert not _is_finished(RunDirectory.of(saving), saving, as_json=False)
+    assert "is finished" not in capsys.readouterr().out
+    ranks(train, 1, saving)
+    assert [row["step"] for row in rows(saving, "step")] == [1, 2, 3, 4, 5, 6, 5, 6]
+    assert names(root) == [".damaged-step-000006-1", "step-000002", "step-000004", "step-000006"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(saving).items())
+    assert _is_finished(RunDirectory.of(saving), saving, as_json=False)
+
+
+def failing(ranks, job):
+    """Trains with one rank that cannot write its second checkpoint."""
+    calls, write = iter(range(10)), shard_file.write
+
+    def no_space(path, tensors):
+        if next(calls) == 1 and ranks.rank == 1:
+            raise OSError(28, "No space left on device")
+        return write(path, tensors)
+
+    shard_file.write = no_space
+    try:
+        with pytest.raises(RunError) as caught:
+            train(ranks, job)
+    finally:
+        shard_file.write = write
+    return str(caught.value)
+
+
+def test_if_one_rank_cannot_write_the_save_fails_on_all(ranks, saving, root):
+    first, *others = ranks(failing, 3, dataclasses.replace(saving, layout=Layout(dp_replicate=3)))
+    assert others == [first] * 2
+    assert first.startswith(f"checkpoint {root}/step-000004 could not be written: rank 1 on ")
+    assert first.endswith("No space left on device; earlier checkpoints are untouched")
+    assert names(root) == ["step-000002"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp_replicate=4), Layout(dp_shard=2, tp=2, zero=3), Layout(dp_replicate=2, pp=2)],
+    ids=Layout.line,
+)
+def test_all_ranks_write_and_each_its_share(ranks, job, root, layout):
+    ranks(train, 4, change(dataclasses.replace(job, layout=layout), "train", steps=1))
+    sizes = [file.bytes for file in check(root / "step-000001").files.values()]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+def elements_read(ranks, job):
+    """How many elements this rank reads to resume, and how many of the state it holds."""
+    real, counts = Reader.read, []
+
+    def read(self, name, box=None):
+        found = real(self, name, box)
+        counts.append(found.numel())
+        return found
+
+    Reader.read = read
+    try:
+        trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    finally:
+        Reader.read = real
+    held = sum(shard.value.numel() for shard in trainer.stepper.replica.shards)
+    return sum(counts), 3 * held
+
+
+def test_each_rank_reads_only_what_it_holds(ranks, job):
+    ranks(train, 2, dataclasses.replace(job, layout=Layout(tp=2)))
+    results = ranks(elements_read, 4, dataclasses.replace(job, layout=Layout(dp_shard=4, zero=3)))
+    assert all(read == held for read, held in results)
+
+
+def test_best_and_permanent_checkpoints_stay(ranks, job, root):
+    job = change(job, "checkpoint", every=1, keep=1, keep_every=4, keep_best=True)
+    ranks(train, 1, change(job, "train", eval_every=1))
+    losses = {row["step"]: row["val_loss"] for row in rows(job, "validation")}
+    best = min(losses, key=lambda step: losses[step])
+    assert names(root) == sorted({f"step-{step:06d}" for step in (best, 4, 6)})
