@@ -107,6 +107,14 @@ def test_any_box_is_read(root):
         assert tensors.read("w", Box((1, 2), (1, 1))).tolist() == [[5]]
 
 
+def test_a_shard_file_with_another_shape_than_the_manifest_says_is_named(root):
+    path = save(root)
+    boxes = {"shape": [3, 2], "dtype": "F32", "boxes": [[SHARDS, [0, 0], [3, 2]]]}
+    forge(path, tensors={"w": boxes})
+    with Reader(check(path)) as tensors, pytest.raises(DamagedCheckpointError, match=r"its shape is not \(3, 2\)"):
+        tensors.read("w")
+
+
 @pytest.mark.parametrize("content", [None, b"x" * 20], ids=["gone", "no safetensors"])
 def test_a_file_that_changes_after_it_was_checked_is_named(root, content):
     manifest = check(save(root))

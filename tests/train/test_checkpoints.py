@@ -103,6 +103,16 @@ def test_a_checkpoint_that_holds_nan_is_not_loaded(ranks, saving, root):
         ranks(train, 2, two)
 
 
+def test_a_checkpoint_without_the_progress_of_a_run_is_refused(ranks, job, root):
+    ranks(train, 1, job)
+    path = root / "step-000006"
+    manifest, tensors = check(path), contents(path)
+    shutil.rmtree(path)
+    save_tensors(root, 6, tensors, {"job": manifest.meta["job"]})
+    with pytest.raises(CheckpointError, match="step-000006 is not of a training run: it lacks data, loss_scale, "):
+        ranks(train, 1, job)
+
+
 def test_a_finished_run_whose_last_checkpoint_is_damaged_goes_on_and_writes_it_again(ranks, saving, root, capsys):
     ranks(train, 1, saving)
     last, before = root / "step-000006", weights(saving)

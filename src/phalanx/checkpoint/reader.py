@@ -77,6 +77,8 @@ class Reader:
                 if len(self.open) == OPEN_FILES:
                     del self.open[next(iter(self.open))]
                 self.open[file] = safe_open(path, "pt")
+            if tuple(self.open[file].get_slice(key).get_shape()) != there.sizes:
+                raise OSError(f"its shape is not {there.sizes}")
             if common == there:
                 return self.open[file].get_tensor(key)
             return self.open[file].get_slice(key)[common.within(there)]

@@ -149,6 +149,8 @@ class TrainState:
     def _read(self, manifest: Manifest) -> None:
         """Reads this rank's part of a checkpoint. Ranks share the verification of the digests."""
         world, meta = self.stepper.mesh.axis("world"), manifest.meta
+        if missing := sorted(self._meta().keys() - meta.keys()):
+            raise CheckpointError(f"checkpoint {manifest.path} is not of a training run: it lacks {', '.join(missing)}")
         if meta["data"] != self.data_fingerprint:
             raise CheckpointError(
                 f"checkpoint {manifest.path} was trained on other data (shards {meta['data'][:12]}…, now "
