@@ -214,7 +214,8 @@ def _measure_what_is_missing(wanted: Cluster, precision: str) -> None:
         words += ["--device", wanted.device] if wanted.device != "auto" else []
         words += ["--precision", precision] if command == "compute" and precision in ("bf16", "fp16") else []
         print(f"layout auto: measuring this machine for {path}: phalanx {' '.join(words)}", file=sys.stderr, flush=True)
-        done = subprocess.run([sys.executable, "-m", "phalanx", *words], stdout=subprocess.DEVNULL, check=False)
+        process = [sys.executable, "-P", "-m", "phalanx", *words]  # -P: without modules of the current directory
+        done = subprocess.run(process, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise RunError(
                 f"this machine could not be measured (exit code {done.returncode}): run {BY_HAND} to see why, or name "

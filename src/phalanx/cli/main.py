@@ -97,7 +97,3 @@ def message_of(error: PhalanxError) -> str:
         lines = "\n".join(f"  {problem}" for problem in error.problems)
         return f"phalanx: {len(error.problems)} problems:\n{lines}"
     return f"phalanx: {error}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -33,6 +34,7 @@ from phalanx.launch import process_group
 from phalanx.launch.environment import STORE
 from phalanx.launch.lifeline import die_with_parent
 from phalanx.launch.ranks import Ranks
+from phalanx.safe_path import safe_path
 
 _STACKS_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 0.5
@@ -61,6 +63,8 @@ class Pool:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__, *preload])
+        with safe_path():
+            resource_tracker.ensure_running()
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx_pool_")  # mode 0700
         self._ranks: dict[int, _PoolProcess] = {}
         self._calls = itertools.count()
@@ -120,7 +124,8 @@ class Pool:
     def _process(self, rank: int) -> _PoolProcess:
         process = self._ranks.get(rank)
         if process is None or not process.process.is_alive():
-            process = self._ranks[rank] = _PoolProcess(self._context, Path(self._directory.name))
+            with safe_path():  # the first process starts the fork server
+                process = self._ranks[rank] = _PoolProcess(self._context, Path(self._directory.name))
         return process
 
 

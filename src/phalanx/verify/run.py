@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +137,8 @@ def _start(pool: Pool, processes: int) -> None:
     """Starts the pool's processes, with Ctrl-C held back until they are ready (seconds).
 
     It goes to every process of a terminal, and the fork server ignores it only once it has imported torch: before, it
-    would leave tracebacks. A blocked signal stays blocked in a child."""
-    resource_tracker.ensure_running()  # before, because it unblocks the signal
+    would leave tracebacks. A blocked signal stays blocked in a child. The pool has already started multiprocessing's
+    resource tracker, whose start unblocks the signal."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         pool.run(nothing, processes, timeout=START_S)
