@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+MOST_PROBLEMS = 40
+"""Most problems that an error lists; of more it gives the number."""
+
+
 class PhalanxError(Exception):
     """Base of all errors that are shown as a message; `exit_code` is the exit code of the process."""
 
@@ -20,12 +24,15 @@ class RunError(PhalanxError):
 
 
 class JobError(PhalanxError):
-    """The job or the command line is wrong; `problems` lists every problem that was found."""
+    """The job or the command line is wrong; `problems` lists every problem that was found, up to MOST_PROBLEMS."""
 
     exit_code = 2
 
     def __init__(self, problems: Sequence[str] | str):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        found = [problems] if isinstance(problems, str) else list(problems)
+        rest = len(found) - MOST_PROBLEMS
+        # One more is kept: it is the number of the rest, from an error whose problems are passed on.
+        self.problems = found if rest <= 1 else [*found[:MOST_PROBLEMS], f"and {rest:,} more problems"]
         super().__init__("\n".join(self.problems))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.cli.job_words import Option
-from phalanx.errors import JobError
+from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import nearest
 
 JSON = {"json": "print one JSON document on standard output and nothing else"}
@@ -51,18 +52,19 @@ def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint:
     """Parses the words after `phalanx VERB`. `hint` replaces the nearest name in the
     message about an unknown command. Raises JobError with every problem of the words.
     """
-    name, *left = argv
+    name, *words = argv
     if name not in commands:
         meant = nearest(name, commands)
         nearby = f"did you mean `phalanx {verb} {meant}`?" if meant else f"there are: {', '.join(commands)}"
         raise JobError(f"phalanx {verb} has no command {name!r}; {hint or nearby}")
     command = commands[name]
+    left = deque(words)
     subjects: list[str] = []
     options: dict[str, Any] = {}
     problems: list[str] = []
     switches: set[str] = set()
     while left:
-        word = left.pop(0)
+        word = left.popleft()
         flag, equals, value = word.partition("=")
         option = flag[2:].replace("-", "_")
         option = command.aliases.get(option, option)
@@ -71,13 +73,14 @@ def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint:
         elif not word.startswith("-") or word == "-":
             subjects.append(word)
         elif option not in command.options:
-            meant = nearest(option, [*command.options, *command.aliases, *command.switches])
+            names = [*command.options, *command.aliases, *command.switches]
+            meant = nearest(option, names) if len(problems) < MOST_PROBLEMS else None
             problems.append(f"unknown option {flag}" + (f"; did you mean {flag_of(meant)}?" if meant else ""))
             if not equals and left and not left[0].startswith("-"):
-                left.pop(0)  # its value: one mistake is one message
+                left.popleft()  # its value: one mistake is one message
         else:
             if not equals and left and not left[0].startswith("--"):
-                equals, value = "=", left.pop(0)
+                equals, value = "=", left.popleft()
             try:
                 options[option] = command.options[option].convert([value] if equals and value else [])[0]
             except ValueError as error:

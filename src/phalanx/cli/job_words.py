@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -123,9 +124,9 @@ class JobVerb:
         found = {name: option.default for name, option in self.options.items()}
         problems: list[str] = []
         rest: list[str] = []
-        left = list(argv)
+        left = deque(argv)
         while left:
-            word = left.pop(0)
+            word = left.popleft()
             flag, equals, text = word.partition("=")
             name = flag[2:].replace("-", "_")
             if not flag.startswith("--") or name not in self.options:
@@ -190,7 +191,7 @@ class JobVerb:
             sys.stdout.flush()
 
 
-def _take(left: list[str], option: Option) -> list[str]:
+def _take(left: deque[str], option: Option) -> list[str]:
     """Removes an option's values from the words that follow it, and returns them."""
     taken: list[str] = []
     while left and not left[0].startswith("--") and (option.many or not taken):
@@ -198,7 +199,7 @@ def _take(left: list[str], option: Option) -> list[str]:
             break
         if taken and not re.match(option.like, left[0]):
             break
-        taken.append(left.pop(0))
+        taken.append(left.popleft())
     return taken
 
 

@@ -66,11 +66,8 @@ def short_names() -> dict[str, str]:
     """Returns names that need no section because only one field has them: {"tp": "layout.tp", "lr": "optimizer.lr",
     ...}. Among several fields of one name, the only one at the lowest nesting wins: d_ff is model.d_ff, not
     model.moe.d_ff."""
-    by_name: dict[str, list[str]] = {}
-    for path in leaves():
-        by_name.setdefault(path.rsplit(".", 1)[-1], []).append(path)
     chosen = dict(LAUNCHER_NAMES)
-    for name, paths in by_name.items():
+    for name, paths in _by_last_name().items():
         depth = Counter(path.count(".") for path in paths)
         shallowest = min(depth)
         if depth[shallowest] == 1:
@@ -86,12 +83,22 @@ def resolve(name: str, text: str | None = None) -> str | None:
     if name in leaves():
         return name
     path = SECTION_SHORTHAND.get(name) or short_names().get(name)
-    return path or (_by_value(_namesakes(name), text) if text is not None else None)
+    if path or text is None or not (same := _namesakes(name)):
+        return path
+    return _by_value(same, text)
 
 
 def _namesakes(name: str) -> list[str]:
     """Returns every field with this last name."""
-    return [path for path in leaves() if path.rsplit(".", 1)[-1] == name]
+    return _by_last_name().get(name, [])
+
+
+@functools.cache
+def _by_last_name() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for path in leaves():
+        found.setdefault(path.rsplit(".", 1)[-1], []).append(path)
+    return found
 
 
 def _by_value(paths: Sequence[str], text: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from phalanx.config.fields import leaves, resolve, suggestion
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import AUTO, SECTION
 from phalanx.config.yaml_file import Setting, layout_settings
+from phalanx.errors import MOST_PROBLEMS
 from phalanx.nearest import nearest
 
 
@@ -32,9 +34,9 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
     whole section, and so does a line alone, as verbs print it: `tp=2,sp=true`.
     """
     words = CommandLine()
-    rest = list(argv)
+    rest = deque(argv)
     while rest:
-        word = rest.pop(0)
+        word = rest.popleft()
         if word.startswith("--") and len(word) > 2:
             _flag(word, rest, switches, words)
         elif _is_layout_line(word):
@@ -57,7 +59,7 @@ def _is_layout_line(word: str) -> bool:
     return any("=" in item for item in others) and (name in leaves(Layout) if equals else name == AUTO)
 
 
-def _flag(word: str, rest: list[str], switches: Collection[str], words: CommandLine) -> None:
+def _flag(word: str, rest: deque[str], switches: Collection[str], words: CommandLine) -> None:
     name, equals, text = word[2:].partition("=")
     plain = name.replace("-", "_")
     if plain in switches and not equals:
@@ -69,11 +71,9 @@ def _flag(word: str, rest: list[str], switches: Collection[str], words: CommandL
     if path is None and negated and leaves()[negated] is bool and not equals:
         words.settings.append(Setting(negated, "false", f"command line: {word}"))
     elif path is None:
-        meant = nearest(plain, switches)
-        hint = f"; did you mean --{meant.replace('_', '-')}?" if meant else suggestion(plain)
-        words.problems.append(f"unknown option {word.partition('=')[0]}{hint}")
+        words.problems.append(f"unknown option {word.partition('=')[0]}{_meant(plain, words, switches)}")
         if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
-            rest.pop(0)  # its value, so that one mistake gives one message
+            rest.popleft()  # its value, so that one mistake gives one message
     elif equals:
         _set(name, text, word, words)
     elif leaves().get(path) is bool:
@@ -82,7 +82,7 @@ def _flag(word: str, rest: list[str], switches: Collection[str], words: CommandL
         words.problems.append(f"{word} needs a value")
     else:
         _set(name, rest[0], f"{word} {rest[0]}", words)
-        rest.pop(0)
+        rest.popleft()
 
 
 def _set(name: str, text: str, word: str, words: CommandLine) -> None:
@@ -92,6 +92,14 @@ def _set(name: str, text: str, word: str, words: CommandLine) -> None:
         words.settings += found
         words.problems += wrong
     elif path is None:
-        words.problems.append(f"unknown key {name} in {word!r}{suggestion(name)}")
+        words.problems.append(f"unknown key {name} in {word!r}{_meant(name, words)}")
     else:
         words.settings.append(Setting(path, text, f"command line: {word}"))
+
+
+def _meant(name: str, words: CommandLine, switches: Collection[str] = ()) -> str:
+    """Returns a hint about an unknown name, while the error still lists its problem: a hint takes milliseconds."""
+    if len(words.problems) >= MOST_PROBLEMS:
+        return ""
+    meant = nearest(name, switches)
+    return f"; did you mean --{meant.replace('_', '-')}?" if meant else suggestion(name)

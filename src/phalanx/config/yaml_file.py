@@ -8,14 +8,20 @@ from pathlib import Path
 
 import yaml
 
+from phalanx.bounded import read_text
 from phalanx.config import layout_line
 from phalanx.config.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion
-from phalanx.errors import JobError
+from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import nearest
 
 PLAIN_TAGS = {
     f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
 }
+
+MOST_BYTES = 2**18
+"""Most bytes of a job file. A job with every field set and explained has a tenth of that."""
+MOST_NESTING = 20
+"""Most levels of sections and lists. A job has four, and libyaml composes nodes by recursion in C, without a bound."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Setting:
 def read(path: Path) -> tuple[list[Setting], list[str]]:
     """Returns the settings of a job file and its problems: unknown or repeated keys, YAML errors, tags."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MOST_BYTES)
     except OSError as error:
         return [], [f"{path}: cannot be read: {error.strerror or error}"]
     except UnicodeDecodeError as error:
@@ -40,8 +46,11 @@ def read(path: Path) -> tuple[list[Setting], list[str]]:
 
 def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
     """Returns the settings and problems of YAML text; `name` stands for the file in messages and origins."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if line := _too_deep(text, loader):
+            return [], [f"{name}:{line}: nested deeper than {MOST_NESTING} levels"]
+        root = yaml.compose(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -56,6 +65,20 @@ def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
         return settings, [f"{name}:{root.start_mark.line + 1}: a job file is a mapping of sections, such as `train:`"]
     _walk(root, "", name, settings, problems)
     return settings, problems
+
+
+def _too_deep(text: str, loader: type) -> int:
+    """Returns the line on which the text exceeds MOST_NESTING, or 0. Events come one by one, so a deeper text is never
+    held as nodes."""
+    depth = 0
+    for event in yaml.parse(text, Loader=loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MOST_NESTING:
+                return event.start_mark.line + 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+    return 0
 
 
 def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting], problems: list[str]) -> None:
@@ -80,15 +103,12 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
             elif path in leaves():
                 problems.append(f"{origin}: {path} is one value, not a section")
             else:
-                meant = nearest(path, sections())
-                hint = f"; did you mean {meant}?" if meant else f" (sections: {', '.join(sections())})"
+                hint = _meant_section(path) if len(problems) < MOST_PROBLEMS else ""
                 problems.append(f"{origin}: unknown section {path}{hint}")
         else:
             target = path if path in leaves() or path == layout_line.SECTION else SECTION_SHORTHAND.get(path)
             if target is None:
-                # A short name (`lr: 1e-3`) is for the command line; files name the section for their readers.
-                meant = resolve(key, value.value if isinstance(value, yaml.ScalarNode) else None)
-                hint = f"; did you mean {meant}?" if meant else suggestion(path)
+                hint = _meant_key(path, key, value) if len(problems) < MOST_PROBLEMS else ""
                 problems.append(f"{origin}: unknown key {path}{hint}")
             elif value.tag.endswith(":null"):
                 problems.append(f"{origin}: {path} has no value")
@@ -100,6 +120,17 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
                 settings.append(Setting(target, _texts(value), origin))
             else:
                 settings.append(Setting(target, value.value, origin))
+
+
+def _meant_section(path: str) -> str:
+    meant = nearest(path, sections())
+    return f"; did you mean {meant}?" if meant else f" (sections: {', '.join(sections())})"
+
+
+def _meant_key(path: str, key: str, value: yaml.Node) -> str:
+    # A short name (`lr: 1e-3`) is for the command line; files name the section for their readers.
+    meant = resolve(key, value.value if isinstance(value, yaml.ScalarNode) else None)
+    return f"; did you mean {meant}?" if meant else suggestion(path)
 
 
 def layout_settings(text: str, origin: str) -> tuple[list[Setting], list[str]]:

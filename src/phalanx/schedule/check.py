@@ -13,8 +13,6 @@ from phalanx.nearest import nearest_divisors
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.timing import time, waits_for
 
-_MOST_PROBLEMS = 40  # problems that an error lists
-
 # Completed passes of a stage for a micro-batch as bits, and those that must precede each kind, exactly.
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
 _BEFORE = {"F": 0, "B": 1, "I": 1, "W": 1 | 4}
@@ -24,13 +22,7 @@ _WHOLE, _HALVES = 1 | 2, 1 | 4 | 8
 def check(schedule: Schedule) -> None:
     """Raises JobError with every problem of a schedule."""
     if found := problems(schedule):
-        raise refusal(found)
-
-
-def refusal(found: list[str]) -> JobError:
-    """Returns the error that lists the problems, or the first of very many."""
-    rest = len(found) - _MOST_PROBLEMS
-    return JobError([*found[:_MOST_PROBLEMS], f"and {rest} more problems"] if rest > 0 else found)
+        raise JobError(found)
 
 
 def problems(schedule: Schedule) -> list[str]:

@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
-from phalanx.errors import JobError
-from phalanx.schedule.check import check, refusal
+from phalanx.bounded import read_bytes
+from phalanx.errors import MOST_PROBLEMS, JobError
+from phalanx.schedule.check import check
 from phalanx.schedule.schedule import Action, Kind, Schedule
-from phalanx.units import gib
+from phalanx.schedule.size import MOST_ACTIONS
 
 MOST_BYTES = 64 * 2**20
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})(?:\.(\d{1,9}))?")
@@ -52,15 +53,14 @@ def save(content: str, path: Path | str) -> None:
 
 def _text_of(path: Path) -> str:
     try:
-        with path.open("rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise JobError(f"the file is larger than {gib(MOST_BYTES)}, which no schedule needs")
-        return content.decode("utf-8-sig")
+        content = read_bytes(path, MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise JobError(f"not a text file in UTF-8 (byte {error.start})") from None
     except OSError as error:
         raise JobError(f"cannot be read: {error.strerror}") from None
+    if (cells := content.count(",") + content.count("\n") + 1) > MOST_ACTIONS:
+        raise JobError(f"the file has {cells:,} cells; the most are {MOST_ACTIONS:,}")
+    return content
 
 
 def _parsed(content: str, name: str) -> Schedule:
@@ -81,7 +81,7 @@ def _parsed(content: str, name: str) -> Schedule:
     if not problems and not any(programs):
         problems.append("no actions: expected one row per rank, with cells such as 0F0 and 0B0")
     if problems:
-        raise refusal(problems)
+        raise JobError(problems)
     schedule = _inferred(name, tuple(programs), steps)
     check(schedule)
     return schedule
@@ -94,13 +94,14 @@ def _row(line: str, where: str, problems: list[str]) -> Iterable[Action]:
             stage, kind, micro, part = match.groups()
             yield Action(cast(Kind, kind), int(stage), int(micro), int(part or 0))
         elif word:
-            problems.append(f"{where}, cell {number}: {_misread(word)}")
+            explained = len(problems) <= MOST_PROBLEMS  # the error lists no more
+            problems.append(f"{where}, cell {number}: {_misread(word)}" if explained else "")
 
 
 def _misread(word: str) -> str:
-    if found := _TORCH_ACTIONS.search(word):
-        return f"{word!r}: {found.group()} is not supported, only F, B, I and W: use torch's file without communication"
     shown = word if len(word) <= 20 else word[:20] + "..."
+    if found := _TORCH_ACTIONS.search(word):
+        return f"{shown!r}: {found.group()} is not supported, only F, B, I and W: use torch's file without communication"
     if _CELL.fullmatch(word.upper()):
         return f"{shown!r} is not an action: did you mean {word.upper()}?"
     return f"{shown!r} is not an action; expected stage, F, B, I or W, and micro-batch, such as 0F3 (or 0F3.1, sliced)"

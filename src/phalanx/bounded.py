@@ -1,0 +1,150 @@
+"""Reads files that somebody else may have written, with bounds on their kind, their size and their nesting.
+
+Only regular files are read: a named pipe without a writer would block for ever, and a device such as /dev/zero has no
+end. Whatever is wrong is an OSError or a ValueError whose text is the end of a sentence that begins with the file's
+name; the caller turns both into its own error.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from phalanx.units import gib
+
+MOST_BYTES = 64 * 2**20
+"""Most bytes of a JSON file unless the caller says otherwise. The largest published tokenizer has 33 MB."""
+MOST_NESTING = 64
+"""Most levels of lists and objects in JSON. Files that Phalanx reads have at most ten."""
+LARGEST_INTEGER = 2**63 - 1
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+T = TypeVar("T")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file to read its bytes, and never blocks. Raises OSError for anything else."""
+    try:
+        _require_regular(os.stat(path).st_mode, path)  # before it is opened: opening a device may have effects
+        file = open(path, "rb", opener=_without_blocking)
+    except ValueError:  # what os.stat says about NUL bytes and half surrogate pairs
+        raise OSError(errno.EINVAL, "a file cannot have this name", str(path)) from None
+    try:
+        _require_regular(os.fstat(file.fileno()).st_mode, path)  # it may have been replaced in between
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Returns the content of a regular file of at most `most` bytes. Raises OSError."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {gib(most)}, the most that is read", str(path))
+    return content
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """Returns the text of a regular UTF-8 file of at most `most` bytes. Raises OSError, and UnicodeDecodeError."""
+    return read_bytes(path, most).decode()
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """Returns the value of a JSON file, as `parse_json` does. Raises OSError, and ValueError."""
+    return parse_json(read_bytes(path, most))
+
+
+def parse_json(text: str | bytes, *, lenient: bool = False) -> Any:
+    """Returns the value of JSON text.
+
+    Args:
+        text: the text, or its UTF-8 bytes.
+        lenient: for records of which only one field is used: the caller checks that field, and integers of more than 20
+            digits are cut short.
+
+    Raises ValueError for what is no JSON, and, unless `lenient`, for values that code cannot handle safely: nesting
+    deeper than MOST_NESTING, integers of more than 64 bits, half a surrogate pair (a lone "\\ud800", which can be
+    neither printed nor written).
+    """
+    text = text if isinstance(text, str) else text.decode()
+    try:
+        value = json.loads(text.removeprefix("\ufeff"), parse_int=_first_digits if lenient else _integer)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MOST_NESTING} levels") from None
+    if not lenient:
+        _check_nesting(value)
+        if _SURROGATE.search(text) and _has_half_pairs(value):
+            raise ValueError("a text in it holds half a surrogate pair")
+    return value
+
+
+def field(entry: Any, name: str, kind: type[T]) -> T:
+    """Returns the field of a JSON object. Raises ValueError if it is absent, of another type than `kind`, or if `entry`
+    is no object. A boolean is no integer; an integer is a number."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected an object with {name!r}, found {type(entry).__name__}")
+    value = entry.get(name)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)  # pyright: ignore[reportReturnType]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{name!r} is {type(value).__name__}, expected {kind.__name__}")
+    return value
+
+
+def _without_blocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _require_regular(mode: int, path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or abs(value := int(digits)) > LARGEST_INTEGER:
+        raise ValueError(f"a whole number of {len(digits.lstrip('-')):,} digits")
+    return value
+
+
+def _first_digits(digits: str) -> int:
+    return int(digits[:20])
+
+
+def _check_nesting(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        if depth > MOST_NESTING:
+            raise ValueError(f"nested deeper than {MOST_NESTING} levels")
+        depth += 1
+        level = [
+            child
+            for each in level
+            if isinstance(each, (dict, list))
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, (dict, list))
+        ]
+
+
+def _has_half_pairs(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
