@@ -40,7 +40,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Opens a regular file to read its bytes, and never blocks. Raises OSError for anything else."""
     try:
         _require_regular(os.stat(path).st_mode, path)  # before it is opened: opening a device may have effects
-        file = open(path, "rb", opener=_without_blocking)
+        file = open(path, "rb", opener=_without_blocking)  # noqa: SIM115 (the caller closes it)
     except ValueError:  # what os.stat says about NUL bytes and half surrogate pairs
         raise OSError(errno.EINVAL, "a file cannot have this name", str(path)) from None
     try:

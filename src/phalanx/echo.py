@@ -23,6 +23,17 @@ def echo(text: object = "", *, file: TextIO | None = None, end: str = "\n", flus
     print(visible(str(text)), file=file or sys.stdout, end=end, flush=flush)
 
 
+class VisibleStream:
+    """A stream for writers that only call `write`, which shows control characters."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Writes the text with its control characters visible."""
+        return self._file.write(visible(text))
+
+
 def shortened(text: str, most: int = 10_000) -> str:
     """Returns the text, or its beginning and its end if it has more than `most` characters."""
     if len(text) <= most:

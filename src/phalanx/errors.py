@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
 MOST_PROBLEMS = 40
 """Most problems that an error lists; of more it gives the number."""
 

@@ -161,6 +161,8 @@ def from_dict(values: Mapping[str, Any], origin: str) -> Job:
     """Returns the job of nested plain values, the inverse of `show.as_dict`. All values are present, so no preset is
     looked up, and a run trained on `cluster=local` can be read on a machine that was never measured. Raises
     JobError."""
+    if not isinstance(values, Mapping):
+        raise JobError(f"{origin}: expected a job with its sections, found {type(values).__name__}")
     return resolve(list(_flatten(values, "", origin)), presets=False).job
 
 

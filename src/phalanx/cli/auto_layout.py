@@ -21,6 +21,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
+from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.ranks import Ranks, detect
 from phalanx.train.run_directory import RunDirectory, job_of
@@ -57,7 +58,7 @@ def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
         layout, step = kept
         where = f"the checkpoint of {RunDirectory.of(loaded.job).path} at step {step}"
         if prints:
-            print(f"layout: {layout.line()}  (from {where}; layout=LINE resumes in another)", file=sys.stderr)
+            echo(f"layout: {layout.line()}  (from {where}; layout=LINE resumes in another)", file=sys.stderr)
         return _with_layout(loaded, layout, worlds, where)
     check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=prints)
     return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), prints)
@@ -80,13 +81,13 @@ def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool
         plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if prints else None)
     best = plan.best[0]
     if prints:
-        print(
+        echo(
             f"layout: {best.layout.line()}  (planned: {plan.searched:,} layouts searched in {seconds(plan.seconds)}; "
             f"predicted {_step(best.seconds)} per step)",
             file=sys.stderr,
         )
         for note in (note for note in plan.notes if note.startswith(NO_HEADROOM)):
-            print(note, file=sys.stderr)
+            echo(note, file=sys.stderr)
     return _with_layout(loaded, best.layout, worlds, "planned")
 
 
@@ -213,7 +214,7 @@ def _measure_what_is_missing(wanted: Cluster, precision: str) -> None:
         words = ["bench", command, "--quick"]
         words += ["--device", wanted.device] if wanted.device != "auto" else []
         words += ["--precision", precision] if command == "compute" and precision in ("bf16", "fp16") else []
-        print(f"layout auto: measuring this machine for {path}: phalanx {' '.join(words)}", file=sys.stderr, flush=True)
+        echo(f"layout auto: measuring this machine for {path}: phalanx {' '.join(words)}", file=sys.stderr, flush=True)
         process = [sys.executable, "-P", "-m", "phalanx", *words]  # -P: without modules of the current directory
         done = subprocess.run(process, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:

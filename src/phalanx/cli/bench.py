@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from phalanx.cli.commands import JSON, Command, flag_of, parse, wants_help
 from phalanx.cli.job_words import Option
 from phalanx.config.local_cluster import default_path
+from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.ranks import SINGLE, Ranks, detect
@@ -74,7 +75,7 @@ BUSY_LOAD = 0.5
 
 def run(argv: Sequence[str]) -> int:
     if wants_help(argv):
-        print(PAGE.format(options=_help()))
+        echo(PAGE.format(options=_help()))
         return 0
     words = parse("bench", COMMANDS, argv)
     command, switches = words.command, words.switches
@@ -190,7 +191,7 @@ def _say_how_busy() -> None:
     """Warns on standard error where other programs keep the machine busy; rank 0 does so before it measures."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > BUSY_LOAD * cores:
-        print(
+        echo(
             f"phalanx: this machine is busy (load {load:.1f} on {cores} cores); measurements will be noisy",
             file=sys.stderr,
         )
@@ -219,16 +220,16 @@ def _show(
     if svg:
         save(report.svg, Path(svg).expanduser())
     if report.assessment.problem:
-        print(
+        echo(
             f"phalanx: unreliable ({report.assessment.problem}): {report.assessment.remedy}; predictions on "
             f"cluster=local {'are refused' if report.assessment.status == 'refused' else 'warn'} until then",
             file=sys.stderr,
         )
     if "json" in switches:
-        print(json.dumps({**report.as_dict(), "file": str(path) if path else None, "svg": svg or None}, indent=1))
+        echo(json.dumps({**report.as_dict(), "file": str(path) if path else None, "svg": svg or None}, indent=1))
         return
-    print(report.text())
+    echo(report.text())
     for written in filter(None, (path, svg)):
-        print(f"written: {written}")
+        echo(f"written: {written}")
     if path is not None and report.what == "compute" and "intra.gbs" not in cluster_file.fields_of(path):
-        print("next: phalanx bench comm", file=sys.stderr)
+        echo("next: phalanx bench comm", file=sys.stderr)

@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.config.calibration import Assessment, assess
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import LOCAL
+from phalanx.echo import echo
 from phalanx.errors import JobError
 
 
@@ -36,7 +37,7 @@ def check_calibration(cluster: Cluster, world: int, *, prints: bool = True) -> N
             f"{assessment.remedy}, or predict with them anyway: cluster.allow_unreliable=true"
         )
     if prints:
-        print(f"{name}: {assessment.line()}", file=sys.stderr)
+        echo(f"{name}: {assessment.line()}", file=sys.stderr)
 
 
 def calibration_document(cluster: Cluster, world: int) -> dict[str, Any] | None:

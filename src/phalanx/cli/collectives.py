@@ -13,6 +13,7 @@ from phalanx.cli.job_words import Option
 from phalanx.comm.algorithms import draw, text
 from phalanx.comm.algorithms.catalogue import ALGORITHMS, build, full_name
 from phalanx.comm.algorithms.program import CollectiveProgram
+from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.units import gib
 
@@ -57,7 +58,7 @@ MAX_PROCESSES = 16
 
 def run(argv: Sequence[str]) -> int:
     if wants_help(argv):
-        print(PAGE.format(options=option_lines(SIZES | SETTINGS | FILES), processes=MAX_PROCESSES))
+        echo(PAGE.format(options=option_lines(SIZES | SETTINGS | FILES), processes=MAX_PROCESSES))
         return 0
     hint = f"put the command first: `phalanx collectives show {argv[0]}`" if argv[0] in ALGORITHMS else ""
     words = parse("collectives", COMMANDS, argv, hint)
@@ -76,12 +77,12 @@ def _list(as_json: bool) -> None:
             {"name": name, "steps": entry.steps, "source": entry.source, "takes": entry.takes or None}
             for name, entry in ALGORITHMS.items()
         ]
-        print(json.dumps(entries, indent=1))
+        echo(json.dumps(entries, indent=1))
         return
     width = max(map(len, ALGORITHMS))
     steps = max(len(entry.steps) for entry in ALGORITHMS.values())
     for name, entry in ALGORITHMS.items():
-        print(f"{name:<{width}}  {entry.steps:<{steps}}  {entry.source}")
+        echo(f"{name:<{width}}  {entry.steps:<{steps}}  {entry.source}")
 
 
 def _show(words: CommandWords) -> None:
@@ -92,13 +93,13 @@ def _show(words: CommandWords) -> None:
     if svg:
         write(svg, draw.svg(program))
     if words.as_json:
-        print(json.dumps(as_json(program, sizes["element_bytes"])))
+        echo(json.dumps(as_json(program, sizes["element_bytes"])))
         return
     tensor = f"{sizes['elements']:,} elements of {sizes['element_bytes']} bytes"
-    print(f"{program.name}: {program.ranks} ranks, {tensor} ({gib(sizes['elements'] * sizes['element_bytes'])})")
-    print("\n".join([*text.counts(program, sizes["element_bytes"]), "", *text.table(program)]))
+    echo(f"{program.name}: {program.ranks} ranks, {tensor} ({gib(sizes['elements'] * sizes['element_bytes'])})")
+    echo("\n".join([*text.counts(program, sizes["element_bytes"]), "", *text.table(program)]))
     if svg:
-        print(f"\nwritten: {svg}")
+        echo(f"\nwritten: {svg}")
 
 
 def _check(words: CommandWords) -> None:
@@ -117,7 +118,7 @@ def _check(words: CommandWords) -> None:
         raise RunError(f"{name}: wrong result on ranks {', '.join(wrong)} of {ranks}, with {elements:,} elements")
     document = {"name": name, "ranks": ranks, "elements": elements, "ok": True}
     text = f"{name}: correct result on each of {ranks} ranks, with {elements:,} elements"
-    print(json.dumps(document) if words.as_json else text)
+    echo(json.dumps(document) if words.as_json else text)
 
 
 def as_json(program: CollectiveProgram, element_bytes: int) -> dict[str, Any]:

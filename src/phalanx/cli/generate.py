@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from phalanx.echo import echo
 from phalanx.launch.ranks import detect
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _write(loaded: LoadedRun, options: Generate, prints: bool = True) -> None:
     """Generates the text and prints it; of several ranks only the one that `prints`."""
     live = prints and sys.stdout.isatty() and not options.json
     if live:
-        print(options.prompt, end="", flush=True)
+        echo(options.prompt, end="", flush=True)
     text = loaded.text(
         options.prompt,
         max_new_tokens=options.max_new_tokens,
@@ -76,11 +77,13 @@ def _write(loaded: LoadedRun, options: Generate, prints: bool = True) -> None:
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
-        on_text=(lambda piece: print(piece, end="", flush=True)) if live else None,
+        on_text=(lambda piece: echo(piece, end="", flush=True)) if live else None,
     )
     if not prints:
         return
     if options.json:
-        print(json.dumps({**dataclasses.asdict(options), "run": str(options.run), "text": text}, ensure_ascii=False))
+        echo(json.dumps({**dataclasses.asdict(options), "run": str(options.run), "text": text}))
+    elif live:
+        echo()
     else:
-        print("" if live else text)
+        sys.stdout.write(f"{text}\n")  # a pipe or a file gets the text as it is

@@ -21,6 +21,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import CLUSTERS, LOCAL
 from phalanx.config.job import Job
 from phalanx.config.presets import PRESETS
+from phalanx.echo import echo
 from phalanx.errors import JobError
 
 COMMON_SWITCHES = {
@@ -103,7 +104,7 @@ class JobVerb:
         loaded = self._planned(given, fresh="fresh" in words.switches)
         if "print_config" in words.switches:
             text = json.dumps(_with_origins(loaded), indent=2) if "json" in words.switches else as_yaml(loaded).rstrip()
-            print(text)
+            echo(text)
             return None
         if self.auto == "measure" and not given.job.layout.auto:  # the planner has checked it otherwise
             check_calibration(loaded.job.cluster, loaded.job.layout.world)

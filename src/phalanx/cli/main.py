@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import phalanx
+from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
 from phalanx.nearest import nearest
 
@@ -57,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except PhalanxError as error:
-        print(message_of(error), file=sys.stderr)
+        echo(message_of(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("phalanx: interrupted", file=sys.stderr)
+        echo("phalanx: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader (head, less) is gone. Python would raise again when it flushes stdout at exit.
@@ -73,13 +74,13 @@ def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, VERBS))
         verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
-        print(USAGE.format(version=phalanx.__version__, verbs=verbs).rstrip())
+        echo(USAGE.format(version=phalanx.__version__, verbs=verbs).rstrip())
         return 0
     if argv[0] in ("-V", "--version"):
         from importlib.metadata import version  # imported here, because it takes as long as all other imports
 
         torch = version("torch")
-        print(f"phalanx {phalanx.__version__}  torch {torch}  python {platform.python_version()}")
+        echo(f"phalanx {phalanx.__version__}  torch {torch}  python {platform.python_version()}")
         return 0
     verb, *rest = argv
     if verb not in VERBS:
@@ -94,6 +95,6 @@ def run(argv: Sequence[str]) -> int:
 def message_of(error: PhalanxError) -> str:
     """Returns the message for the user: one line, or a numbered head with a line for each problem of a job."""
     if isinstance(error, JobError) and len(error.problems) > 1:
-        lines = "\n".join(f"  {problem}" for problem in error.problems)
+        lines = "\n".join(f"  {shortened(problem, 2000)}" for problem in error.problems)
         return f"phalanx: {len(error.problems)} problems:\n{lines}"
-    return f"phalanx: {error}"
+    return f"phalanx: {shortened(str(error))}"

@@ -15,6 +15,7 @@ from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb, Option
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
+from phalanx.echo import echo
 from phalanx.errors import DoesNotFitError
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.planner import search
@@ -53,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     check_calibration(cluster, cluster.devices)
     request = asked(_request(loaded), options)
     if told := _fixed_note(loaded):
-        print(told, file=sys.stderr)
+        echo(told, file=sys.stderr)
     with stderr_progress() as progress:
         plan = search(request, progress, sample=MAP_POINTS if any(options[name] for name in pictures) else 0)
     plan = replace(plan, best=plan.best[: options["top"]])
@@ -62,11 +63,11 @@ def run(argv: Sequence[str]) -> int:
             write(options[name], drawn(plan))
     if "json" in words.switches:
         calibration = calibration_document(cluster, cluster.devices)
-        print(json.dumps({**report.as_json(plan), "calibration": calibration}, indent=1))
+        echo(json.dumps({**report.as_json(plan), "calibration": calibration}, indent=1))
     else:
-        print(report.text(plan))
+        echo(report.text(plan))
         if files := " and ".join(options[name] for name in pictures if options[name]):
-            print(f"\nwritten: {files}")
+            echo(f"\nwritten: {files}")
     return 0 if plan.best else DoesNotFitError.exit_code
 
 

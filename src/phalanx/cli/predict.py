@@ -20,6 +20,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.cost.traffic.step import step_traffic
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
+from phalanx.echo import echo
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
@@ -63,15 +64,15 @@ def run(argv: Sequence[str]) -> int:
         write(words.options["svg"], _picture(words.options["picture"], words.job, spec, prediction))
     if "json" in words.switches:
         calibration = calibration_document(words.job.cluster, words.job.layout.world)
-        print(json.dumps({**as_json(spec, prediction, traffic), "calibration": calibration}, indent=1))
+        echo(json.dumps({**as_json(spec, prediction, traffic), "calibration": calibration}, indent=1))
     else:
-        print(report(spec, prediction, traffic))
+        echo(report(spec, prediction, traffic))
         if words.options["svg"]:
-            print(f"\nwritten: {words.options['svg']}")
+            echo(f"\nwritten: {words.options['svg']}")
     if prediction.fits:
         return 0
     if "json" not in words.switches:
-        print(f"\n{shortfall(spec)}", file=sys.stderr)
+        echo(f"\n{shortfall(spec)}", file=sys.stderr)
     return DoesNotFitError.exit_code
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.cli.commands import Command, CommandWords, option_lines, parse, wants_help
 from phalanx.cli.job_words import Option
+from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.partition.pipeline import is_file
 from phalanx.pictures import schedule as schedule_picture
@@ -61,7 +62,7 @@ COMMANDS = {
 
 def run(argv: Sequence[str]) -> int:
     if wants_help(argv):
-        print(PAGE.format(options=option_lines(SIZES | FILES)))
+        echo(PAGE.format(options=option_lines(SIZES | FILES)))
         return 0
     first = argv[0]
     a_subject = catalogue.likely(first) or first.endswith(".csv")
@@ -78,12 +79,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _list(as_json: bool) -> None:
     if as_json:
-        print(json.dumps([_entry(name) for name in catalogue.SCHEDULES], indent=1))
+        echo(json.dumps([_entry(name) for name in catalogue.SCHEDULES], indent=1))
         return
     width = max(map(len, catalogue.SCHEDULES))
     titles = max(len(entry.title) for entry in catalogue.SCHEDULES.values())
     for name, entry in catalogue.SCHEDULES.items():
-        print(f"{name:<{width}}  {entry.title:<{titles}}  {entry.source}")
+        echo(f"{name:<{width}}  {entry.title:<{titles}}  {entry.source}")
 
 
 def _entry(name: str) -> dict[str, object]:
@@ -102,9 +103,9 @@ def _entry(name: str) -> dict[str, object]:
 def _check(words: CommandWords) -> None:
     schedule = file.read(words.subject)
     if words.as_json:
-        print(json.dumps({"ok": True, **_figures(timing.time(schedule))}))
+        echo(json.dumps({"ok": True, **_figures(timing.time(schedule))}))
     else:
-        print(f"{words.subject}: valid\n{_report(timing.time(schedule))}")
+        echo(f"{words.subject}: valid\n{_report(timing.time(schedule))}")
 
 
 def _show(words: CommandWords) -> None:
@@ -116,13 +117,13 @@ def _show(words: CommandWords) -> None:
         file.save(contents[name](timed), path)
     if words.as_json:
         programs = [[str(action) for action in program] for program in schedule.programs]
-        print(json.dumps({**_figures(timed), "programs": programs, "written": written}))
+        echo(json.dumps({**_figures(timed), "programs": programs, "written": written}))
         return
-    print(_report(timed))
-    print()
+    echo(_report(timed))
+    echo()
     schedule_text.show(timed)
     for path in written.values():
-        print(f"\nwritten: {path}")
+        echo(f"\nwritten: {path}")
 
 
 def _schedule(subject: str, sizes: dict[str, int]) -> Schedule:

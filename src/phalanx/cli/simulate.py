@@ -22,6 +22,7 @@ from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.data.progress import Progress, silent, stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
+from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.gc import gc_paused
 from phalanx.plan.report.advice import shortfall
@@ -96,13 +97,13 @@ def run(argv: Sequence[str]) -> int:
         write(options["failures_svg"], _failures_picture(spec.layout.world, *failures))
     if as_document:
         calibration = calibration_document(words.job.cluster, words.job.layout.world)
-        print(json.dumps({**as_json(result, lost), "calibration": calibration}, indent=1))
+        echo(json.dumps({**as_json(result, lost), "calibration": calibration}, indent=1))
     else:
-        print(report(result, lost))
+        echo(report(result, lost))
         if files := " and ".join(options[name] for name in ("svg", "trace", "failures_svg") if options[name]):
-            print(f"\nwritten: {files}")
+            echo(f"\nwritten: {files}")
     if not result.prediction.fits:
-        print(f"\nphalanx: warning: exceeds memory; simulated anyway: {shortfall(spec)}", file=sys.stderr)
+        echo(f"\nphalanx: warning: exceeds memory; simulated anyway: {shortfall(spec)}", file=sys.stderr)
     return 0
 
 

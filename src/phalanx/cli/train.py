@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.check.load import LoadedJob
 from phalanx.cli.job_words import JobVerb
 from phalanx.config.job import Job
+from phalanx.echo import echo
 from phalanx.errors import JobError, StoppedError
 from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.ranks import SINGLE, Ranks, detect
@@ -43,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     if ranks is not None:
         return _be_a_foreign_rank(loaded, ranks, "fresh" in words.switches, as_json)
     if "fresh" in words.switches and (kept := directory.move_aside()):
-        print(f"{directory.path} was renamed to {kept}", file=sys.stderr)
+        echo(f"{directory.path} was renamed to {kept}", file=sys.stderr)
     with directory.lock():
         if _is_finished(directory, job, as_json):
             return 0
@@ -81,7 +82,7 @@ def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool) -> 
     summary = train(job, ranks, log_file)
     if ranks.rank == 0:
         summary["sample"] = _sample(job)
-        print(json.dumps(summary, indent=1) if as_json else _text(summary))
+        echo(json.dumps(summary, indent=1) if as_json else _text(summary))
     return 0
 
 
@@ -120,10 +121,10 @@ def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
     if manifest is None or manifest.step < job.train.steps:
         return False
     if as_json:
-        print(json.dumps({"run": str(directory.path), "step": manifest.step, "val_loss": manifest.meta["val_loss"]}))
+        echo(json.dumps({"run": str(directory.path), "step": manifest.step, "val_loss": manifest.meta["val_loss"]}))
         return True
     loss = manifest.meta["val_loss"]
-    print(
+    echo(
         f"{directory.path} is finished: step {manifest.step} of {job.train.steps}"
         + (f", validation loss {loss:.4f}" if loss is not None else "")
         + f".\n  continue:    train.steps={2 * manifest.step}\n  start over:  --fresh (the existing run is renamed)\n"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from phalanx.cli.job_words import JobVerb, Option
+from phalanx.echo import echo, visible
 from phalanx.errors import JobError
 from phalanx.verify.select import select
 
@@ -67,10 +68,10 @@ def run(argv: Sequence[str]) -> int:
     from phalanx.verify.table import introduction, table
 
     verify.refuse_missing_device(selection)
-    print(*introduction(selection, steps), sep="\n", file=sys.stderr, flush=True)
+    echo("\n".join(introduction(selection, steps)), file=sys.stderr, flush=True)
     with _progress(len(selection.layouts)) as (on_start, on_case):
         report = verify.run(selection, steps, on_case, on_start)
-    print(json.dumps(report.as_dict(), indent=1) if "json" in words.switches else table(report))
+    echo(json.dumps(report.as_dict(), indent=1) if "json" in words.switches else table(report))
     return 0 if report.ok else 1
 
 
@@ -84,15 +85,15 @@ def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield lambda _: None, lambda case: print(progress(case), file=sys.stderr, flush=True)
+        yield lambda _: None, lambda case: echo(progress(case), file=sys.stderr, flush=True)
         return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=total)
 
         def on_case(case: LayoutCase) -> None:
             bar.advance(task)
             if not case.ok:
-                console.print(progress(case), markup=False)
+                console.print(visible(progress(case)), markup=False)
 
-        yield lambda layout: bar.update(task, description=layout.line()), on_case
+        yield lambda layout: bar.update(task, description=visible(layout.line())), on_case

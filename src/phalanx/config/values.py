@@ -26,7 +26,7 @@ def convert(text: str | list[str], kind: Any) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         return _choice(text, typing.get_args(kind))
     if kind is str:
-        return text
+        return _text(text)
     if kind is bool:
         return _bool(text)
     return _number(text, kind)
@@ -53,6 +53,13 @@ def _choice(text: str, choices: tuple[Any, ...]) -> Any:
     if text in by_text:
         return by_text[text]
     raise ValueError(f"expected one of {', '.join(by_text)}, found {text!r}{did_you_mean(text.lower(), by_text)}")
+
+
+def _text(text: str) -> str:
+    """Refuses what no file name may hold and no file can be written with."""
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"expected text, found {text!a}: a NUL byte, or bytes that are not UTF-8")
+    return text
 
 
 def _bool(text: str) -> bool:

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 import os
 import platform
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from phalanx.bounded import open_regular, parse_json
 from phalanx.config.data import Data
 from phalanx.data.shakespeare import find_shakespeare
 from phalanx.errors import DataError
+from phalanx.units import gib
 
 SEGMENT_CHARACTERS = 1 << 20
 """Characters of the longest text tokenized at once; longer documents are cut after a line (which affects the
 tokens)."""
 READ_BYTES = 1 << 20
+LINE_BYTES = 1 << 28
+"""Most bytes of a line of JSON, which is parsed whole."""
+NAMES_SHOWN = 20
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".py", ".c", ".h", ".cc", ".cpp"}
 TEXT_SUFFIXES |= {".rs", ".go", ".java", ".js", ".ts", ".sh"}
 JSONL_SUFFIXES = {".jsonl", ".ndjson"}
@@ -172,8 +177,10 @@ def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
 def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
     """Yields each document of a file as a series of texts: a JSONL file has one per line, any other file is one."""
     if file.suffix.lower() in JSONL_SUFFIXES:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+        with open_regular(file) as lines:
+            for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES + 1), b""), start=1):
+                if len(line) > LINE_BYTES:
+                    raise DataError(f"{file}:{number}: the line is longer than {gib(LINE_BYTES)}, the most for JSON")
                 if line.strip():
                     yield [_json_text(line, field, f"{file}:{number}")]
     else:
@@ -183,7 +190,7 @@ def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
 def _read_text(file: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         while True:
             content = stream.read(READ_BYTES)
             try:
@@ -199,15 +206,16 @@ def _read_text(file: Path) -> Iterator[str]:
 
 def _json_text(line: bytes, field: str, where: str) -> str:
     try:
-        record = json.loads(line.decode())
+        record = parse_json(line, lenient=True)
     except UnicodeDecodeError as error:
         raise _not_utf8(where, error) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{where}: not a line of JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a JSON object with the field {field!r}, found {type(record).__name__}")
     if field not in record:
-        names = ", ".join(map(repr, record)) or "none"
+        names = ", ".join(map(repr, islice(record, NAMES_SHOWN))) or "none"
+        names += f" and {len(record) - NAMES_SHOWN:,} more" if len(record) > NAMES_SHOWN else ""
         raise DataError(f"{where}: no field {field!r} (its fields: {names}); set data.text_field")
     text = record[field]
     if not isinstance(text, str):

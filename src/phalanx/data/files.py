@@ -37,12 +37,12 @@ def locked(path: Path, waiting: Callable[[str], None]) -> Iterator[None]:
 
     The kernel releases the lock when its holder dies, so a leftover lock file blocks nobody.
     """
-    with path.open("a+", encoding="ascii") as file:
+    with path.open("a+", encoding="ascii", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            waiting(file.read().strip())
+            waiting(file.read(100).strip())
             fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
         file.write(str(os.getpid()))

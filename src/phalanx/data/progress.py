@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from phalanx.echo import echo, visible
+
 Progress = Callable[[str, int, int], None]
 """Callback with the current activity, the amount done, and the total; (text, 0, 0) only prints a message."""
 
@@ -39,7 +41,7 @@ def _bar() -> Iterator[Progress]:
 
         def show(what: str, done: int, total: int) -> None:
             if not total:
-                bars.console.print(what, markup=False, highlight=False)
+                bars.console.print(visible(what), markup=False, highlight=False)
                 return
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=total)
@@ -55,9 +57,9 @@ def _lines() -> Progress:
         nonlocal shown_at
         now = time.monotonic()
         if not total:
-            print(what, file=sys.stderr, flush=True)
+            echo(what, file=sys.stderr, flush=True)
         elif done >= total or now - shown_at >= LINE_EVERY_S:
-            print(f"{what}: {100 * done // total}%", file=sys.stderr, flush=True)
+            echo(f"{what}: {100 * done // total}%", file=sys.stderr, flush=True)
             shown_at = now
 
     return show

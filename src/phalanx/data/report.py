@@ -12,6 +12,7 @@ from phalanx.data.prepare import prepare
 from phalanx.data.progress import stderr_progress
 from phalanx.data.shards import SPLITS, Index, map_shard, open_shards
 from phalanx.data.tokenizer import Tokenizer
+from phalanx.echo import echo
 
 SAMPLE_CHARACTERS = 60
 
@@ -27,11 +28,11 @@ def prepare_and_report(data: Data, *, force: bool, verify: bool, as_json: bool) 
             folder = prepare(data, force=force, progress=progress)
             index = open_shards(folder, verify=verify)
     except KeyboardInterrupt:
-        print("stopped; finished shards are kept: the same command without --force resumes", file=sys.stderr)
+        echo("stopped; finished shards are kept: the same command without --force resumes", file=sys.stderr)
         raise
     seconds = time.monotonic() - started
     if as_json:
-        print(json.dumps(_summary(folder, index, verified=verify, seconds=seconds), ensure_ascii=False))
+        echo(json.dumps(_summary(folder, index, verified=verify, seconds=seconds)))
     else:
         _print(folder, index, verified=verify, seconds=seconds)
     return 0
@@ -62,15 +63,15 @@ def _summary(folder: Path, index: Index, *, verified: bool, seconds: float) -> d
 
 def _print(folder: Path, index: Index, *, verified: bool, seconds: float) -> None:
     corpus = index.corpus
-    print(f"path: {folder}")
-    print(f"corpus: {corpus.description}  documents: {corpus.documents:,}  characters: {corpus.characters:,}")
-    print(f"vocabulary: {index.vocab_size:,}  dtype: {index.dtype}")
+    echo(f"path: {folder}")
+    echo(f"corpus: {corpus.description}  documents: {corpus.documents:,}  characters: {corpus.characters:,}")
+    echo(f"vocabulary: {index.vocab_size:,}  dtype: {index.dtype}")
     for split in SPLITS:
         shards = index.splits[split]
         size = sum(shard.bytes for shard in shards)
-        print(f"{split}: {index.tokens(split):,} tokens  shards: {len(shards)}  bytes: {size:,}")
-    print(f"begins: {_beginning(folder, index)!r}")
-    print(f"verified: {'every digest' if verified else 'sizes only'}  seconds: {seconds:.1f}")
+        echo(f"{split}: {index.tokens(split):,} tokens  shards: {len(shards)}  bytes: {size:,}")
+    echo(f"begins: {_beginning(folder, index)!r}")
+    echo(f"verified: {'every digest' if verified else 'sizes only'}  seconds: {seconds:.1f}")
 
 
 def _beginning(folder: Path, index: Index) -> str:

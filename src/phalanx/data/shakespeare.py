@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from phalanx.bounded import read_bytes
 from phalanx.data.files import write_atomic
 from phalanx.errors import DataError
 
@@ -23,7 +24,7 @@ def find_shakespeare(path: str, data_dir: Path) -> Path:
     """
     file = Path(path).expanduser() if path else data_dir / "downloads" / "tinyshakespeare.txt"
     if file.is_file():
-        _check(file.read_bytes(), str(file))
+        _check(_content(file), str(file))
     elif path:
         raise DataError(f"data.path={path}: there is no such file (corpus shakespeare_char)")
     else:
@@ -32,6 +33,13 @@ def find_shakespeare(path: str, data_dir: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, content)
     return file
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return read_bytes(file, 2 * BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {file} (corpus shakespeare_char): {error.strerror}") from None
 
 
 def _download() -> bytes:

@@ -8,12 +8,13 @@ import re
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from phalanx.bounded import field, read_json
 from phalanx.data.files import write_atomic
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import DataError
 
 INDEX = "index.json"
@@ -21,8 +22,6 @@ FORMAT = "phalanx-tokens"
 VERSION = 1
 SPLITS: tuple[str, ...] = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,12 +126,12 @@ def read_index(folder: Path) -> Index:
     """Returns the index of `folder`, checked for consistency but not against the shards. Raises DataError."""
     path = folder / INDEX
     try:
-        stored = json.loads(path.read_bytes().decode())
+        stored = read_json(path)
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror}. Make it with: {repair_command(folder, None)}"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}. Make it again with: {repair_command(folder, None)}") from error
     found = (stored.get("format"), stored.get("version")) if isinstance(stored, dict) else (type(stored).__name__, None)
     if found != (FORMAT, VERSION):
@@ -194,33 +193,35 @@ def repair_command(folder: Path, index: Index | None, *, force: bool = True) -> 
 
 def _parse(stored: dict[str, Any]) -> Index:
     """Returns the index of parsed JSON. Raises ValueError with a readable message."""
-    vocab_size, dtype = _field(stored, "vocab_size", int), _field(stored, "dtype", str)
-    if dtype not in DTYPES or vocab_size < 1:
-        raise ValueError(f"dtype {dtype!r}, vocab_size {vocab_size}: expected one of {list(DTYPES)} and at least 1")
-    corpus = _field(stored, "corpus", dict)
-    splits = _field(stored, "splits", dict)
+    vocab_size, dtype = field(stored, "vocab_size", int), field(stored, "dtype", str)
+    if dtype not in DTYPES or not 1 <= vocab_size <= LARGEST_VOCABULARY:
+        raise ValueError(
+            f"dtype {dtype!r}, vocab_size {vocab_size}: expected one of {list(DTYPES)}, and 1 to {LARGEST_VOCABULARY}"
+        )
+    corpus = field(stored, "corpus", dict)
+    splits = field(stored, "splits", dict)
     return Index(
-        settings=tuple(str(setting) for setting in _field(stored, "settings", list)),
+        settings=tuple(str(setting) for setting in field(stored, "settings", list)),
         corpus=CorpusRecord(
-            name=_field(corpus, "name", str),
-            description=_field(corpus, "description", str),
-            documents=_field(corpus, "documents", int),
-            characters=_field(corpus, "characters", int),
-            bytes=_field(corpus, "bytes", int),
-            sha256=_field(corpus, "sha256", str),
-            stamp=_field(corpus, "stamp", str),
+            name=field(corpus, "name", str),
+            description=field(corpus, "description", str),
+            documents=field(corpus, "documents", int),
+            characters=field(corpus, "characters", int),
+            bytes=field(corpus, "bytes", int),
+            sha256=field(corpus, "sha256", str),
+            stamp=field(corpus, "stamp", str),
         ),
-        tokenizer=_field(stored, "tokenizer", str),
+        tokenizer=field(stored, "tokenizer", str),
         vocab_size=vocab_size,
         dtype=dtype,
         splits={
             split: tuple(
                 _shard(split, number, entry, DTYPES[dtype].itemsize)
-                for number, entry in enumerate(_field(splits, split, list))
+                for number, entry in enumerate(field(splits, split, list))
             )
             for split in SPLITS
         },
-        complete=_field(stored, "complete", bool),
+        complete=field(stored, "complete", bool),
     )
 
 
@@ -228,10 +229,10 @@ def _shard(split: str, number: int, entry: Any, itemsize: int) -> Shard:
     if not isinstance(entry, dict):
         raise ValueError(f"{split} shard {number} is {type(entry).__name__}, expected an object")
     shard = Shard(
-        file=_field(entry, "file", str),
-        tokens=_field(entry, "tokens", int),
-        bytes=_field(entry, "bytes", int),
-        sha256=_field(entry, "sha256", str),
+        file=field(entry, "file", str),
+        tokens=field(entry, "tokens", int),
+        bytes=field(entry, "bytes", int),
+        sha256=field(entry, "sha256", str),
     )
     # The name is derived, so that no index can lead a reader out of its folder.
     if shard.file != shard_file(split, number):
@@ -241,10 +242,3 @@ def _shard(split: str, number: int, entry: Any, itemsize: int) -> Shard:
     if not re.fullmatch("[0-9a-f]{64}", shard.sha256):
         raise ValueError(f"{shard.file}: {shard.sha256!r} is not a sha256")
     return shard
-
-
-def _field(entry: dict[str, Any], name: str, kind: type[T]) -> T:
-    value = entry.get(name)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{name!r} is {type(value).__name__}, expected {kind.__name__}")
-    return value

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from phalanx.bounded import parse_json, read_bytes
+from phalanx.check.sizes import BOUNDS
 from phalanx.data.corpus import code_points
 from phalanx.data.files import write_atomic
 from phalanx.errors import DataError
@@ -27,6 +31,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """End-of-document tokens of known tokenizers, in order of preference."""
 REPLACEMENT = 0xFFFD
 """The code point of undecodable input."""
+LARGEST_VOCABULARY, _REASON = BOUNDS["model.vocab_size"]
 
 
 class Tokenizer(ABC):
@@ -68,11 +73,11 @@ class Tokenizer(ABC):
         """
         file = path / FILE if path.is_dir() else path
         try:
-            text = file.read_bytes().decode()
-            stored = json.loads(text)
+            text = read_bytes(file).decode()
+            stored = parse_json(text)
         except OSError as error:
             raise DataError(f"cannot read the tokenizer {file}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise DataError(f"{file} is not JSON and so no tokenizer: {error}") from error
         if isinstance(stored, dict) and stored.get("format") == FORMAT:
             return _from_definition(stored, file)
@@ -148,7 +153,7 @@ class NumberTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         words = text.split()
         for word in words:
-            if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+            if not (re.fullmatch("[0-9]{1,18}", word) and int(word) < self.vocab_size):
                 raise DataError(f"{word!r} is not a number from 0 to {self.vocab_size - 1} (tokens without text)")
         return np.array([int(word) for word in words], dtype=np.int64)
 
@@ -167,11 +172,9 @@ class LibraryTokenizer(Tokenizer):
     def __init__(self, definition: str, name: str):
         import tokenizers
 
-        try:
+        self._definition, self._name = definition, name
+        with self._failing_to("load it"):
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises nothing more special
-            raise DataError(f"{name}: the tokenizers library cannot load it: {error}") from error
-        self._definition = definition
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a corpus is text, not the end of one
@@ -179,19 +182,33 @@ class LibraryTokenizer(Tokenizer):
         self.vocab_size = max(ids.values(), default=-1) + 1
         if not self.vocab_size:
             raise DataError(f"{name}: the tokenizer has no tokens")
+        _check_vocabulary(self.vocab_size, name)
         end = next((ids[token] for token in END_OF_TEXT if token in ids), None)
         self.separator = tuple(self.encode("\n").tolist()) if end is None else (end,)
 
     def encode(self, text: str) -> np.ndarray:
         _encoded(text, "utf-8")  # the library would raise a TypeError
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        with self._failing_to("encode a text"):
+            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        return self._tokenizer.decode(_array(ids).tolist(), skip_special_tokens=False)
+        with self._failing_to("decode tokens"):
+            return self._tokenizer.decode(_array(ids).tolist(), skip_special_tokens=False)
 
     def definition(self) -> str:
         return self._definition
+
+    @contextmanager
+    def _failing_to(self, act: str) -> Iterator[None]:
+        """Raises DataError for every error of the library, which has no types of its own: a definition may load and
+        fail only when it is used, and a panic of its Rust code is a BaseException."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise DataError(f"{self._name}: the tokenizers library cannot {act}: {error}") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
@@ -219,13 +236,21 @@ def _definition(kind: str, **values: object) -> str:
 def _from_definition(stored: dict[str, object], file: Path) -> Tokenizer:
     match stored:
         case {"version": 1, "kind": "char", "characters": str(characters), "unknown": bool(unknown)} if characters:
+            if len(set(characters)) < len(characters):
+                raise DataError(f"{file}: its characters are not distinct, so that text would not survive it")
             return CharTokenizer(characters, unknown)
         case {"version": 1, "kind": "byte"}:
             return ByteTokenizer()
         case {"version": 1, "kind": "number", "vocab_size": int(vocab_size)} if vocab_size > 0:
+            _check_vocabulary(vocab_size, str(file))
             return NumberTokenizer(vocab_size)
     shown = {name: stored.get(name) for name in ("version", "kind")}
     raise DataError(f"{file}: expected a char, byte or number tokenizer of version {VERSION}, found {shown}")
+
+
+def _check_vocabulary(size: int, name: str) -> None:
+    if size > LARGEST_VOCABULARY:
+        raise DataError(f"{name}: a vocabulary of {size:,} tokens; at most {LARGEST_VOCABULARY:,}: {_REASON}")
 
 
 def _array(ids: Iterable[int] | np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from phalanx.echo import echo, shortened
 from phalanx.errors import RunError, StoppedError
 from phalanx.launch.agent import RankAgent
 from phalanx.launch.environment import LAUNCHER_PID, LOOPBACK, thread_environment
@@ -77,7 +78,7 @@ def launch_local(
 def _say_whose_threads(threads: int) -> None:
     theirs = os.environ.get("OMP_NUM_THREADS")
     if theirs not in (None, str(threads)):
-        print(f"phalanx: OMP_NUM_THREADS={theirs} is set and overrides {threads} threads per rank", file=sys.stderr)
+        echo(f"phalanx: OMP_NUM_THREADS={theirs} is set and overrides {threads} threads per rank", file=sys.stderr)
 
 
 @contextmanager
@@ -120,6 +121,6 @@ def _tell(code: int, message: str, attempt_dir: Path) -> None:
     if code not in (0, StoppedError.exit_code) and sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h")  # a rank that died inside its progress bar has left the cursor hidden
     if message:
-        print(f"phalanx: {message}", file=sys.stderr)
+        echo(f"phalanx: {shortened(message)}", file=sys.stderr)
     if code not in (0, StoppedError.exit_code):
-        print(f"phalanx: the logs of all ranks are in {attempt_dir}", file=sys.stderr)
+        echo(f"phalanx: the logs of all ranks are in {attempt_dir}", file=sys.stderr)

@@ -8,9 +8,13 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from phalanx.bounded import field, parse_json, read_bytes
+from phalanx.echo import shortened
 from phalanx.errors import PhalanxError
 
 _FILE = "outcome.json"
+_MOST_BYTES = 2**22
+_MOST_CHARACTERS = 100_000  # of a message or a traceback; a character may take 12 bytes in JSON
 
 
 @dataclass(frozen=True)
@@ -38,20 +42,29 @@ class Outcome:
 
     @classmethod
     def read(cls, directory: Path) -> Outcome | None:
-        """Returns the outcome in `directory`, or None if the rank ended without writing one."""
+        """Returns the outcome in `directory`, or None if the rank ended without writing one. A file that no rank has
+        written is none: its exit code and its standard error are known anyway."""
         try:
-            return cls(**json.loads((directory / _FILE).read_text(encoding="utf-8")))
-        except FileNotFoundError:
+            stored = parse_json(read_bytes(directory / _FILE, _MOST_BYTES), lenient=True)
+            return cls(
+                rank=field(stored, "rank", int),
+                code=field(stored, "code", int),
+                message=field(stored, "message", str),
+                traceback=None if stored.get("traceback") is None else field(stored, "traceback", str),
+                time=field(stored, "time", float),
+            )
+        except (OSError, ValueError):
             return None
 
 
 def describe(error: BaseException) -> tuple[int, str, str | None]:
     """Returns exit code, message and traceback of an exception that ended a run."""
     if isinstance(error, PhalanxError):
-        return error.exit_code, str(error), None
+        return error.exit_code, shortened(str(error), _MOST_CHARACTERS), None
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted", None
     if isinstance(error, SystemExit):
         code = error.code or 0
         return (code & 0xFF, "", None) if isinstance(code, int) else (1, str(code), None)
-    return 1, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)).rstrip()
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return 1, shortened(f"{type(error).__name__}: {error}", _MOST_CHARACTERS), shortened(trace, _MOST_CHARACTERS)

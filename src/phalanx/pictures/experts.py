@@ -6,11 +6,11 @@ Drawn from the rows that training writes to metrics.jsonl. Without a background,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from phalanx.bounded import field, open_regular, parse_json
 from phalanx.errors import DataError
 from phalanx.pictures import canvas
 from phalanx.pictures.canvas import Panel
@@ -23,6 +23,7 @@ _TONES = 20
 _HEADER, _LEFT, _TOP = 40, 56, 72  # pixels above both halves, left of the map, and above it
 _MAP_WIDTH, _MAP_HEIGHT, _WIDEST, _NARROWEST, _LOWEST = 480, 260, 56, 3, 6  # pixels of the map and of its cells
 _SCALE_WIDTH = 8 * (2 * _TONES + 1)
+_LINE_BYTES = 2**22  # of a row; longer ones are no rows
 
 
 class _Cells(NamedTuple):
@@ -64,19 +65,38 @@ def svg(name: str, metrics: Path) -> str:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows about experts in the order of steps; of a step that was repeated after resuming, the last."""
+    """Returns the rows about experts in the order of steps; of a step that was repeated after resuming, the last.
+    Raises DataError for a file that cannot be read."""
     rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if '"event": "experts"' not in line:
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # half a line, left by a trainer that was killed
-        while rows and rows[-1]["step"] >= row["step"]:
-            rows.pop()
-        rows.append(row)
+    try:
+        with open_regular(path) as file:
+            for line in iter(lambda: file.readline(_LINE_BYTES), b""):
+                if b'"event": "experts"' not in line or (row := _row(line)) is None:
+                    continue
+                while rows and rows[-1]["step"] >= row["step"]:
+                    rows.pop()
+                rows.append(row)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
     return rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Returns a row about experts, or None for another line: half of one, left by a trainer that was killed, or one
+    that no trainer has written."""
+    try:
+        row = parse_json(line)
+        loads = field(row, "loads", dict)
+        figures = [field(row, name, int) for name in ("step", "steps", "idle", "worst_layer")]
+        figures += [field(row, "max_violation", float), *(load for layer in loads.values() for load in layer)]
+    except (ValueError, TypeError):
+        return None
+    same_experts = len({len(layer) for layer in loads.values()}) == 1
+    return row if same_experts and all(map(_is_figure, figures)) and all(map(any, loads.values())) else None
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1e15
 
 
 def _curve(rows: Sequence[Mapping[str, Any]]) -> str:

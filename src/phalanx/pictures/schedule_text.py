@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from phalanx.echo import echo
 from phalanx.pictures.schedule import shade, variants
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.timing import Timing
@@ -35,7 +36,7 @@ def show(timing: Timing) -> None:
     """Prints the grid on standard output, in colours on a terminal."""
     width = shutil.get_terminal_size((120, 24)).columns
     if not sys.stdout.isatty():
-        print(text(timing, width))
+        echo(text(timing, width))
         return
     from rich.console import Console  # imported here, because it is slow and a pipe needs none
     from rich.text import Text

@@ -101,7 +101,9 @@ def _row(line: str, where: str, problems: list[str]) -> Iterable[Action]:
 def _misread(word: str) -> str:
     shown = word if len(word) <= 20 else word[:20] + "..."
     if found := _TORCH_ACTIONS.search(word):
-        return f"{shown!r}: {found.group()} is not supported, only F, B, I and W: use torch's file without communication"
+        return (
+            f"{shown!r}: {found.group()} is not supported, only F, B, I and W: use torch's file without communication"
+        )
     if _CELL.fullmatch(word.upper()):
         return f"{shown!r} is not an action: did you mean {word.upper()}?"
     return f"{shown!r} is not an action; expected stage, F, B, I or W, and micro-batch, such as 0F3 (or 0F3.1, sliced)"

@@ -11,6 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from phalanx.echo import shortened, visible
+
 
 class Terminal:
     """The live bar of a run on standard error; nothing if that is no terminal. A context manager."""
@@ -42,7 +44,7 @@ class Terminal:
 
     def print(self, line: str) -> None:
         """Prints a line above the bar."""
-        self.console.print(line, markup=False)
+        self.console.print(visible(line), markup=False)
 
 
 class _AboveTheBar(logging.Handler):
@@ -54,18 +56,25 @@ class _AboveTheBar(logging.Handler):
         self.terminal.print(self.format(record))
 
 
+class _Visible(logging.Formatter):
+    """A line of a log, which may hold names and messages from files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(shortened(super().format(record)))
+
+
 @contextlib.contextmanager
 def logging_to(terminal: Terminal, level: str, rank: int, file: Path | None) -> Iterator[None]:
     """Sends the package's log lines to the terminal on rank 0, to standard error on the others, and a dated copy to
     `file`. If many ranks share one standard error (file is None), only rank 0 and warnings are shown."""
     logger = logging.getLogger("phalanx")
     handlers: list[logging.Handler] = [_AboveTheBar(terminal) if rank == 0 else logging.StreamHandler(sys.stderr)]
-    handlers[0].setFormatter(logging.Formatter("%(message)s" if rank == 0 or file else f"[rank {rank}] %(message)s"))
+    handlers[0].setFormatter(_Visible("%(message)s" if rank == 0 or file else f"[rank {rank}] %(message)s"))
     if rank and not file:
         handlers[0].setLevel(logging.WARNING)
     if rank == 0 and file:
         handlers.append(logging.FileHandler(file, encoding="utf-8"))
-        handlers[1].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        handlers[1].setFormatter(_Visible("%(asctime)s %(message)s"))
     logger.setLevel(level.upper())
     logger.propagate = False
     for handler in handlers:

@@ -38,6 +38,9 @@ COUNTS = {
 """Columns of whole numbers, and the field of a job whose upper bound each has."""
 AMOUNTS = ("n_params_b", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb")
 
+LONGEST = 2000
+"""Most characters of a cell with a meaning; the longest of the published tables has 589."""
+
 _BLANK = {"", "-", "--", "n/a", "na", "nan", "none", "null", "?", "x", "unknown", "tbd"}
 _YES, _NO = {"yes", "true", "1", "on", "y"}, {"no", "false", "0", "off", "n"}
 
@@ -46,8 +49,13 @@ class Cells:
     """The cells of a row. Reading an invalid cell adds to `problems` and returns nothing."""
 
     def __init__(self, row: Mapping[str, str]):
-        self._row = {name.strip().lower(): (value or "").strip() for name, value in row.items() if name}
-        self.problems: list[str] = []
+        known = {name.strip().lower(): (value or "").strip() for name, value in row.items() if name}
+        self._row = {name: known[name][:LONGEST] for name in COLUMNS if name in known}
+        self.problems: list[str] = [
+            f"{name}: {len(known[name]):,} characters; at most {LONGEST:,}"
+            for name in self._row
+            if len(known[name]) > LONGEST
+        ]
         self.assumed: list[str] = []
         self.description = " ".join(self.text(name) for name in ("source", "row_id", "model_name", "notes")).lower()
         """All that says where the row is from, in small letters."""

@@ -38,7 +38,7 @@ def degree(cells: Cells, name: str) -> int:
     """Returns tp, pp, cp, ep or dp of the row, from its column or MLPerf's configuration name; 0 if it is not given."""
     if found := cells.whole(name):
         return found
-    if written := re.search(r"xtp([0-9]+)pp([0-9]+)cp([0-9]+)", cells.description):
+    if written := re.search(r"xtp([0-9]{1,4})pp([0-9]{1,4})cp([0-9]{1,4})", cells.description):
         return int({"tp": written[1], "pp": written[2], "cp": written[3]}.get(name, 0))
     return 0
 
@@ -243,7 +243,7 @@ def _batch(cells: Cells, cluster: Cluster, layout: Layout) -> Batch | None:
         cells.problem(f"global_batch_seqs: {sequences} sequences do not divide by {dp} data ranks; nearest: {near}")
         return None
     each = sequences // dp
-    if not micro and (local := re.search(r"local batch ([0-9]+)", cells.description)):
+    if not micro and (local := re.search(r"local batch ([0-9]{1,6})", cells.description)):
         micro = 1 if layout.pp > 1 else int(local[1])
     if not micro:
         micro = 1 if layout.pp > 1 or each > 8 else each

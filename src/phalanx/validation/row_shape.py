@@ -32,7 +32,7 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
         cells.assume(shapes.remark(key))
     if base is None:
         return None
-    if not columns["n_layers"] and (cut := re.search(r"-l([0-9]+)\b", name.lower())):
+    if not columns["n_layers"] and (cut := re.search(r"-l([0-9]{1,3})\b", name.lower())):
         columns["n_layers"] = int(cut[1])
     shape = _overridden(base, columns)
     dense = base.moe.n_dense_layers

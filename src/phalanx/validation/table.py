@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -21,9 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from phalanx.bounded import open_regular
 from phalanx.cost import predict as whole
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
+from phalanx.echo import VisibleStream, echo
 from phalanx.errors import JobError
 from phalanx.validation.row import Reading, read
 from phalanx.validation.row_cells import COLUMNS
@@ -35,7 +38,11 @@ ADDED = (
 Predict = Callable[[StepSpec], Prediction]
 Progress = Callable[[str, int, int], None]
 """A callback for progress: the activity, the amount done, and the total."""
-_LONGEST_CELL = 2**24
+MOST_ROWS = 100_000
+"""Most rows of a table: they take twenty minutes."""
+MOST_COLUMNS = 1000
+LONGEST_LINE = 2**20
+"""Most characters of a line, and of a cell, which may hold several lines."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -81,21 +88,24 @@ def run(
         raise JobError("--json prints one document and nothing else: name a file for the table, such as --out OUT.csv")
     with _opened(source) as file, progress() as callback, _written(out) as target:
         summary = write(file, target, whole.predict, callback)
-    print(json.dumps(summary.as_dict(), indent=1) if as_json else summary, file=sys.stdout if as_json else sys.stderr)
+    echo(json.dumps(summary.as_dict(), indent=1) if as_json else summary, file=sys.stdout if as_json else sys.stderr)
     return 0
 
 
-def write(file: BinaryIO, target: TextIO, predict: Predict, progress: Progress = silent) -> Summary:
+def write(file: BinaryIO, target: TextIO | VisibleStream, predict: Predict, progress: Progress = silent) -> Summary:
     """Copies the table in `file` to `target` with the columns ADDED. Raises JobError if it is not a table."""
     size = file.seek(0, os.SEEK_END) if file.seekable() else 0
     if size:
         file.seek(0)
+        _check_length(file)
     # Bytes that are not UTF-8 are copied unchanged.
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    csv.field_size_limit(_LONGEST_CELL)
+    csv.field_size_limit(LONGEST_LINE)
     began = time.monotonic()
-    rows = _rows(text)
+    rows = _rows(_lines(text))
     header = next(rows, [])
+    if len(header) > MOST_COLUMNS:
+        raise JobError(f"the table has {len(header):,} columns; at most {MOST_COLUMNS:,}")
     names = [name.strip().lower() for name in header]
     copied = [place for place, name in enumerate(names) if name not in ADDED]
     if not set(names) & set(COLUMNS):
@@ -105,6 +115,8 @@ def write(file: BinaryIO, target: TextIO, predict: Predict, progress: Progress =
     writer.writerow([*(header[place] for place in copied), *ADDED])
     reported = -1
     for cells in rows:
+        if summary.rows == MOST_ROWS:  # a pipe, whose length is not known before
+            raise JobError(f"the table has more than {MOST_ROWS:,} rows; divide it")
         row = dict(zip(names, [*cells, *[""] * (len(names) - len(cells))], strict=False))
         added = _predicted(row, len(cells) - len(names), predict, summary)
         padded = [*cells, *[""] * (len(names) - len(cells))]
@@ -172,6 +184,24 @@ def _harmless(text: str) -> str:
     return f"'{line}" if line.startswith(_FORMULA) else line
 
 
+def _check_length(file: BinaryIO) -> None:
+    """Raises JobError at once if a file has so many lines that its rows would take hours."""
+    lines = 0
+    while content := file.read(LONGEST_LINE):
+        lines += max(content.count(b"\n"), content.count(b"\r"))
+        if lines > MOST_ROWS + 1:
+            raise JobError(f"the table has more than {MOST_ROWS:,} rows; divide it")
+    file.seek(0)
+
+
+def _lines(text: TextIO) -> Iterator[str]:
+    """Yields the lines of the table. Raises JobError for one that is too long."""
+    while line := text.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE:
+            raise JobError(f"a line of the table has more than {LONGEST_LINE:,} characters")
+        yield line
+
+
 def _rows(text: Iterable[str]) -> Iterator[Sequence[str]]:
     """Yields the table's rows without empty lines. Raises JobError with the line that is not CSV."""
     reader = csv.reader(text)
@@ -188,18 +218,29 @@ def _rows(text: Iterable[str]) -> Iterator[Sequence[str]]:
 
 @contextlib.contextmanager
 def _opened(source: str) -> Iterator[BinaryIO]:
+    """Opens a regular file, or a pipe that the shell has opened: standard input or `<(command)`."""
+    pipe = re.fullmatch("/dev/(?:fd/([0-9]{1,9})|stdin)", source)
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(open(source, "rb"))
+            file = stack.enter_context(_pipe(int(pipe[1] or 0)) if pipe else open_regular(Path(source)))
         except OSError as error:
             raise JobError(f"table: {source!r} cannot be read: {error.strerror}") from None
         yield file
 
 
+def _pipe(descriptor: int) -> BinaryIO:
+    return open(descriptor, "rb", closefd=False)
+
+
 @contextlib.contextmanager
-def _written(out: str) -> Iterator[TextIO]:
+def _written(out: str) -> Iterator[TextIO | VisibleStream]:
     """Opens standard output, or a file that appears only when it is complete, because it may be the table itself."""
+    if not out and sys.stdout.isatty():
+        yield VisibleStream(sys.stdout)
+        return
     if not out:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")  # bytes that are not UTF-8 leave as they came
         yield sys.stdout
         return
     folder = Path(out).resolve().parent
