@@ -4,10 +4,11 @@ VENV := .venv
 PEERS := .bench-venv
 BIN := $(VENV)/bin
 JOB ?= examples/main.yaml
+COUNT ?= 20000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test lint format bench accuracy gpu bench-peers clean
+.PHONY: help setup train verify test fuzz lint format bench accuracy gpu bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -28,6 +29,9 @@ verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 
 test: setup ## run the tests: ARGS='-k checkpoint'
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: setup ## try mutations of the file of every loader: COUNT=100000
+	PHALANX_FUZZ=$(COUNT) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
 lint: setup ## check style, format and types
 	$(BIN)/ruff check .

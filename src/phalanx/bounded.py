@@ -130,7 +130,7 @@ def _first_digits(digits: str) -> int:
 def _check_nesting(value: Any) -> None:
     level, depth = [value], 0
     while level:
-        if depth > MOST_NESTING:
+        if depth == MOST_NESTING:
             raise ValueError(f"nested deeper than {MOST_NESTING} levels")
         depth += 1
         level = [

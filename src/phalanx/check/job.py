@@ -90,6 +90,9 @@ def _sources(data: Data) -> Iterator[Problem]:
             "data.corpus",
             f"no corpus {data.corpus!r}{hint} (known: {', '.join(CORPORA)}; your own: corpus text and path)",
         )
+    for name in ("path", "dir", "tokenizer"):
+        if "\0" in getattr(data, name):
+            yield f"data.{name}", f"is {getattr(data, name)!r}: no file name holds a NUL byte"
     if data.corpus == "text" and not data.path:
         yield "data.path", "corpus text needs the path of a text or JSONL file, or a folder of them"
     if data.tokenizer == "bpe" and data.bpe_vocab < MIN_BPE_VOCAB:

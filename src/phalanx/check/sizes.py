@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.check.layout import Problem
-from phalanx.config.fields import get
+from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.layout import AXES
 
@@ -116,15 +116,20 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
 ]
 """Upper bounds, each with its reason: beyond them a typing error is more likely than a job, and answers would take
 minutes or all memory."""
+SMALLEST = 1e-30
+"""Smallest number other than 0: quotients by smaller ones, and their powers, exceed the range of floating point."""
 BOUNDS = {path: (most, reason) for most, reason, paths in AT_MOST for path in paths}
 """Upper bounds with their reasons, by path."""
 
 
 def size_problems(job: Job) -> Iterator[Problem]:
-    """Yields each number that is too large by itself, and a product of axes that is too large."""
+    """Yields each number that is too large or too small by itself, and a product of axes that is too large."""
     for path, (most, reason) in BOUNDS.items():
         if (value := get(job, path)) > most:
             yield path, f"must be at most {most:,}, is {value:,}: {reason}"
+    for path in (path for path, kind in leaves().items() if kind is float):
+        if 0 < abs(value := get(job, path)) < SMALLEST:
+            yield path, f"must be 0 or at least {SMALLEST:g}, is {value:g}"
     if (world := job.layout.world) > MOST_DEVICES >= max(getattr(job.layout, axis) for axis in AXES):
         product = " × ".join(f"{axis} {getattr(job.layout, axis)}" for axis in AXES)
         yield "layout", f"{product} = {world:,} devices, at most {MOST_DEVICES:,}"

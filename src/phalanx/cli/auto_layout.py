@@ -125,7 +125,7 @@ def _of_checkpoint(loaded: LoadedJob, worlds: tuple[int, ...]) -> tuple[Layout, 
     """Returns layout and step of the run's newest checkpoint if its layout has the fields that the job fixes and is
     legal for the job on its devices. Whether the rest of the job is that of the run, train checks."""
     directory = RunDirectory.of(loaded.job)
-    if not directory.checkpoints.is_dir():
+    if not os.path.isdir(directory.checkpoints):
         return None
     manifest = newest_valid(directory.checkpoints, verify=False, report=lambda _: None)
     if manifest is None:

@@ -122,7 +122,7 @@ def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> N
     if path is not None:
         fields_of(path)
     folder = Path(options["svg"]).expanduser().absolute().parent
-    if options["svg"] and not folder.is_dir():
+    if options["svg"] and not os.path.isdir(folder):
         raise JobError(f"--svg: cannot write {options['svg']}: folder {folder} does not exist")
     if command == "comm":
         _collectives(options["collectives"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ def check_folders(options: Mapping[str, Any], *names: str) -> None:
     problems = []
     for name in names:
         path = Path(options[name])
-        if options[name] and not path.parent.is_dir():
+        if options[name] and not os.path.isdir(path.parent):
             problems.append(f"--{name} {path}: folder {path.parent} does not exist; create it, or name another")
-        elif options[name] and path.is_dir():
+        elif options[name] and os.path.isdir(path):
             problems.append(f"--{name} {path} is a folder; name a file in it")
     if problems:
         raise JobError(problems)

@@ -37,7 +37,7 @@ class Data:
     """Folder of the prepared token shards."""
     random_tokens: Annotated[int, AtLeast(1)] = 1_000_000
     """Corpus random: number of tokens."""
-    random_vocab: Annotated[int, Between(1, 2**32)] = 256
+    random_vocab: Annotated[int, Between(1, 2**24)] = 256
     """Corpus random: vocabulary size."""
     workers: Annotated[int, AtLeast(0)] = 0
     """Processes that tokenize in `phalanx data prepare`; 0: one per core."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -44,7 +45,7 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
         elif "=" in word and not word.startswith(("-", ".", "/")):
             name, _, text = word.partition("=")
             _set(name, text, word, words)
-        elif word.endswith((".yaml", ".yml")) or Path(word).is_file():
+        elif word.endswith((".yaml", ".yml")) or os.path.isfile(word):
             words.files.append(Path(word))
         else:
             words.problems.append(f"unexpected {word!r}: expected a job file (.yaml), key=value or --key value")

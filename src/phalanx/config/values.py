@@ -56,9 +56,9 @@ def _choice(text: str, choices: tuple[Any, ...]) -> Any:
 
 
 def _text(text: str) -> str:
-    """Refuses what no file name may hold and no file can be written with."""
-    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"expected text, found {text!a}: a NUL byte, or bytes that are not UTF-8")
+    """Refuses bytes of the command line that are not UTF-8: config.yaml could not be written with them."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"expected text in UTF-8, found {text!a}")
     return text
 
 

@@ -153,9 +153,9 @@ def _stdlib_files(root: Path) -> list[Path]:
 
 
 def _text_files(path: Path) -> list[Path]:
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file also for a name that is too long for a file
         return [path]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise DataError(f"data.path={path}: there is no such file or folder (corpus text)")
     found = _walk(path, lambda name: name.startswith("."))
     files = [file for file in found if file.suffix.lower() in TEXT_SUFFIXES | JSONL_SUFFIXES]

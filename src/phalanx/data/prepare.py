@@ -64,7 +64,7 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
 
 def _is_ready(folder: Path, data: Data) -> bool:
     """Returns whether the folder holds all shards of `data`. Raises DataError if the corpus changed since then."""
-    if not (folder / INDEX).exists():
+    if not os.path.exists(folder / INDEX):
         return False
     index = read_index(folder)
     shards = [shard for split in SPLITS for shard in index.splits[split]]

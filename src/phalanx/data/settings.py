@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import re
 from dataclasses import fields
@@ -60,7 +61,7 @@ def overrides(data: Data) -> list[str]:
 def tokenizer_path(data: Data) -> Path:
     """Returns the file that data.tokenizer names. Raises DataError if there is none."""
     path = Path(data.tokenizer).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists also for a name that is too long for a file
         raise DataError(
             f"data.tokenizer={data.tokenizer}: expected {', '.join(TOKENIZERS)}, or the path of a tokenizer.json, and "
             "there is no such file"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -23,7 +24,7 @@ def find_shakespeare(path: str, data_dir: Path) -> Path:
     Raises DataError if it is not available or its text differs.
     """
     file = Path(path).expanduser() if path else data_dir / "downloads" / "tinyshakespeare.txt"
-    if file.is_file():
+    if os.path.isfile(file):
         _check(_content(file), str(file))
     elif path:
         raise DataError(f"data.path={path}: there is no such file (corpus shakespeare_char)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -71,7 +72,7 @@ class Tokenizer(ABC):
 
         Raises DataError if it is missing or is no tokenizer.
         """
-        file = path / FILE if path.is_dir() else path
+        file = path / FILE if os.path.isdir(path) else path
         try:
             text = read_bytes(file).decode()
             stored = parse_json(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from phalanx.config.layout import Layout
 from phalanx.schedule import catalogue, file
@@ -12,7 +12,7 @@ from phalanx.schedule.schedule import Schedule
 def is_file(schedule: str) -> bool:
     """Returns whether `layout.schedule` is a path and not the name of a schedule."""
     return schedule not in catalogue.SCHEDULES and (
-        schedule.endswith(".csv") or "/" in schedule or Path(schedule).is_file()
+        schedule.endswith(".csv") or "/" in schedule or os.path.isfile(schedule)
     )
 
 

@@ -85,7 +85,7 @@ class RunDirectory:
 
     def require(self) -> None:
         """Raises CheckpointError if this is not the directory of a run; names the runs beside it."""
-        if self.config.is_file():
+        if os.path.isfile(self.config):
             return
         known = sorted(str(config.parent) for config in self.path.parent.glob("*/config.yaml"))
         hint = f"; runs there: {', '.join(known)}" if known else ""
@@ -123,7 +123,7 @@ class RunDirectory:
 
         Raises JobError if it belongs to another job, with every difference; CheckpointError if all are damaged.
         """
-        if not self.checkpoints.is_dir():
+        if not os.path.isdir(self.checkpoints):
             return None
         manifest = newest_valid(self.checkpoints, verify, log.warning, before)
         if manifest is None:

@@ -1,0 +1,275 @@
+"""Every loader of a file that somebody else may have written, with a valid sample. `load` also uses what it read, as
+the program would."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from generate.written import write_run
+from model.kinds import KINDS
+from phalanx.check.load import load_file, load_words
+from phalanx.check.show import as_yaml
+from phalanx.config import local_cluster, overrides
+from phalanx.config.data import Data
+from phalanx.cost.prediction import Prediction
+from phalanx.cost.spec import StepSpec
+from phalanx.data.corpus import scan, segments
+from phalanx.data.shards import CorpusRecord, Index, map_shard, open_shards, write_index, write_shard
+from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
+from phalanx.errors import JobError
+from phalanx.launch.outcome import Outcome
+from phalanx.launch.verdict import End, verdict
+from phalanx.pictures import experts
+from phalanx.schedule import catalogue
+from phalanx.schedule import file as schedule_file
+from phalanx.train import checkpoint
+from phalanx.train.run_directory import job_of
+from phalanx.validation import table
+
+JOB = b"""\
+model: {"n_layers": 4, "d_model": 128, "n_heads": 4, "d_ff": 384, "seq_len": 128, "norm": "rmsnorm", "vocab_size": 99}
+cluster:
+  preset: dgx-h100:1
+layout:
+  dp_shard: 2
+  tp: 2
+  pp: 2
+  schedule: 1f1b
+  recompute: selective
+data:
+  corpus: text
+  path: corpus.txt
+optimizer:
+  lr: 4.0e-3
+  betas: [0.9, 0.95]
+train: {steps: 500, global_batch: 32, precision: bf16}
+run:
+  name: "main"
+"""
+JSON_JOB = json.dumps(yaml.safe_load(JOB)).encode()
+WORDS = b"""\
+model=llama3-8b
+cluster=dgx-h100:2
+dp_shard=8,tp=2,sp=true
+--lr
+1e-3
+train.global_batch=16
+--train.precision=bf16
+--no-compile
+data.path=x
+"""
+CLUSTER = b"""\
+# compute: measured
+cluster:
+  devices_per_node: 2
+  device: cpu
+  accelerator: {name: a cpu, fp32_tflops: 0.2, ceiling: 1.0, bandwidth_gbs: 40.0, memory_gib: 8.0}
+  intra: {gbs: 2.5, latency_us: 80.0}
+  calibration:
+    compute:
+      provenance: {date: "2026-01-01", host: h, cores: 2}
+      products: {error: 0.1, spread: 0.1, rounds: 3}
+"""
+TABLE = b"""\
+row_id,source,model_name,gpu,n_gpus,tp,pp,dp,cp,ep,zero_stage,schedule,recompute,global_batch_seqs,micro_batch,seq_len,\
+peak_mem_gb,step_time_s,precision,notes
+a-1,torchtitan,llama3-8b,H100,8,2,1,4,1,1,3,1f1b,full,16,1,8192,60,1.5,bf16,"max allocated, close to oom"
+a-2,narayanan 2021,gpt 175b,A100,1536,8,12,16,1,1,1,interleaved,selective,1536,1,2048,,,fp16,local batch 2
+"""
+JSONL = b'{"text": "one\\n", "meta": {"id": 1}}\n{"text": "two \\u20ac", "n": [1, 2.5]}\n\n{"text": ""}\n'
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A loader, the file that it reads, and the valid content of that file."""
+
+    file: Path
+    sample: bytes
+    load: Callable[[], object]
+    seal: Callable[[bytes], bytes] = lambda content: content
+    """Makes a mutation agree with its own digest, so that what lies behind that check is reached, too."""
+
+
+def loaders(folder: Path) -> dict[str, Loader]:
+    """Returns all loaders, each with its files in a folder of its own."""
+    makers = [
+        *(job, json_job, words, cluster, schedule, rows, outcome, metrics, index, shard, jsonl, text, number, char),
+        *(library, manifest, tensors),
+    ]
+    found = {}
+    for maker in makers:
+        own = folder / maker.__name__
+        own.mkdir()
+        found[maker.__name__] = maker(own)
+    return found
+
+
+def job(folder: Path) -> Loader:
+    path = folder / "job.yaml"
+    return Loader(path, JOB, lambda: as_yaml(load_file(path)))
+
+
+def json_job(folder: Path) -> Loader:
+    """A job written as JSON, which is YAML too, so that mutations of its values are whole files."""
+    path = folder / "job.yaml"
+    return Loader(path, JSON_JOB, lambda: load_file(path))
+
+
+def words(folder: Path) -> Loader:
+    """The words of a command line, one per line of a file."""
+    path = folder / "words"
+
+    def load() -> object:
+        argv = path.read_bytes().decode(errors="surrogateescape").replace("\0", "").splitlines()
+        return load_words(overrides.parse(argv, ("json", "fresh")))
+
+    return Loader(path, WORDS, load)
+
+
+def cluster(folder: Path) -> Loader:
+    path = folder / "cluster.yaml"
+    return Loader(path, CLUSTER, lambda: local_cluster.read(path=path))
+
+
+def schedule(folder: Path) -> Loader:
+    path = folder / "mine.csv"
+    sample = schedule_file.text(catalogue.build("interleaved_1f1b", 2, 4)).encode()
+    return Loader(path, b"# name: mine\n# steps: 1\n" + sample, lambda: schedule_file.read(path))
+
+
+def rows(folder: Path) -> Loader:
+    path = folder / "table.csv"
+
+    def not_predicted(spec: StepSpec) -> Prediction:
+        raise JobError("cluster: its prediction is not what is tested here")
+
+    def load() -> object:
+        with table._opened(str(path)) as file:
+            return table.write(file, io.StringIO(), not_predicted)
+
+    return Loader(path, TABLE, load)
+
+
+def outcome(folder: Path) -> Loader:
+    path = folder / "outcome.json"
+    sample = asdict(Outcome(1, 4, "data: damaged", None, 1.5))
+
+    def load() -> object:
+        reported = Outcome.read(folder)
+        ends = [End(0, 1, 2.0, False, None), End(1, 4, 2.0, False, reported)]
+        return verdict(ends, None)
+
+    return Loader(path, json.dumps(sample).encode(), load)
+
+
+def metrics(folder: Path) -> Loader:
+    path = folder / "metrics.jsonl"
+    row = {"event": "experts", "time": 1.0, "step": 10, "steps": 10, "loads": {"0": [3, 1], "1": [2, 2]}}
+    row |= {"max_violation": 0.5, "worst_layer": 0, "idle": 0}
+    lines = [row, {"event": "step", "step": 11, "loss": 1.0}, {**row, "step": 20}]
+    return Loader(path, "\n".join(map(json.dumps, lines)).encode(), lambda: experts.svg("run", path))
+
+
+def _shards(folder: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.save(folder)
+    shards = {
+        split: (write_shard(folder, f"{split}-00000.bin", np.arange(size), "uint16"),)
+        for split, size in (("train", 200), ("val", 20))
+    }
+    record = CorpusRecord("text", "a text", 1, 220, 220, "0" * 64, "")
+    write_index(folder, Index(("data.corpus=text",), record, tokenizer.fingerprint, 256, "uint16", shards, True))
+
+
+def index(folder: Path) -> Loader:
+    _shards(folder)
+    path = folder / "index.json"
+
+    def load() -> object:
+        found = open_shards(folder, verify=True)
+        return found.fingerprint, [map_shard(folder, found, shard).sum() for shard in found.splits["train"]]
+
+    return Loader(path, path.read_bytes(), load)
+
+
+def shard(folder: Path) -> Loader:
+    _shards(folder)
+    path = folder / "train-00000.bin"
+    return Loader(path, path.read_bytes(), lambda: open_shards(folder, verify=True))
+
+
+def jsonl(folder: Path) -> Loader:
+    path = folder / "corpus.jsonl"
+    return Loader(path, JSONL, lambda: scan(segments([path], Data(corpus="text", path=str(path)))))
+
+
+def text(folder: Path) -> Loader:
+    path = folder / "corpus.txt"
+    return Loader(path, "Ein Text,\nüber €\n".encode(), lambda: scan(segments([path], Data(corpus="text"))))
+
+
+def _tokenizer(folder: Path, tokenizer: Tokenizer, prompt: str) -> Loader:
+    tokenizer.save(folder)
+    path = folder / "tokenizer.json"
+
+    def load() -> object:
+        found = Tokenizer.load(folder)
+        ids = found.encode(prompt)
+        return found.decode([*ids.tolist(), 0, found.vocab_size - 1]).encode(), found.fingerprint
+
+    return Loader(path, path.read_bytes(), load)
+
+
+def number(folder: Path) -> Loader:
+    return _tokenizer(folder, NumberTokenizer(13), "5 0")
+
+
+def char(folder: Path) -> Loader:
+    return _tokenizer(folder, CharTokenizer("\nab€", unknown=True), "ab")
+
+
+def library(folder: Path) -> Loader:
+    return _tokenizer(folder, train_bpe(["the sea the sea a boat\n" * 9], 264), "the sea")
+
+
+def manifest(folder: Path) -> Loader:
+    write_run(folder / "run", KINDS["llama"])
+    [step] = (folder / "run" / "checkpoints").iterdir()
+    path = step / checkpoint.MANIFEST
+
+    def sealed(content: bytes) -> bytes:
+        try:
+            raw = json.loads(content)
+            raw["digest"] = checkpoint._manifest_digest({name: raw[name] for name in raw if name != "digest"})
+            return json.dumps(raw).encode()
+        except (ValueError, TypeError, RecursionError):
+            return content
+
+    return Loader(path, path.read_bytes(), lambda: job_of(checkpoint.check(step, verify=False)), sealed)
+
+
+def tensors(folder: Path) -> Loader:
+    """A safetensors file whose length and digest are what the manifest says: its mutations begin with its header."""
+    write_run(folder / "run", KINDS["llama"])
+    [step] = (folder / "run" / "checkpoints").iterdir()
+    path = step / "model.safetensors"
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    found = checkpoint.check(step)
+
+    def load() -> object:
+        with checkpoint.Reader(found, "model") as reader:
+            return [reader[name].sum() for name in reader.names()]
+
+    def with_tensors(header: bytes) -> bytes:
+        return struct.pack("<Q", len(header)) + header + content[8 + size :]
+
+    return Loader(path, content[8 : 8 + size], load, with_tensors)
