@@ -17,6 +17,9 @@ from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.check.load import load_file, load_words
 from phalanx.check.show import as_yaml
+from phalanx.checkpoint.manifest import MANIFEST, manifest_digest
+from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.validity import check
 from phalanx.config import local_cluster, overrides
 from phalanx.config.data import Data
 from phalanx.cost.prediction import Prediction
@@ -25,12 +28,12 @@ from phalanx.data.corpus import scan, segments
 from phalanx.data.shards import CorpusRecord, Index, map_shard, open_shards, write_index, write_shard
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import JobError
+from phalanx.generate.load import vocabulary_of
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.verdict import End, verdict
 from phalanx.pictures import experts
 from phalanx.schedule import catalogue
 from phalanx.schedule import file as schedule_file
-from phalanx.train import checkpoint
 from phalanx.train.run_directory import job_of
 from phalanx.validation import table
 
@@ -243,31 +246,35 @@ def library(folder: Path) -> Loader:
 def manifest(folder: Path) -> Loader:
     write_run(folder / "run", KINDS["llama"])
     [step] = (folder / "run" / "checkpoints").iterdir()
-    path = step / checkpoint.MANIFEST
+    path = step / MANIFEST
 
     def sealed(content: bytes) -> bytes:
         try:
             raw = json.loads(content)
-            raw["digest"] = checkpoint._manifest_digest({name: raw[name] for name in raw if name != "digest"})
+            raw["digest"] = manifest_digest({name: raw[name] for name in raw if name != "digest"})
             return json.dumps(raw).encode()
         except (ValueError, TypeError, RecursionError):
             return content
 
-    return Loader(path, path.read_bytes(), lambda: job_of(checkpoint.check(step, verify=False)), sealed)
+    def load() -> object:
+        found = check(step, verify=False)
+        return job_of(found), vocabulary_of(found)
+
+    return Loader(path, path.read_bytes(), load, sealed)
 
 
 def tensors(folder: Path) -> Loader:
     """A safetensors file whose length and digest are what the manifest says: its mutations begin with its header."""
     write_run(folder / "run", KINDS["llama"])
     [step] = (folder / "run" / "checkpoints").iterdir()
-    path = step / "model.safetensors"
+    path = step / "rank-00000.safetensors"
     content = path.read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
-    found = checkpoint.check(step)
+    found = check(step)
 
     def load() -> object:
-        with checkpoint.Reader(found, "model") as reader:
-            return [reader[name].sum() for name in reader.names()]
+        with Reader(found) as reader:
+            return [reader.read(name).sum() for name in reader.names()]
 
     def with_tensors(header: bytes) -> bytes:
         return struct.pack("<Q", len(header)) + header + content[8 + size :]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import phalanx
+from phalanx.bounded import read_json
 from phalanx.checkpoint.boxes import Box
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 
@@ -97,12 +98,12 @@ def read(path: Path) -> Manifest:
     program wrote it.
     """
     try:
-        raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        raw = read_json(path / MANIFEST)
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"checkpoint {path} has no {MANIFEST}: it is not a checkpoint, or an incomplete one"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"checkpoint {path}: {MANIFEST} is damaged: {error}") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise DamagedCheckpointError(f"{path / MANIFEST} is not the manifest of a Phalanx checkpoint")

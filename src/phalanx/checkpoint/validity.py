@@ -9,6 +9,7 @@ from pathlib import Path
 
 from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.echo import echo
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -54,7 +55,7 @@ def check_digests(manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def newest_valid(
-    root: Path, verify: bool = True, report: Callable[[str], None] = print, before: int | None = None
+    root: Path, verify: bool = True, report: Callable[[str], None] = echo, before: int | None = None
 ) -> Manifest | None:
     """Returns the newest checkpoint that is whole (if given, of a step below `before`), or None if there is none at
     all. Damaged ones are reported.

@@ -120,13 +120,13 @@ def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
         manifest = directory.resume_from(job, verify=True)  # a damaged last checkpoint is no end
     if manifest is None or manifest.step < job.train.steps:
         return False
+    loss = manifest.meta.get("val_loss")
     if as_json:
-        echo(json.dumps({"run": str(directory.path), "step": manifest.step, "val_loss": manifest.meta["val_loss"]}))
+        echo(json.dumps({"run": str(directory.path), "step": manifest.step, "val_loss": loss}))
         return True
-    loss = manifest.meta["val_loss"]
     echo(
         f"{directory.path} is finished: step {manifest.step} of {job.train.steps}"
-        + (f", validation loss {loss:.4f}" if loss is not None else "")
+        + (f", validation loss {loss:.4f}" if isinstance(loss, float) else "")
         + f".\n  continue:    train.steps={2 * manifest.step}\n  start over:  --fresh (the existing run is renamed)\n"
         f"  text:        phalanx generate {directory.path} --prompt ..."
     )

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from phalanx.blocks.parameters import parameter_shapes
+from phalanx.bounded import field
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.reader import Reader
 from phalanx.checkpoint.validity import check, directory_of, newest_valid
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import CheckpointError, JobError
 from phalanx.generate.sampling import generate
 from phalanx.model.transformer import Transformer
@@ -96,7 +97,20 @@ def empty_model(manifest: Manifest) -> Transformer:
     """Returns the model of a checkpoint on the meta device, where it takes no memory until it is filled."""
     job = job_of(manifest)
     with torch.device("meta"):
-        return Transformer(job.model, manifest.meta["vocab_size"]).to(DTYPES[job.train.precision])
+        return Transformer(job.model, vocabulary_of(manifest)).to(DTYPES[job.train.precision])
+
+
+def vocabulary_of(manifest: Manifest) -> int:
+    """Returns the size of a checkpoint's vocabulary. Raises CheckpointError if it states none."""
+    try:
+        size = field(manifest.meta, "vocab_size", int)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {manifest.path}: its metadata is not valid: {error}") from None
+    if not 1 <= size <= LARGEST_VOCABULARY:
+        raise CheckpointError(
+            f"checkpoint {manifest.path}: a vocabulary of {size:,} tokens; at least 1, at most {LARGEST_VOCABULARY:,}"
+        )
+    return size
 
 
 @torch.no_grad()
@@ -105,6 +119,6 @@ def fill(model: Transformer, manifest: Manifest, device: torch.device) -> None:
     at a time. Raises CheckpointError if the checkpoint does not match."""
     model.to_empty(device=device)
     with Reader(manifest) as tensors:
-        tensors.require(parameter_shapes(model.config, manifest.meta["vocab_size"]))
+        tensors.require(parameter_shapes(model.config, vocabulary_of(manifest)))
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors.read(name))

@@ -26,7 +26,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.run import RunOptions
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
-from phalanx.generate.load import LoadedRun, empty_model, fill, find
+from phalanx.generate.load import LoadedRun, empty_model, fill, find, vocabulary_of
 from phalanx.generate.sampling import Choose, Sampling, extend
 from phalanx.launch.local import launch_local
 from phalanx.launch.process_group import process_group
@@ -81,7 +81,7 @@ def launch(argv: list[str], run: Path, step: int, pp: int) -> int:
 
     Before it starts any, it raises JobError if `pp` does not suit the model, and the errors of `load_run`."""
     manifest = find(run, step, verify=False)  # the ranks verify it
-    _stages(job_of(manifest).model, manifest.meta["vocab_size"], pp, rank=0)
+    _stages(job_of(manifest).model, vocabulary_of(manifest), pp, rank=0)
     logs = Path(tempfile.mkdtemp(prefix="phalanx_generate_"))  # not in the run, which may belong to another user
     # Only one rank computes at a time, so each gets all cores, as one process would.
     threads, stopped = devices.threads_for(0, 1), "while {} of {} ranks were generating."
