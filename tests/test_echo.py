@@ -2,6 +2,7 @@
 
 import ast
 import io
+import json
 import logging
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from phalanx.errors import JobError, RunError
 from phalanx.train.terminal import Terminal, logging_to
 
 ROOT = Path(phalanx.__file__).parent
-HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\x7f\u202egpj\u2066"
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202egpj\u2066"
 
 
 class FakeTerminal(io.StringIO):
@@ -43,6 +44,12 @@ def test_what_is_printed_can_always_be_written(text):
     assert not any(ord(character) < 0x20 and character not in "\t\n" for character in visible(text))
     visible(text).encode()
     assert visible(visible(text)) == visible(text)
+
+
+@given(st.text(st.characters()))
+def test_json_is_printed_as_it_is(text):
+    document = json.dumps({text: [text]}, indent=1)
+    assert visible(document) == document
 
 
 def test_long_texts_are_shortened():
@@ -79,6 +86,7 @@ def test_nothing_prints_in_another_way():
         ["train", f"{HOSTILE}=1", f"--{HOSTILE}"],
         ["train", f"model={HOSTILE}", "layout.schedule=" + HOSTILE, f"data.path={HOSTILE}"],
         ["generate", f"runs/{HOSTILE}"],
+        ["generate", "runs", HOSTILE, f"--{HOSTILE}"],
         ["schedule", "show", HOSTILE],
         ["schedule", "check", f"{HOSTILE}.csv"],
         ["predict", "--table", HOSTILE],

@@ -8,8 +8,9 @@ import re
 import sys
 from typing import TextIO
 
-# C0 except tab and newline, DEL, C1, the marks that change the direction of text, line separators, half surrogate pairs
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# C0 except tab and newline, C1, the marks that change the direction of text, line separators, half surrogate pairs.
+# JSON has its own escapes for all of them, so that it passes unchanged.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x80-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:

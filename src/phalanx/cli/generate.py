@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from phalanx.cli.commands import flag_of
 from phalanx.echo import echo
+from phalanx.errors import JobError
 from phalanx.launch.ranks import detect
+from phalanx.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from phalanx.generate.load import LoadedRun
@@ -49,7 +52,15 @@ class Generate:
 
 
 def run(argv: Sequence[str]) -> int:
-    options = tyro.cli(Generate, prog="phalanx generate", args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    options, unknown = tyro.cli(
+        Generate,
+        prog="phalanx generate",
+        args=argv,
+        config=(tyro.conf.FlagCreatePairsOff,),
+        return_unknown_args=True,  # tyro would print their control characters
+    )
+    if unknown:
+        raise JobError([_unknown(word) for word in unknown])
     if options.pp == 1:
         from phalanx.generate.load import load_run
 
@@ -63,6 +74,11 @@ def run(argv: Sequence[str]) -> int:
     with pipelined.joined(ranks, options.run, options.step, options.device, options.pp) as loaded:
         _write(loaded, options, prints=ranks.rank == 0)
     return 0
+
+
+def _unknown(word: str) -> str:
+    names = [flag_of(field.name) for field in dataclasses.fields(Generate)]
+    return f"unknown option {word}{did_you_mean(word.partition('=')[0], names) if word.startswith('--') else ''}"
 
 
 def _write(loaded: LoadedRun, options: Generate, prints: bool = True) -> None:
