@@ -97,7 +97,8 @@ def test_command_lines(capsys):
     assert "and 99,960 more problems" in refusal(["plan", *(f"k{n}=1" for n in range(100_000))], capsys)
     assert "and 9,960 more problems" in refusal(["plan", *(f"--k{n}=1" for n in range(10_000))], capsys)
     assert "and 9,960 more problems" in refusal(["schedule", "list", *(f"--k{n}" for n in range(10_000))], capsys)
-    assert "expected text in UTF-8, found" in refusal(["plan", "run.name=a\udcff"], capsys)
+    for word in ("run.name=a\udcff", "a\udcff.yaml", "--a\udcff"):
+        assert f"{word!a} is not UTF-8" in refusal(["plan", word], capsys)
     long = "a" * 100_000
     assert "no such file" in refusal(["data", "prepare", "data.corpus=text", f"data.path={long}"], capsys, 4)
     for argv in ([long], ["train", long], ["train", f"layout.schedule={long}"], ["generate", long]):
@@ -185,6 +186,13 @@ def test_data(corpus, tokenizer, message, here, capsys):
     (here / "mine.json").write_text(tokenizer)
     argv = DATA if tokenizer != "{}" else [*DATA[:-1], "data.tokenizer=char"]
     assert message in refusal(argv, capsys, 4)
+
+
+def test_file_names_of_a_corpus_need_not_be_text(here, capsys):
+    (here / "corpus").mkdir()
+    (here / os.fsdecode(b"corpus/\xff.txt")).write_text("some text")
+    assert main(["data", "prepare", "data.corpus=text", "data.path=corpus", "data.dir=shards"]) == 0
+    assert "characters: 9" in capsys.readouterr().out
 
 
 def test_a_tokenizer_that_loads_and_cannot_encode(here):

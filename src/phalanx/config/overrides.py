@@ -12,6 +12,7 @@ from pathlib import Path
 from phalanx.config.fields import leaves, resolve, suggestion
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import AUTO, SECTION
+from phalanx.config.values import not_unicode
 from phalanx.config.yaml_file import Setting, layout_settings
 from phalanx.errors import MOST_PROBLEMS
 from phalanx.nearest import nearest
@@ -38,7 +39,9 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
     rest = deque(argv)
     while rest:
         word = rest.popleft()
-        if word.startswith("--") and len(word) > 2:
+        if not word.isascii() and not_unicode(word):
+            words.problems.append(f"{word!a} is not UTF-8: config.yaml could not be written with it")
+        elif word.startswith("--") and len(word) > 2:
             _flag(word, rest, switches, words)
         elif _is_layout_line(word):
             _set(SECTION, word, word, words)

@@ -55,9 +55,13 @@ def _choice(text: str, choices: tuple[Any, ...]) -> Any:
     raise ValueError(f"expected one of {', '.join(by_text)}, found {text!r}{did_you_mean(text.lower(), by_text)}")
 
 
+def not_unicode(text: str) -> bool:
+    """Returns whether a text has halves of surrogate pairs, as bytes of the command line that are not UTF-8 become."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _text(text: str) -> str:
-    """Refuses bytes of the command line that are not UTF-8: config.yaml could not be written with them."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if not_unicode(text):
         raise ValueError(f"expected text in UTF-8, found {text!a}")
     return text
 

@@ -94,7 +94,7 @@ def stamp(files: list[Path]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         status = file.stat()
-        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
