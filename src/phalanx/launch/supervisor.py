@@ -17,6 +17,7 @@ from types import FrameType
 
 from phalanx.errors import StoppedError
 from phalanx.launch.outcome import Outcome
+from phalanx.launch.watchdog.watchdog import Finding, Watchdog
 
 FORWARDED = {
     signal.SIGINT: signal.SIGINT,
@@ -49,12 +50,20 @@ class Supervisor:
         outcome: what the rank itself said about its end, or None.
         grace_s: seconds that ranks get to end after a signal, or after one of them ended with an error that it
             announced.
+        watchdog: returns the watchdog of the attempt; called when its ranks have been started.
     """
 
-    def __init__(self, outcome: Callable[[int], Outcome | None], grace_s: float):
+    def __init__(
+        self, outcome: Callable[[int], Outcome | None], grace_s: float, watchdog: Callable[[], Watchdog] | None = None
+    ):
         self.exits: dict[int, Exit] = {}
         self.stop_signal: signal.Signals | None = None
         """The signal that was forwarded to the ranks."""
+        self.finding: Finding | None = None
+        """The reason for which the watchdog had all ranks killed."""
+        self.watchdog: Watchdog | None = None
+        """The watchdog of the attempt."""
+        self._new_watchdog = watchdog
         self._outcome = outcome
         self._grace_s = grace_s
         self._requests: list[tuple[signal.Signals, float]] = []
@@ -84,9 +93,20 @@ class Supervisor:
         self._note_exits(pids)
         running = {rank: pid for rank, pid in pids.items() if rank not in self.exits}
         self._pass_signal_on(running)
+        self._look_for_hangs(running, pids)
         if running and time.monotonic() >= self._deadline and not self._killed:
             self._kill(running, pids)
         return bool(running)
+
+    def _look_for_hangs(self, running: Mapping[int, int], pids: Mapping[int, int]) -> None:
+        if self.watchdog is None and self._new_watchdog is not None:
+            self.watchdog = self._new_watchdog()
+        if self.watchdog is None or not running or self._killed:
+            return
+        codes = {rank: ended.code for rank, ended in self.exits.items()}
+        self.finding = self.watchdog.poll(running, codes)
+        if self.finding is not None:
+            self._kill(running, pids)
 
     def _note_exits(self, pids: Mapping[int, int]) -> None:
         for rank in pids.keys() - self.exits.keys():
@@ -100,6 +120,8 @@ class Supervisor:
                 outcome = self._outcome(rank)
                 announced = outcome is not None and outcome.traceback is None
                 self._allow(self._grace_s if announced else _PEER_GRACE_S)
+            elif code == 0 and self.watchdog is not None and self.watchdog.left_early(rank):
+                self._allow(_PEER_GRACE_S)
 
     def _pass_signal_on(self, running: Mapping[int, int]) -> None:
         if self._requests and self.stop_signal is None:
