@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from math import prod
 
 import torch.distributed as dist
@@ -119,13 +120,13 @@ class Mesh:
         up = self.among(name, everyone)
         return up, up if axis.gloo else self.among(name, everyone)
 
-    def messages(self, name: str) -> Axis:
+    def messages(self, name: str, timeout_s: float) -> Axis:
         """Returns an axis with a CPU process group of its own, for messages from threads: they never mix with the
-        collectives. All ranks of the axis must call it."""
+        collectives. Each waits at most `timeout_s` for its peer. All ranks of the axis must call it."""
         axis = self.axis(name)
         if axis.group is None:
             return axis
-        group = new_group(dist.get_process_group_ranks(axis.group), backend="gloo")
+        group = new_group(dist.get_process_group_ranks(axis.group), "gloo", timedelta(seconds=timeout_s))
         return Axis(name, axis.size, axis.rank, group, self.ledger)
 
     def _ranks(self, name: str, places: Sequence[int]) -> list[int]:

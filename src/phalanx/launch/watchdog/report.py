@@ -10,7 +10,7 @@ from phalanx.launch.watchdog.diagnosis import Diagnosis, Mismatch, RankView, Wai
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.launch.watchdog.reader import RecordedCall
 
-GIL_SILENT_S = 5.0
+GIL_SILENT_S = 3.0
 """Seconds without a tick of the interpreter, which ticks every second, from which on the GIL counts as held."""
 _LAST_CALLS = 5
 _STACKS, _STACK_LINES = 4, 12

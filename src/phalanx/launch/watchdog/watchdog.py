@@ -25,7 +25,7 @@ from phalanx.launch.watchdog.reader import HeartbeatFile, RankRecord
 from phalanx.launch.watchdog.slow import SlowRank, SlowRanks
 
 _POLL_S = 1.0
-_STACKS_S = 2.0  # for the ranks to write their stacks
+_STACKS_S = 5.0  # at most, for the ranks to write their stacks
 _WRITE_S = 5.0  # for the report: the disk of the logs may be what hangs
 _CALLS_COMPARED = 32  # newest calls of each rank that are compared at every poll
 _PAUSE_S = 5.0  # between two polls: then this process was stopped itself, probably with all others
@@ -91,7 +91,8 @@ class Watchdog:
         if self._asked is None:
             self._asked = now
             self._ask_for_stacks(pids, views)
-        if now - self._asked < _STACKS_S:
+            return None
+        if now - self._asked < _STACKS_S and not self._have_answered(pids, views):
             return None
         return self._finding(diagnose(self.views(pids, exits)), pids)
 
@@ -112,8 +113,10 @@ class Watchdog:
     def post_mortem(self, exits: Mapping[int, int | None]) -> str:
         """Returns what the records say about why ended ranks failed; empty if they do not say. `exits` has their exit
         codes, None for a rank that was killed although it still worked."""
-        diagnosis = diagnose(self.views({}, exits))
-        if diagnosis.mismatch or (diagnosis.waits and diagnosis.kind in ("silent", "deadlock")):
+        views = self.views({}, exits)
+        diagnosis = diagnose(views)
+        known = diagnosis.mismatch or diagnosis.waits or any(view.left_early for view in views.values())
+        if known and diagnosis.kind in ("mismatch", "silent", "deadlock"):
             return report.headline(diagnosis, self.host, self._hosts)
         return ""
 
@@ -165,8 +168,7 @@ class Watchdog:
         values = {"step": slow.step, "rank": slow.rank, "host": self.host, "factor": round(slow.factor, 3)}
         row = {"event": "slow_rank", "time": round(time.time(), 3), **values}
         row |= {"own_s": slow.own_s, "median_s": slow.median_s}
-        with suppress(OSError), self.metrics.open("ab", buffering=0) as file:  # one write: rank 0 appends here, too
-            file.write(json.dumps(row).encode() + b"\n")
+        threading.Thread(target=_append, args=(self.metrics, row), daemon=True).start()
 
     def _ask_for_stacks(self, pids: Mapping[int, int], views: Mapping[int, RankView]) -> None:
         for rank, pid in pids.items():
@@ -174,20 +176,29 @@ class Watchdog:
                 with suppress(ProcessLookupError):
                     os.kill(pid, STACKS_SIGNAL)
 
+    def _have_answered(self, pids: Mapping[int, int], views: Mapping[int, RankView]) -> bool:
+        return all(views[rank].frozen or self._stack(rank) for rank in pids)
+
     def _finding(self, diagnosis: Diagnosis, pids: Mapping[int, int]) -> Finding:
-        stacks = {rank: self._stack(rank, pids.get(rank)) for rank in diagnosis.views}
+        stacks = {rank: self._stack(rank) for rank in diagnosis.views}
+        for rank, pid in pids.items():
+            stacks[rank] = stacks[rank] or stack_by_py_spy(pid)
         message = [report.headline(diagnosis, self.host, self._hosts)]
         if diagnosis.mismatch is None:
             message += [*report.lines(diagnosis), *report.stack_excerpts(diagnosis, stacks)]
         document = {"time": round(time.time(), 3), **report.as_json(diagnosis, self.host, self._hosts, stacks)}
         return Finding(diagnosis, "\n".join(message), document)
 
-    def _stack(self, rank: int, pid: int | None) -> str:
+    def _stack(self, rank: int) -> str:
         try:
-            text = (self.directory / at.stacks_name(rank)).read_text(encoding="utf-8", errors="replace")
+            return (self.directory / at.stacks_name(rank)).read_text(encoding="utf-8", errors="replace")
         except OSError:
-            text = ""
-        return text or (stack_by_py_spy(pid) if pid is not None else "")
+            return ""
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with suppress(OSError), path.open("ab", buffering=0) as file:  # in one write, since rank 0 appends here, too
+        file.write(json.dumps(row).encode() + b"\n")
 
 
 def write(finding: Finding, directory: Path, name: str = "hang") -> None:

@@ -34,7 +34,7 @@ class Asynchronous:
         self.values = [shard.value for shard in self.shards]
         self.size = sum(value.numel() for value in self.values)
         self.gradient_dtype = torch.float32 if job.train.gradients == "fp32" else self.values[0].dtype
-        self.messages = mesh.messages("dp_replicate")
+        self.messages = mesh.messages("dp_replicate", job.run.timeout_s)
         self.replicas, self.replica = self.messages.size, self.messages.rank
         self.leads = all(place == 0 for axis, place in mesh.coordinates.items() if axis != "dp_replicate")
         """True if this position's server sets the order of updates."""
