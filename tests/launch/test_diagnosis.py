@@ -202,6 +202,12 @@ def test_ranks_of_another_machine_are_named_with_their_host() -> None:
     assert "wait for ranks 2, 3 on node-b" in report.headline(found, "node-a", ["node-a", "node-a", "node-b", "node-b"])
 
 
+def test_a_rank_that_waits_for_another_machine_holds_nobody_up_itself() -> None:
+    """Rank 1 has the result of the first call already and waits in the second; rank 0 still waits for the others."""
+    found = diagnose(by_rank(view(0, [Made()]), view(1, TWO)))
+    assert (found.kind, found.culprits) == ("unseen", (2, 3))
+
+
 def test_a_call_to_which_all_came_is_stuck() -> None:
     found = diagnose(by_rank(*(view(rank, THREE) for rank in range(4))))
     assert found.kind == "stuck"

@@ -6,8 +6,7 @@ records shows who has not come to a call, and whether two ranks made different c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,21 +28,21 @@ class CallLog:
     def __init__(self, axis: str, group: dist.ProcessGroup | None):
         self.axis, self._group = axis, group
         self._channels: dict[tuple[str, int], Channel] = {}
-        self._on_device = group is not None and "nccl" in dist.get_backend(group)
+        self._nccl = group is not None and "nccl" in dist.get_backend(group)
 
     def begin(self, operation: str, x: Tensor, *, waits: bool = False) -> Call | None:
         """Records that a collective over `x` starts; with `waits`, the rank is blocked in it from now on."""
-        return self._begin("all", -1, operation, x, waits)
+        return self._begin("all", -1, operation, x, waits=waits)
 
-    def send(self, x: Tensor, target: int, *, waits: bool = False) -> Call | None:
+    def send(self, x: Tensor, target: int) -> Call | None:
         """Records that a message to the group's rank `target` starts."""
-        return self._begin("send", target, "send", x, waits)
+        return self._begin("send", target, "send", x, waits=False)
 
-    def receive(self, x: Tensor, source: int, *, waits: bool = False) -> Call | None:
+    def receive(self, x: Tensor, source: int) -> Call | None:
         """Records that a message from the group's rank `source` is expected."""
-        return self._begin("receive", source, "receive", x, waits)
+        return self._begin("receive", source, "receive", x, waits=False)
 
-    def _begin(self, kind: str, peer: int, operation: str, x: Tensor, waits: bool) -> Call | None:
+    def _begin(self, kind: str, peer: int, operation: str, x: Tensor, *, waits: bool) -> Call | None:
         beat = heartbeat.own()
         if beat is None or self._group is None:
             return None
@@ -52,7 +51,7 @@ class CallLog:
         return beat.begin(
             *(channel, operation, self.axis, dtype, x.shape, x.nbytes),
             waits=waits,
-            on_device=self._on_device,
+            on_device=self._nccl and x.is_cuda,
             hidden=_HIDDEN,
         )
 
@@ -63,12 +62,3 @@ class CallLog:
         channel = self._channels[kind, peer] = beat.channel(self._group.group_name, kind, ranks, whom)
         return channel
 
-
-@contextmanager
-def recorded(operation: str, x: Tensor) -> Iterator[None]:
-    """Records a blocking collective over all ranks for the length of a `with` block."""
-    log = CallLog("world", dist.distributed_c10d._get_default_group())
-    call = log.begin(operation, x, waits=True)
-    yield
-    if call is not None:
-        call.done()

@@ -40,6 +40,7 @@ from phalanx.train.state import TrainState
 from phalanx.train.step import Step, Stepper
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal, logging_to
+from phalanx.train.watched import watch
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
         logging_to(terminal, job.run.log_level, ranks.rank, log_file),
         process_group(ranks, device=device, timeout_s=job.run.timeout_s),
     ):
+        watch(job, ranks, log_file)
         return Trainer(job, ranks, device, stop, terminal).run()
 
 

@@ -146,7 +146,7 @@ def _blame(views: Mapping[int, RankView], waits: Sequence[Wait]) -> tuple[Kind, 
     left = {rank for rank, view in views.items() if view.left_early}
     if left:
         return "silent", left
-    blocked = {wait.rank for wait in waits if wait.missing}
+    blocked = {wait.rank for wait in waits if wait.missing or wait.unseen}
     wanted = {rank for wait in waits for rank in wait.missing}
     if wanted - blocked:
         return "silent", wanted - blocked

@@ -229,8 +229,9 @@ def start(directory: Path, rank: int, world: int) -> None:
 
 
 def beat() -> None:
-    """Records a sign of life, in work of unknown length that makes no collectives."""
-    if _own is not None:
+    """Records a sign of life, in work of unknown length that makes no collectives. A thread beside the training must
+    not hide that it hangs: calls from others than the main thread are ignored."""
+    if _own is not None and threading.current_thread() is threading.main_thread():
         _own.beat()
 
 
