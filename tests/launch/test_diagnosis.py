@@ -57,7 +57,7 @@ def record(rank: int, program: Sequence[Made], *, blocked: bool = True, on_devic
                 waits=float(number) if waits else 0.0,
                 done=not waits,
                 on_device=on_device,
-                thread=1,
+                main=True,
             )
         )
     return RankRecord(
@@ -243,6 +243,7 @@ def started(rank: int, **changes) -> RankView:
         (by_rank(started(0, first_step=0)), False),
         (by_rank(started(0, phase=Phase.END)), False),
         (by_rank(replace(started(0, phase=Phase.END), silent_s=101.0)), True),
+        (by_rank(replace(started(0, phase=Phase.DONE), silent_s=1e6)), False),  # nobody waits for it any more
         (by_rank(replace(started(0), exit_code=0)), False),  # ended ranks are silent for good
     ],
 )

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,17 @@ def test_a_call_from_its_start_to_its_end(beat: Heartbeat, file: HeartbeatFile) 
     pending.done()
     assert file.read().calls[0].done
     assert file.read().groups == {"g": (0, 2, 4, 6)}
+
+
+def test_a_server_s_thread_that_expects_a_message_blocks_nothing(beat: Heartbeat, file: HeartbeatFile) -> None:
+    def receive() -> None:
+        call(beat, kind="receive", operation="receive", peer=4, waits=True)
+
+    receive()
+    server = threading.Thread(target=receive)
+    server.start()
+    server.join()
+    assert [found.waiting for found in file.read().calls] == [True, False]
 
 
 def test_channels_are_counted_one_by_one(beat: Heartbeat, file: HeartbeatFile) -> None:

@@ -67,7 +67,9 @@ def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
         process_group(ranks, device=device, timeout_s=job.run.timeout_s),
     ):
         watch(job, ranks, log_file)
-        return Trainer(job, ranks, device, stop, terminal).run()
+        summary = Trainer(job, ranks, device, stop, terminal).run()
+    heartbeat.enter(Phase.DONE)
+    return summary
 
 
 class Trainer:

@@ -6,6 +6,7 @@ rank has to join; the ranks that are waited for, and wait for nobody themselves,
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ class Limits:
     def of(self, view: RankView) -> float:
         """Returns the limit of a rank."""
         record = view.record
+        if record is not None and record.phase is Phase.DONE:
+            return math.inf
         steady = record is not None and record.trained and record.phase is not Phase.END
         return self.hang_s if steady else max(self.hang_s, self.start_s)
 

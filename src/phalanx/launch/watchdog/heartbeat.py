@@ -94,7 +94,7 @@ class Heartbeat:
         self._lock = threading.Lock()  # for names, which are new a few dozen times in a run
         words = self.words
         words[at.RANK], words[at.WORLD], words[at.PID] = rank, world, os.getpid()
-        words[at.STARTED] = _start_ticks()
+        words[at.STARTED], words[at.MAIN_THREAD] = _start_ticks(), threading.get_ident()
         words[at.BEAT] = words[at.TICK] = self._since
         words[at.PHASE] = self._since << at.PHASE_BITS
         words[at.MAGIC_WORD] = at.MAGIC

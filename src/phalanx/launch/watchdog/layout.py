@@ -18,8 +18,9 @@ from enum import IntEnum
 MAGIC = int.from_bytes(b"phxbeat1", "little")
 
 # Identity.
-MAGIC_WORD, RANK, WORLD, PID, STARTED = range(5)
-"""STARTED is the process's start in clock ticks since boot, so that a reused process id is noticed."""
+MAGIC_WORD, RANK, WORLD, PID, STARTED, MAIN_THREAD = range(6)
+"""STARTED is the process's start in clock ticks since boot, so that a reused process id is noticed. MAIN_THREAD is
+Python's identifier of the thread that trains."""
 
 # State. Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share.
 BEAT = 16
@@ -56,6 +57,8 @@ class Phase(IntEnum):
     VALIDATION = 6
     SAVE = 7
     END = 8
+    DONE = 9
+    """The process group has been left: nobody waits for this rank any more, and it may take any time."""
 
     @property
     def label(self) -> str:

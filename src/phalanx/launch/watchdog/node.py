@@ -53,7 +53,7 @@ class NodeRanks:
             if _runs(record):
                 pids[record.rank] = record.pid
             else:
-                self.exits[record.rank] = 0 if record.phase is Phase.END else -1
+                self.exits[record.rank] = 0 if record.phase >= Phase.END else -1
         return pids
 
     def kill(self) -> None:

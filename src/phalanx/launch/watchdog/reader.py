@@ -49,12 +49,14 @@ class RecordedCall:
     done: bool
     on_device: bool
     """True if the host cannot see when it completes."""
-    thread: int
+    main: bool
+    """True if the thread that trains started it."""
 
     @property
     def waiting(self) -> bool:
-        """True if the host is blocked in it."""
-        return self.waits > 0 and not self.done
+        """True if the rank is blocked in it. A thread beside the training that expects a message, as those of a
+        parameter server do, blocks nothing."""
+        return self.waits > 0 and not self.done and (self.main or self.operation != "receive")
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -101,7 +103,7 @@ class RankRecord:
     @property
     def amid_training(self) -> bool:
         """True between the beginning of training and its end."""
-        return self.first_step > 0 and self.phase is not Phase.END
+        return self.first_step > 0 and self.phase < Phase.END
 
 
 class HeartbeatFile:
@@ -125,7 +127,7 @@ class HeartbeatFile:
     def read(self, calls: int = at.RING_CALLS) -> RankRecord:
         """Returns the rank's state with its newest `calls` calls."""
         words = self._words
-        names = _Names(words[at.RANK], self._map[at.NAMES * 8 : at.NAMES * 8 + words[at.NAMES_BYTES]])
+        names = _Names(words, self._map[at.NAMES * 8 : at.NAMES * 8 + words[at.NAMES_BYTES]])
         phase = words[at.PHASE]
         number = phase & (1 << at.PHASE_BITS) - 1
         started = {
@@ -170,7 +172,8 @@ class HeartbeatFile:
 class _Names:
     """What the numbers in a file stand for."""
 
-    def __init__(self, rank: int, data: bytes):
+    def __init__(self, words: memoryview, data: bytes):
+        rank, self.main_thread = words[at.RANK], words[at.MAIN_THREAD]
         self.channels: dict[int, tuple[ChannelKey, bool, tuple[int, ...]]] = {}
         self.axes: dict[int, str] = {}
         self.sources: dict[int, str] = {}
@@ -206,7 +209,7 @@ class _Names:
             waits=words[at.WAITS] / 1e9,
             done=words[at.DONE] > 0,
             on_device=bool(kind >> 24 & 0xFF),
-            thread=words[at.THREAD],
+            main=words[at.THREAD] == self.main_thread,
         )
 
 
