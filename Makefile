@@ -7,7 +7,7 @@ JOB ?= examples/main.yaml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test lint format bench accuracy gpu bench-peers clean
+.PHONY: help setup train verify test faults lint format bench accuracy gpu bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 test: setup ## run the tests: ARGS='-k checkpoint'
 	$(BIN)/python -m pytest $(ARGS)
 
+faults: setup ## make every fault that the watchdog finds, also between two machines (as root): minutes
+	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py $(ARGS)
+
 lint: setup ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,6 +48,7 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.pipeline $(ARGS)
 	$(BIN)/python -m benchmarks.context $(ARGS)
 	$(BIN)/python -m benchmarks.experts $(ARGS)
+	$(BIN)/python -m benchmarks.heartbeat $(ARGS)
 
 accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write benchmarks/results
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)

@@ -53,12 +53,12 @@ def measure(ranks: Ranks, words: list[str], rounds: int, directory: str) -> dict
     step = ours(job, meshes.build(job.layout, "cpu"))
 
     def with_heartbeat() -> None:
-        heartbeat._own = beat
+        heartbeat.adopt(beat)
         with heartbeat.within(Phase.DATA):
             pass
         step()
         heartbeat.steps_done(1)
-        heartbeat._own = None
+        heartbeat.adopt(None)
 
     steps: dict[str, Callable[[], object]] = {"with": with_heartbeat, "without": step}
     for warm in (*steps.values(), *steps.values()):

@@ -101,7 +101,10 @@ WAITING = [view(rank, THREE) for rank in (0, 2, 3)]
         (view(1, TWO, blocked=False, state="D"), "uninterruptible wait (disk or driver) in futex_wait (state D)"),
         (view(1, TWO, blocked=False, ticks_s=20.0), "native code holds Python's global interpreter lock"),
         (view(1, TWO, blocked=False, state="R"), "its process is running (state R)"),
-        (view(1, TWO, blocked=False, exit_code=0), "is gone in step 6, phase forward/backward: its process exited with"),
+        (
+            view(1, TWO, blocked=False, exit_code=0),
+            "is gone in step 6, phase forward/backward: its process exited with",
+        ),
         (view(1, TWO, blocked=False, exit_code=-1), "its process has ended"),
         (view(1, THREE, state="T"), "stopped by a signal"),  # after it had come to the call
         (RankView(1, None, 200.0), "it has not written a heartbeat yet"),
@@ -144,7 +147,9 @@ def test_the_end_of_a_chain_is_the_culprit() -> None:
 
 
 def test_two_groups_in_different_order_are_a_deadlock() -> None:
-    views = by_rank(view(0, [Made("row0")]), view(1, [Made("world")]), view(2, [Made("world")]), view(3, [Made("world")]))
+    views = by_rank(
+        view(0, [Made("row0")]), view(1, [Made("world")]), view(2, [Made("world")]), view(3, [Made("world")])
+    )
     found = diagnose(views)
     assert (found.kind, found.culprits) == ("deadlock", (0, 1))  # ranks 2 and 3 only wait for them
     assert hangs(views, LIMITS)
@@ -211,7 +216,13 @@ def test_a_rank_that_waits_for_another_machine_holds_nobody_up_itself() -> None:
 def test_a_call_to_which_all_came_is_stuck() -> None:
     found = diagnose(by_rank(*(view(rank, THREE) for rank in range(4))))
     assert found.kind == "stuck"
-    assert "which does not complete" in report.headline(found, "h")
+    assert report.headline(found, "h").startswith("All ranks on h have come as far as all-reduce #3 of world (float32")
+
+
+def test_devices_that_hang_silence_all_ranks_alike() -> None:
+    found = diagnose(by_rank(*(view(rank, THREE, blocked=False, on_device=True) for rank in range(4))))
+    assert found.kind == "stuck"
+    assert "as far as all-reduce #3 of world" in report.headline(found, "h")
 
 
 def test_a_device_shows_only_who_has_not_come() -> None:

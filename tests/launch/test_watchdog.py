@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.local import launch_local
+from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.watchdog import layout, node, slow
 from phalanx.launch.watchdog.diagnosis import Limits
 from phalanx.launch.watchdog.heartbeat import Heartbeat
@@ -41,7 +42,9 @@ def test_a_stopped_rank_is_named_and_all_are_killed(
 ) -> None:
     assert launch("stopped") == 124
     shown = capfd.readouterr().err
-    assert "in step 4, phase forward/backward: its process is stopped by a signal (state T). It has not called " in shown
+    assert (
+        "in step 4, phase forward/backward: its process is stopped by a signal (state T). It has not called " in shown
+    )
     assert "rank 0 has waited" in shown
     attempt = tmp_path / "logs/attempt_0"
     found = json.loads((attempt / "hang.json").read_text())
@@ -127,6 +130,22 @@ def test_the_watchdog_of_a_node_names_the_rank_that_is_gone(tmp_path: Path, capf
     assert "Rank 0" not in shown
 
 
+def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("phalanx.launch.supervisor._UNKILLABLE_S", 0.0)
+    monkeypatch.setattr(os, "killpg", lambda pid, number: None)  # as in uninterruptible wait
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    supervisor = Supervisor(lambda rank: None, 0.0)
+    supervisor._allow(0.0)
+    process = subprocess.Popen(["sleep", "60"])
+    with pytest.raises(SystemExit, match="124"):
+        supervisor.watch({0: process.pid})
+    process.kill()
+    process.wait()
+    assert f"rank 0 (process {process.pid}) cannot be killed" in capfd.readouterr().err
+
+
 @pytest.fixture
 def two(tmp_path: Path) -> list[Heartbeat]:
     beats = [Heartbeat(tmp_path, rank, 2) for rank in (0, 1)]
@@ -142,7 +161,9 @@ def make_steps(beats: list[Heartbeat], steps: int, own_s: list[float]) -> None:
         beat.words[layout.OWN_NS] += int(steps * seconds * 1e9)
 
 
-def test_a_slow_rank_gets_a_line_and_a_row(two: list[Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_gets_a_line_and_a_row(
+    two: list[Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("phalanx.launch.watchdog.watchdog._POLL_S", 0.0)
     monkeypatch.setattr("phalanx.launch.watchdog.slow.WINDOW_S", 0.0)
     said: list[str] = []

@@ -61,4 +61,3 @@ class CallLog:
         whom = ranks[peer] if peer >= 0 else -1
         channel = self._channels[kind, peer] = beat.channel(self._group.group_name, kind, ranks, whom)
         return channel
-

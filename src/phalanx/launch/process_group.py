@@ -93,9 +93,7 @@ def device_of(ranks: Ranks, device_type: str) -> torch.device:
     return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
 
 
-def new_group(
-    ranks: Sequence[int], backend: str | None = None, timeout: timedelta | None = None
-) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int], backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Creates the group of some global ranks, this one included, by default with the timeout of the default group:
     torch's own default is 30 minutes. Only its members call it."""
     group = dist.new_group(list(ranks), timeout or _timeout(), backend, use_local_synchronization=True)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from phalanx.errors import StoppedError
 from phalanx.launch.outcome import Outcome
+from phalanx.launch.verdict import WATCHDOG_CODE
 from phalanx.launch.watchdog.watchdog import Finding, Watchdog
 
 FORWARDED = {
@@ -29,6 +32,7 @@ FORWARDED = {
 
 _SAME_REQUEST_S = 0.5  # `timeout` and wrappers like it send a signal to the child and again to its group
 _PEER_GRACE_S = 3.0  # for the peers of a failed rank: long enough to notice and report it
+_UNKILLABLE_S = 60.0  # after SIGKILL: a process whose disk or driver does not answer stays until it does
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Supervisor:
         self._requests: list[tuple[signal.Signals, float]] = []
         self._deadline = float("inf")
         self._killed: set[int] = set()
+        self._killed_at = float("inf")
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -96,6 +101,8 @@ class Supervisor:
         self._look_for_hangs(running, pids)
         if running and time.monotonic() >= self._deadline and not self._killed:
             self._kill(running, pids)
+        if running and time.monotonic() > self._killed_at + _UNKILLABLE_S:
+            self._leave(running)
         return bool(running)
 
     def _look_for_hangs(self, running: Mapping[int, int], pids: Mapping[int, int]) -> None:
@@ -133,11 +140,24 @@ class Supervisor:
         if len(self._requests) > 1:
             self._allow(0)
 
+    def _leave(self, running: Mapping[int, int]) -> NoReturn:
+        """Ends the launcher although ranks are left, which the agent would wait for in vain."""
+        left = ", ".join(f"rank {rank} (process {pid})" for rank, pid in running.items())
+        if self.finding:
+            print(f"phalanx: {self.finding.message}", file=sys.stderr)
+        print(
+            f"phalanx: {left} cannot be killed: its disk or driver does not answer the kernel; it ends when that does",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(WATCHDOG_CODE)
+
     def _allow(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _kill(self, running: Mapping[int, int], pids: Mapping[int, int]) -> None:
         self._killed.update(running)
+        self._killed_at = time.monotonic()
         for pid in pids.values():  # each rank leads a process group: children of ended ranks are killed too
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)

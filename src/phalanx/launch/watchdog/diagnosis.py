@@ -161,11 +161,12 @@ def _blame(views: Mapping[int, RankView], waits: Sequence[Wait]) -> tuple[Kind, 
         return "unseen", unseen
     if blocked:
         return ("deadlock" if all(wait.call.waiting for wait in waits) else "stuck"), blocked & wanted
-    idle = {rank for rank, view in views.items() if not view.ended} - {wait.rank for wait in waits}
-    if idle:
-        longest = max(views[rank].silent_s for rank in idle)
-        return "silent", {rank for rank in idle if views[rank].silent_s >= longest / 2}
-    return "stuck", {wait.rank for wait in waits}
+    running = {rank for rank, view in views.items() if not view.ended}
+    idle = running - {wait.rank for wait in waits}
+    longest = max((views[rank].silent_s for rank in idle), default=0.0)
+    silent = {rank for rank in idle if views[rank].silent_s >= longest / 2}
+    # A device that hangs silences all ranks alike, and their hosts seem to wait for nothing.
+    return ("silent", silent) if silent and (silent < running or len(running) == 1) else ("stuck", running)
 
 
 def _roots(rank: int, waits: Sequence[Wait]) -> set[int]:

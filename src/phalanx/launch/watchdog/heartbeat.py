@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import json
+import math
 import mmap
 import os
 import signal
@@ -153,15 +154,9 @@ class Heartbeat:
         """
         number, now = next(self._numbers), _now()
         channel.started += 1
-        dims = shape if len(shape) <= at.SHAPE_WORDS else (*shape[:3], _product(shape[3:]))
+        dims = shape if len(shape) <= at.SHAPE_WORDS else (*shape[:3], math.prod(shape[3:]))
         padded = (*dims, 0, 0, 0, 0)[: at.SHAPE_WORDS]
-        kind = (
-            _OPERATIONS[operation]
-            | _DTYPES[dtype] << 8
-            | len(dims) << 16
-            | on_device << 24
-            | self._axis(axis) << 32
-        )
+        kind = _OPERATIONS[operation] | _DTYPES[dtype] << 8 | len(dims) << 16 | on_device << 24 | self._axis(axis) << 32
         place = channel.number | self._source(hidden) << 32
         began_waiting = now if waits else 0
         words = self.words
@@ -205,65 +200,71 @@ class Heartbeat:
             self.words[at.NAMES_BYTES] = used + len(line)
 
 
-_own: Heartbeat | None = None
+class _Process:
+    beat: Heartbeat | None = None
 
 
 def own() -> Heartbeat | None:
     """Returns the heartbeat of this process, if it has one."""
-    return _own
+    return _Process.beat
+
+
+def adopt(heartbeat: Heartbeat | None) -> None:
+    """Makes a heartbeat that of this process."""
+    _Process.beat = heartbeat
 
 
 def start(directory: Path, rank: int, world: int) -> None:
     """Gives this process its heartbeat in `directory`, and makes it write its stacks there on STACKS_SIGNAL.
 
     Without space for the file, the process goes on unwatched and says so."""
-    global _own
     try:
         stacks = (directory / at.stacks_name(rank)).open("w", encoding="utf-8")  # open as long as the process
         faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True, chain=False)
-        _own = Heartbeat(directory, rank, world)
+        mine = Heartbeat(directory, rank, world)
     except OSError as error:
         print(f"phalanx: rank {rank} is not watched for hangs: {error}", file=sys.stderr)
         return
-    threading.Thread(target=_tick, args=(_own.words,), name="heartbeat", daemon=True).start()
+    adopt(mine)
+    threading.Thread(target=_tick, args=(mine.words,), name="heartbeat", daemon=True).start()
 
 
 def beat() -> None:
     """Records a sign of life, in work of unknown length that makes no collectives. A thread beside the training must
     not hide that it hangs: calls from others than the main thread are ignored."""
-    if _own is not None and threading.current_thread() is threading.main_thread():
-        _own.beat()
+    if (mine := _Process.beat) is not None and threading.current_thread() is threading.main_thread():
+        mine.beat()
 
 
 def enter(phase: Phase) -> None:
     """Records that a phase begins."""
-    if _own is not None:
-        _own.enter(phase)
+    if (mine := _Process.beat) is not None:
+        mine.enter(phase)
 
 
 @contextmanager
 def within(phase: Phase) -> Iterator[None]:
     """Records a phase for the length of a `with` block; afterwards the one before goes on."""
-    if _own is None:
+    if (mine := _Process.beat) is None:
         yield
         return
-    before = _own.enter(phase)
+    before = mine.enter(phase)
     yield  # after an error the phase stays: it is where the rank failed
-    _own.enter(before)
+    mine.enter(before)
 
 
 def training(steps: int, work: int) -> None:
     """Records that training begins after `steps` steps. Ranks with equal `work` compute alike."""
-    if _own is not None:
-        _own.words[at.WORK] = work
-        _own.words[at.FIRST_STEP] = steps + 1
-        _own.steps_done(steps)
+    if (mine := _Process.beat) is not None:
+        mine.words[at.WORK] = work
+        mine.words[at.FIRST_STEP] = steps + 1
+        mine.steps_done(steps)
 
 
 def steps_done(number: int) -> None:
     """Records that `number` steps are done."""
-    if _own is not None:
-        _own.steps_done(number)
+    if (mine := _Process.beat) is not None:
+        mine.steps_done(number)
 
 
 def _tick(words: memoryview) -> None:
@@ -283,13 +284,6 @@ def _compact(ranks: Sequence[int]) -> list[int] | dict[str, int]:
     if len(ranks) > 2 and all(b - a == step for a, b in itertools.pairwise(ranks)):
         return {"first": ranks[0], "step": step, "count": len(ranks)}
     return list(ranks)
-
-
-def _product(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def _shown(path: str) -> str:

@@ -71,7 +71,7 @@ OWN_PHASES = frozenset({Phase.DATA, Phase.FORWARD_BACKWARD, Phase.EXCHANGE, Phas
 
 # A recorded collective.
 NUMBER, KIND, PLACE, SEQUENCE = range(4)
-"""KIND: operation | dtype << 8 | dimensions << 16 | on_device << 24 | axis << 32. PLACE: channel | source line << 32."""
+"""KIND: operation | dtype << 8 | dimensions << 16 | on_device << 24 | axis << 32. PLACE: channel | source << 32."""
 SHAPE, SHAPE_WORDS = 4, 4
 NBYTES, BEGAN, WAITS, DONE, THREAD, CALL_STEP, _, NUMBER_AGAIN = range(8, 16)
 """WAITS and DONE are times, 0 until then."""
@@ -98,8 +98,8 @@ NAMES_SIZE = 256 * 1024
 FILE_BYTES = NAMES * 8 + NAMES_SIZE
 
 
-def file_name(rank: int) -> str:
-    """Returns the name of a rank's heartbeat file."""
+def file_name(rank: int | str) -> str:
+    """Returns the name of a rank's heartbeat file; of `*`, the pattern of all."""
     return f"rank_{rank}.beat"
 
 

@@ -130,9 +130,7 @@ class HeartbeatFile:
         names = _Names(words, self._map[at.NAMES * 8 : at.NAMES * 8 + words[at.NAMES_BYTES]])
         phase = words[at.PHASE]
         number = phase & (1 << at.PHASE_BITS) - 1
-        started = {
-            (key, receives): words[at.CALLS + channel] for channel, (key, receives, _) in names.channels.items()
-        }
+        started = {(key, receives): words[at.CALLS + channel] for channel, (key, receives, _) in names.channels.items()}
         return RankRecord(
             rank=words[at.RANK],
             world=words[at.WORLD],

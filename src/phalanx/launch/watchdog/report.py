@@ -30,8 +30,7 @@ def headline(diagnosis: Diagnosis, host: str, hosts: Sequence[str] = ()) -> str:
             "or the report of that machine's watchdog says more."
         )
     if diagnosis.kind == "stuck":
-        calls = "; ".join(dict.fromkeys(call_words(wait.call) for wait in diagnosis.waits))
-        return f"All ranks on {host} are in {calls}, which does not complete: the connection or a device hangs."
+        return _stuck(diagnosis, host)
     return "\n".join(_culprit(views[rank], diagnosis.waits, host) for rank in culprits)
 
 
@@ -117,6 +116,13 @@ def _mismatch(mismatch: Mismatch, host: str) -> str:
         f"{mismatch.other} called {call_words(mismatch.other_call)}. All ranks of a group must make the same calls in "
         "the same order."
     )
+
+
+def _stuck(diagnosis: Diagnosis, host: str) -> str:
+    calls = [wait.call for wait in diagnosis.waits]
+    calls = calls or [view.record.calls[-1] for view in diagnosis.views.values() if view.record and view.record.calls]
+    last = "; ".join(dict.fromkeys(call_words(call) for call in calls)) or "no collective yet"
+    return f"All ranks on {host} have come as far as {last}, and go no further: the connection or a device hangs."
 
 
 def _rank(view: RankView, waits: Sequence[Wait], stack: str) -> dict[str, Any]:

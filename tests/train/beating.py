@@ -14,11 +14,11 @@ from phalanx.launch.watchdog.reader import HeartbeatFile
 
 def beating(ranks: Ranks, directory: Path, work: Callable[..., Any], *arguments: Any) -> Any:
     """Calls `work(ranks, *arguments)` with a heartbeat in `directory`."""
-    heartbeat._own = heartbeat.Heartbeat(directory, ranks.rank, ranks.world)
+    heartbeat.adopt(heartbeat.Heartbeat(directory, ranks.rank, ranks.world))
     try:
         return work(ranks, *arguments)
     finally:
-        heartbeat._own = None
+        heartbeat.adopt(None)
 
 
 def views(directory: Path) -> dict[int, RankView]:
