@@ -8,7 +8,7 @@ COUNT ?= 20000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test fuzz lint format bench accuracy gpu bench-peers clean
+.PHONY: help setup train verify test faults fuzz lint format bench accuracy gpu bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ test: setup ## run the tests: ARGS='-k checkpoint'
 fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 	PHALANX_FUZZ=$(COUNT) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
+faults: setup ## make every fault that the watchdog finds, also between two machines (as root): minutes
+	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py $(ARGS)
+
 lint: setup ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,6 +52,7 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.pipeline $(ARGS)
 	$(BIN)/python -m benchmarks.context $(ARGS)
 	$(BIN)/python -m benchmarks.experts $(ARGS)
+	$(BIN)/python -m benchmarks.heartbeat $(ARGS)
 
 accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write benchmarks/results
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)

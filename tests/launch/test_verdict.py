@@ -92,3 +92,32 @@ def test_a_failure_while_stopping_is_a_failure() -> None:
     code, message = verdict([good(0, 75, "Stopped."), bug(1, 100.0)], signal.SIGTERM)
     assert code == 1
     assert "ValueError" in message
+
+
+def test_a_hang_has_the_code_of_a_timeout() -> None:
+    assert verdict([killed(0), killed(1)], None, hang="Rank 1 is stopped.") == (124, "Rank 1 is stopped.")
+
+
+@pytest.mark.parametrize(
+    "lost", ["[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9ms for recv", "Connection reset by peer"]
+)
+def test_records_come_first_where_every_error_is_that_of_a_victim(lost: str) -> None:
+    code, message = verdict([bug(0, 100.0, lost), killed(1)], None, records="Rank 1 did not come.")
+    assert code == 1
+    assert message.startswith(f"Rank 1 did not come.\nRank 0 of 2 failed: {TRACE}")
+    _, message = verdict([bug(0, 100.0), killed(1)], None, records="Rank 1 did not come.")
+    assert message.startswith("Rank 0 of 2 failed")
+
+
+def test_records_explain_an_abort() -> None:
+    code, message = verdict([End(0, 134, 100.0, False, None), killed(1)], None, records="Mismatched collectives.")
+    assert code == 134
+    assert message.startswith("Mismatched collectives.\nRank 0 of 2 was killed by SIGABRT.")
+
+
+def test_a_rank_that_exits_as_if_done_is_the_culprit() -> None:
+    lost = bug(0, 99.0, "RuntimeError: Connection closed by peer")
+    left = End(1, 0, 100.0, False, None, left_early="in step 4, phase data")
+    code, message = verdict([lost, left], None)
+    assert code == 1
+    assert message.startswith("Rank 1 of 2 exited with code 0 in step 4, phase data, while the others still trained.")

@@ -1,7 +1,10 @@
 """Every rank's place on the mesh, by arithmetic and by torch's own mesh."""
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -192,3 +195,24 @@ def test_one_process_has_no_groups():
 def test_a_layout_for_another_number_of_processes_is_refused():
     with pytest.raises(JobError, match="needs 4 processes, but 1 were started"):
         build(Layout(dp_replicate=2, tp=2), "cpu")
+
+
+def the_timeouts_of_all_groups(ranks, layout, timeout_s):
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+    mesh = build(layout, "cpu")
+    for name in mesh.lines:
+        mesh.p2p_groups(name)
+        mesh.messages(name, timeout_s)
+        mesh.neighbours(name, mesh.axis(name).size)
+    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_replicate=2, dp_shard=2, tp=2), Layout(pp=2, cp=4, cp_ulysses=2, ep=2), Layout(tp=2)]
+)
+def test_every_group_has_the_timeout_of_the_run(ranks, layout):
+    """Not torch's 30 minutes."""
+    for timeouts in ranks(the_timeouts_of_all_groups, layout.world, layout, 77.0):
+        assert len(timeouts) > 3
+        assert set(timeouts) == {77.0}

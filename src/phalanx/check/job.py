@@ -14,6 +14,7 @@ from phalanx.config.data import Data
 from phalanx.config.fields import constraints, get
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
+from phalanx.config.run import RunOptions
 from phalanx.nearest import did_you_mean, nearest_divisors
 
 CORPORA = ("stdlib", "shakespeare_char", "text", "random")
@@ -35,6 +36,7 @@ def problems_of(job: Job) -> list[Problem]:
         *_train(job),
         *_checkpoint(job),
         *_optimizer(job),
+        *_run(job.run),
     ]
 
 
@@ -153,6 +155,15 @@ def _checkpoint(job: Job) -> Iterator[Problem]:
             "a checkpoint can be the best only if the model is validated when it is saved: checkpoint.every "
             f"{every} is not a multiple of train.eval_every {validated}; nearest eval_every: "
             f"{nearest_divisors(every, validated or every)}",
+        )
+
+
+def _run(run: RunOptions) -> Iterator[Problem]:
+    if run.hang_s >= run.timeout_s:
+        yield (
+            "run.hang_s",
+            f"is {run.hang_s:g}, but must be below run.timeout_s {run.timeout_s:g}, after which ranks give up without "
+            f"a diagnosis; nearest legal: hang_s=0, which means {run.timeout_s / 2:g}",
         )
 
 

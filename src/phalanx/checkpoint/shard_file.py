@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import ShardFile
+from phalanx.launch.watchdog import heartbeat
 
 DTYPES = {
     torch.float64: "F64",
@@ -48,6 +49,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> ShardFile:
                 chunk = data[start : start + CHUNK_BYTES]
                 digest.update(chunk)
                 file.write(chunk)
+                heartbeat.beat()
         file.flush()
         os.fsync(file.fileno())
         return ShardFile(file.tell(), digest.hexdigest())

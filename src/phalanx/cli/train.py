@@ -58,6 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _launch(job: Job, directory: RunDirectory, as_json: bool) -> int:
     from phalanx.launch.local import launch_local
+    from phalanx.launch.watchdog.diagnosis import Limits
     from phalanx.train.device import threads_for
 
     processes = job.layout.processes
@@ -73,6 +74,8 @@ def _launch(job: Job, directory: RunDirectory, as_json: bool) -> int:
         log_dir=directory.logs,
         threads=threads_for(job.run.threads, processes),
         all_ranks=job.run.all_ranks,
+        limits=Limits(job.run.hang_limit_s, job.run.timeout_s),
+        metrics=directory.metrics,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import errors
+from phalanx.comm import blocking
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ def on_every_rank(work: Callable[[], T]) -> T:
         failure = error
         answer = {"error": "RunError", "message": f"rank {rank} failed: {type(error).__name__}: {error}"}
     first = torch.tensor([dist.get_world_size() if failure is None else dist.get_rank()])
-    dist.all_reduce(first, dist.ReduceOp.MIN)
+    blocking.all_reduce(first, dist.ReduceOp.MIN)
     if first.item() < dist.get_world_size():
         answer = _broadcast(answer, int(first.item()))
         if failure is not None and not isinstance(failure, errors.PhalanxError):
@@ -77,9 +78,9 @@ def _broadcast(message: dict[str, Any], source: int = 0) -> dict[str, Any]:
     """Broadcasts the message of rank `source` as JSON bytes over CPU tensors."""
     data = json.dumps(message).encode() if dist.get_rank() == source else b""
     length = torch.tensor([len(data)], dtype=torch.int64)
-    dist.broadcast(length, src=source)
+    blocking.broadcast(length, source)
     payload = torch.zeros(int(length.item()), dtype=torch.uint8)
     if data:
         payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(payload, src=source)
+    blocking.broadcast(payload, source)
     return json.loads(payload.numpy().tobytes())

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.comm.calls import CallLog
 from phalanx.comm.ledger import Ledger
 from phalanx.cost.traffic.collectives import Collective
+from phalanx.launch.watchdog.heartbeat import Call
 
 LATENCY_BOUND_BYTES = 64 * 1024
 """Bytes up to which gloo's latency is all that counts: an all-reduce then gathers everything and adds locally."""
@@ -39,17 +41,21 @@ class Pending(Protocol):
 
 
 class _Then:
-    """Waits for backend calls, then does the rest of the work."""
+    """Waits for backend calls, then does the rest of the work; records both in `call`."""
 
-    def __init__(self, works: Sequence[Any], rest: Callable[[], Any] | None = None):
-        self.works, self.rest = works, rest
+    def __init__(self, works: Sequence[Any], call: Call | None = None, rest: Callable[[], Any] | None = None):
+        self.works, self.call, self.rest = works, call, rest
 
     def wait(self) -> None:
+        if self.call is not None:
+            self.call.waits()
         for work in self.works:
             work.wait()
+        if self.call is not None:
+            self.call.done()
         if self.rest is not None:
             self.rest()
-        self.works, self.rest = (), None
+        self.works, self.call, self.rest = (), None, None
 
 
 class Axis:
@@ -69,6 +75,7 @@ class Axis:
     ):
         self.name, self.size, self.rank, self.group = name, size, rank, group
         self.ledger = ledger or Ledger()
+        self.calls = CallLog(name, group)
         # A group names a backend per device type: "cpu:gloo,cuda:gloo".
         self.gloo = group is not None and "nccl" not in dist.get_backend(group)
 
@@ -80,12 +87,12 @@ class Axis:
         if self.size == 1:
             return _Then(())
         self.count("all_reduce", x)
+        call = self.calls.begin("all_reduce_max" if op == dist.ReduceOp.MAX else "all_reduce", x)
         if self.gloo and x.nbytes <= LATENCY_BOUND_BYTES and self.size < DIRECT_RANKS:
             every = x.new_empty(self.size, x.numel())
             every[self.rank].copy_(x.flatten())
-            work = self._exchange(every)
-            return _Then([work], lambda: x.copy_(_reduce(every, op).view_as(x)))
-        return _Then([dist.all_reduce(x, op, group=self.group, async_op=True)])
+            return _Then(self._exchange(every), call, lambda: x.copy_(_reduce(every, op).view_as(x)))
+        return _Then([dist.all_reduce(x, op, group=self.group, async_op=True)], call)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
         """Sets `part` to this rank's part of the sum of all ranks' `whole`: (n,) and (size × n,).
@@ -95,11 +102,12 @@ class Axis:
             part.copy_(whole)
             return _Then(())
         self.count("reduce_scatter", whole)
+        call = self.calls.begin("reduce_scatter", whole)
         if not self.gloo:
-            return _reduce_scatter(part, whole, group=self.group, async_op=True)
+            return _Then([_reduce_scatter(part, whole, group=self.group, async_op=True)], call)
         received = torch.empty_like(whole)
         work = dist.all_to_all_single(received, whole, group=self.group, async_op=True)
-        return _Then([work], lambda: torch.sum(received.view(self.size, -1), dim=0, out=part))
+        return _Then([work], call, lambda: torch.sum(received.view(self.size, -1), dim=0, out=part))
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Pending:
         """Sets `whole` to all ranks' parts in rank order: (size × n,) from (n,).
@@ -112,45 +120,49 @@ class Axis:
         if self.size == 1:
             return _Then(())
         self.count("all_gather", whole)
+        call = self.calls.begin("all_gather", whole)
         if not self.gloo or self.size >= DIRECT_RANKS:
-            return _all_gather(whole, part, group=self.group, async_op=True)
-        return self._exchange(whole.view(self.size, -1))
+            return _Then([_all_gather(whole, part, group=self.group, async_op=True)], call)
+        return _Then(self._exchange(whole.view(self.size, -1)), call)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Pending:
         """Sets `x` to the value of the axis's rank `source`."""
         if self.size == 1:
             return _Then(())
         self.count("broadcast", x)
-        return _Then([dist.broadcast(x, group=self.group, group_src=source, async_op=True)])
+        call = self.calls.begin("broadcast", x)
+        return _Then([dist.broadcast(x, group=self.group, group_src=source, async_op=True)], call)
 
     def send(self, x: Tensor, target: int) -> None:
         """Sends `x` to the axis's rank `target`. Returns once `x` may be changed."""
-        self.count("send", x)
-        dist.send(x, group=self.group, group_dst=target)
+        self.start_send(x, target).wait()
 
     def receive(self, x: Tensor, source: int) -> None:
         """Receives into `x` from the axis's rank `source`. Returns once it has arrived."""
-        dist.recv(x, group=self.group, group_src=source)
+        self.start_receive(x, source).wait()
 
     def start_send(self, x: Tensor, target: int) -> Pending:
         """Starts sending `x` to the axis's rank `target`. Messages to one rank keep their order."""
         self.count("send", x)
-        return _Then([dist.isend(x, group=self.group, group_dst=target)])
+        call = self.calls.send(x, target)
+        return _Then([dist.isend(x, group=self.group, group_dst=target)], call)
 
     def start_receive(self, x: Tensor, source: int) -> Pending:
         """Starts receiving into `x` from the axis's rank `source`. Messages from one rank keep their order."""
-        return _Then([dist.irecv(x, group=self.group, group_src=source)])
+        call = self.calls.receive(x, source)
+        return _Then([dist.irecv(x, group=self.group, group_src=source)], call)
 
     def rotate(self, received: Tensor, x: Tensor) -> Pending:
         """Sends `x` to the next rank of the ring and receives into `received` from the previous one."""
         self.count("send", x)
+        call = self.calls.begin("rotate", x)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         # On NCCL two separate messages between two ranks would wait for each other.
         pair = [
             dist.P2POp(dist.isend, x, group=self.group, group_peer=after),
             dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
         ]
-        return _Then(dist.batch_isend_irecv(pair))
+        return _Then(dist.batch_isend_irecv(pair), call)
 
     def all_to_all(
         self,
@@ -166,8 +178,9 @@ class Axis:
             return _Then(())
         stays = x.nbytes // self.size if sizes is None else x[: sizes[self.rank]].nbytes
         self.ledger.note(self.name, "all_to_all", x.nbytes - stays)
+        call = self.calls.begin("all_to_all", x)
         given, taken = (None if s is None else list(s) for s in (sizes, received_sizes))
-        return _Then([dist.all_to_all_single(received, x, taken, given, group=self.group, async_op=True)])
+        return _Then([dist.all_to_all_single(received, x, taken, given, group=self.group, async_op=True)], call)
 
     def all_gather_object(self, mine: T) -> list[T]:
         """Gathers a small object from every rank, in rank order; not counted."""
@@ -176,12 +189,12 @@ class Axis:
             dist.all_gather_object(every, mine, group=self.group)
         return every
 
-    def _exchange(self, rows: Tensor) -> Pending:
+    def _exchange(self, rows: Tensor) -> list[Any]:
         """Sends every rank's own row of `rows` (size, n) to all others."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         works = [dist.isend(rows[self.rank], group=self.group, group_dst=other) for other in others]
         works += [dist.irecv(rows[other], group=self.group, group_src=other) for other in others]
-        return _Then(works)
+        return works
 
     def count(self, collective: Collective, whole: Tensor) -> None:
         """Records a collective over this axis. The collectives of this class record themselves."""

@@ -35,14 +35,6 @@ class StagedAxis(Axis):
         host = _on_host(x)
         return _CopyBack(super().broadcast(host, source), x, host)
 
-    def send(self, x: Tensor, target: int) -> None:
-        super().send(_on_host(x), target)
-
-    def receive(self, x: Tensor, source: int) -> None:
-        host = _room_on_host(x)
-        super().receive(host, source)
-        x.copy_(host)
-
     def start_send(self, x: Tensor, target: int) -> Pending:
         host = _on_host(x)
         return _CopyBack(super().start_send(host, target), None, host)

@@ -20,6 +20,9 @@ class RunOptions:
     """CPU threads of each process; 0 divides the cores among the processes of a node."""
     timeout_s: Annotated[float, Above(0)] = 600.0
     """Seconds that a collective may wait before the run is declared broken."""
+    hang_s: Annotated[float, AtLeast(0)] = 0.0
+    """Seconds without a sign of life after which the watchdog names a rank and ends the run; 0 means half of timeout_s.
+    Until the first step is done, and after the last one, timeout_s counts."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level of rank 0 on the terminal; other ranks write to their own log files."""
     all_ranks: bool = False
@@ -28,3 +31,8 @@ class RunOptions:
     """Tokens of text to generate when training ends; 0 generates none."""
     sample_prompt: str = "\n"
     """Prompt of that text."""
+
+    @property
+    def hang_limit_s(self) -> float:
+        """Seconds without a sign of life after which a rank hangs."""
+        return self.hang_s or self.timeout_s / 2

@@ -10,6 +10,8 @@ LOG_DIR = "PHALANX_LOG_DIR"
 """Directory of the rank's logs and of its outcome.json."""
 STORE = "PHALANX_STORE"
 """File through which the ranks of one attempt find each other."""
+HEARTBEATS = "PHALANX_HEARTBEATS"
+"""Folder of the heartbeat files of one attempt (launch/watchdog)."""
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Keeps all sockets of single-machine ranks on the loopback interface, overriding the user's multi-node settings."""

@@ -19,7 +19,11 @@ from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.supervisor import Exit, Supervisor
 from phalanx.launch.verdict import BEFORE_CHECKPOINT, End, verdict
+from phalanx.launch.watchdog.diagnosis import Limits
+from phalanx.launch.watchdog.watchdog import Watchdog, write
 
+UNLIMITED = Limits(0.0, 0.0)
+"""Ranks may be silent for any time."""
 _LAST_LINES = 10
 
 
@@ -33,6 +37,8 @@ def launch_local(
     grace_s: float = 30.0,
     module: str = "phalanx.cli.rank",
     stopped: str = BEFORE_CHECKPOINT,
+    limits: Limits = UNLIMITED,
+    metrics: Path | None = None,
 ) -> int:
     """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
 
@@ -47,10 +53,12 @@ def launch_local(
         grace_s: seconds for the ranks to write a checkpoint after a signal.
         module: the module to run; it calls phalanx.launch.worker.main.
         stopped: the wording of `verdict` for ranks stopped by a signal.
+        limits: when a silent rank hangs, so that all are killed.
+        metrics: file to which rows about slow ranks are appended.
 
     Returns:
-        0, or the code of the rank that failed first, or 75 when the ranks stopped with a checkpoint, or 128 + n when
-        signal n ended them before that. The message has been printed to standard error.
+        0, or the code of the rank that failed first, or 75 when the ranks stopped with a checkpoint, or 124 when the
+        watchdog had them killed, or 128 + n when signal n ended them. The message has been printed to standard error.
 
     Raises:
         RunError: the ranks could not be started.
@@ -61,7 +69,11 @@ def launch_local(
     environment = {LAUNCHER_PID: str(os.getpid()), **LOOPBACK, **thread_environment(threads, os.environ)}
     with tempfile.TemporaryDirectory(prefix="phalanx_") as store_dir:  # mode 0700
         logs = AttemptLogs(log_dir.absolute(), Path(store_dir), environment, all_ranks)
-        supervisor = Supervisor(lambda rank: Outcome.read(logs.rank_dir(rank)), grace_s)
+        supervisor = Supervisor(
+            lambda rank: Outcome.read(logs.rank_dir(rank)),
+            grace_s,
+            lambda: Watchdog(logs.heartbeats, limits, _say, metrics),
+        )
         # -P keeps the ranks from importing a torch.py of the current directory
         agent = RankAgent(["-P", "-m", module, *argv], processes, logs, supervisor)
         try:
@@ -69,10 +81,27 @@ def launch_local(
                 agent.run()
         except OSError as error:
             raise RunError(f"Cannot start {processes} ranks with logs in {log_dir}: {error}.") from error
-    ends = [_end(rank, ended, logs.rank_dir(rank)) for rank, ended in sorted(supervisor.exits.items())]
-    code, message = verdict(ends, supervisor.stop_signal, stopped)
+        code, message = _judge(supervisor, logs, stopped)
     _tell(code, message, logs.attempt_dir)
     return code
+
+
+def _judge(supervisor: Supervisor, logs: AttemptLogs, stopped: str) -> tuple[int, str]:
+    """Returns exit code and message of an attempt whose ranks have ended, and writes the watchdog's report."""
+    watchdog, hang, records = supervisor.watchdog, "", ""
+    if supervisor.finding is not None:
+        write(supervisor.finding, logs.attempt_dir)
+        hang = supervisor.finding.message
+    left_early = {}
+    if watchdog is not None:
+        codes = {rank: None if ended.killed else ended.code for rank, ended in supervisor.exits.items()}
+        records = watchdog.post_mortem(codes)
+        left_early = {rank: watchdog.left_early(rank) for rank, code in codes.items() if code == 0}
+    ends = [
+        _end(rank, ended, logs.rank_dir(rank), left_early.get(rank, ""))
+        for rank, ended in sorted(supervisor.exits.items())
+    ]
+    return verdict(ends, supervisor.stop_signal, stopped, hang=hang, records=records)
 
 
 def _say_whose_threads(threads: int) -> None:
@@ -104,7 +133,7 @@ def _quiet_agent() -> Iterator[None]:
             os.environ[signals] = before
 
 
-def _end(rank: int, ended: Exit, directory: Path) -> End:
+def _end(rank: int, ended: Exit, directory: Path, left_early: str) -> End:
     """Returns a rank's end as seen and as reported; also writes its traceback to its own log."""
     outcome, log = Outcome.read(directory), directory / "stderr.log"
     last_words = ""
@@ -114,7 +143,12 @@ def _end(rank: int, ended: Exit, directory: Path) -> End:
     elif log.exists():
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         last_words = "\n".join(lines[-_LAST_LINES:])
-    return End(rank, ended.code, ended.time, ended.killed, outcome, last_words)
+    return End(rank, ended.code, ended.time, ended.killed, outcome, last_words, left_early)
+
+
+def _say(line: str) -> None:
+    clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # rank 0's progress bar, which is drawn again below
+    print(f"{clear}phalanx: {line}", file=sys.stderr, flush=True)
 
 
 def _tell(code: int, message: str, attempt_dir: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from phalanx.launch.environment import LOG_DIR, STORE
+from phalanx.launch.environment import HEARTBEATS, LOG_DIR, STORE
 
 _TERMINAL = ""  # means "inherit the launcher's stream" to the agent
 
@@ -41,15 +41,22 @@ class AttemptLogs(LogsSpecs):
         """Returns the directory of one rank in the latest attempt."""
         return self.attempt_dir / f"rank_{rank}"
 
+    @property
+    def heartbeats(self) -> Path:
+        """The folder of the heartbeat files of the latest attempt; private, on a local disk."""
+        return self._store_dir / f"{self.attempt_dir.name}.heartbeats"
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Creates an attempt's directories. The agent passes the variables of each local rank, to which it may add."""
         self.attempt_dir = next_attempt(Path(self.root_log_dir))
+        self.heartbeats.mkdir()
         destination = LogsDest()
         for local_rank, env in envs.items():
             directory = self.rank_dir(int(env["RANK"]))
             directory.mkdir()
             env.update(self._environment)
             env[LOG_DIR] = str(directory)
+            env[HEARTBEATS] = str(self.heartbeats)
             env[STORE] = str(self._store_dir / self.attempt_dir.name)
             to_file = local_rank > 0
             destination.stdouts[local_rank] = str(directory / "stdout.log") if to_file else _TERMINAL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -91,6 +91,24 @@ def device_of(ranks: Ranks, device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+
+
+def new_group(ranks: Sequence[int], backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Creates the group of some global ranks, this one included, by default with the timeout of the default group:
+    torch's own default is 30 minutes. Only its members call it."""
+    group = dist.new_group(list(ranks), timeout or _timeout(), backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this rank is among them"
+    return group
+
+
+def inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Gives a group that torch created the timeout of the default group."""
+    dist.distributed_c10d._set_pg_timeout(_timeout(), group)
+
+
+def _timeout() -> timedelta:
+    """Returns the timeout of the default group, whose CPU backend is gloo's in any case."""
+    return dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
 
 
 def shutdown() -> None:

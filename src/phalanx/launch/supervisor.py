@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from phalanx.errors import StoppedError
 from phalanx.launch.outcome import Outcome
+from phalanx.launch.verdict import WATCHDOG_CODE
+from phalanx.launch.watchdog.watchdog import Finding, Watchdog
 
 FORWARDED = {
     signal.SIGINT: signal.SIGINT,
@@ -28,6 +32,7 @@ FORWARDED = {
 
 _SAME_REQUEST_S = 0.5  # `timeout` and wrappers like it send a signal to the child and again to its group
 _PEER_GRACE_S = 3.0  # for the peers of a failed rank: long enough to notice and report it
+_UNKILLABLE_S = 60.0  # after SIGKILL: a process whose disk or driver does not answer stays until it does
 
 
 @dataclass(frozen=True)
@@ -49,17 +54,26 @@ class Supervisor:
         outcome: what the rank itself said about its end, or None.
         grace_s: seconds that ranks get to end after a signal, or after one of them ended with an error that it
             announced.
+        watchdog: returns the watchdog of the attempt; called when its ranks have been started.
     """
 
-    def __init__(self, outcome: Callable[[int], Outcome | None], grace_s: float):
+    def __init__(
+        self, outcome: Callable[[int], Outcome | None], grace_s: float, watchdog: Callable[[], Watchdog] | None = None
+    ):
         self.exits: dict[int, Exit] = {}
         self.stop_signal: signal.Signals | None = None
         """The signal that was forwarded to the ranks."""
+        self.finding: Finding | None = None
+        """The reason for which the watchdog had all ranks killed."""
+        self.watchdog: Watchdog | None = None
+        """The watchdog of the attempt."""
+        self._new_watchdog = watchdog
         self._outcome = outcome
         self._grace_s = grace_s
         self._requests: list[tuple[signal.Signals, float]] = []
         self._deadline = float("inf")
         self._killed: set[int] = set()
+        self._killed_at = float("inf")
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -84,9 +98,22 @@ class Supervisor:
         self._note_exits(pids)
         running = {rank: pid for rank, pid in pids.items() if rank not in self.exits}
         self._pass_signal_on(running)
+        self._look_for_hangs(running, pids)
         if running and time.monotonic() >= self._deadline and not self._killed:
             self._kill(running, pids)
+        if running and time.monotonic() > self._killed_at + _UNKILLABLE_S:
+            self._leave(running)
         return bool(running)
+
+    def _look_for_hangs(self, running: Mapping[int, int], pids: Mapping[int, int]) -> None:
+        if self.watchdog is None and self._new_watchdog is not None:
+            self.watchdog = self._new_watchdog()
+        if self.watchdog is None or not running or self._killed:
+            return
+        codes = {rank: ended.code for rank, ended in self.exits.items()}
+        self.finding = self.watchdog.poll(running, codes)
+        if self.finding is not None:
+            self._kill(running, pids)
 
     def _note_exits(self, pids: Mapping[int, int]) -> None:
         for rank in pids.keys() - self.exits.keys():
@@ -100,6 +127,8 @@ class Supervisor:
                 outcome = self._outcome(rank)
                 announced = outcome is not None and outcome.traceback is None
                 self._allow(self._grace_s if announced else _PEER_GRACE_S)
+            elif code == 0 and self.watchdog is not None and self.watchdog.left_early(rank):
+                self._allow(_PEER_GRACE_S)
 
     def _pass_signal_on(self, running: Mapping[int, int]) -> None:
         if self._requests and self.stop_signal is None:
@@ -111,11 +140,24 @@ class Supervisor:
         if len(self._requests) > 1:
             self._allow(0)
 
+    def _leave(self, running: Mapping[int, int]) -> NoReturn:
+        """Ends the launcher although ranks are left, which the agent would wait for in vain."""
+        left = ", ".join(f"rank {rank} (process {pid})" for rank, pid in running.items())
+        if self.finding:
+            print(f"phalanx: {self.finding.message}", file=sys.stderr)
+        print(
+            f"phalanx: {left} cannot be killed: its disk or driver does not answer the kernel; it ends when that does",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(WATCHDOG_CODE)
+
     def _allow(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _kill(self, running: Mapping[int, int], pids: Mapping[int, int]) -> None:
         self._killed.update(running)
+        self._killed_at = time.monotonic()
         for pid in pids.values():  # each rank leads a process group: children of ended ranks are killed too
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)

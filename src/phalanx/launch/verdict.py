@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from phalanx.errors import StoppedError
 from phalanx.launch.outcome import Outcome
 
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL remote process exited")
-"""Error texts of ranks that failed only because of another one."""
+WATCHDOG_CODE = 124
+"""Exit code of a launch whose ranks the watchdog had killed, as of timeout(1)."""
+
+_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL remote process exited"),
+    *("gloo/transport", "Timed out waiting", "Watchdog caught collective operation timeout"),
+)
+"""Error texts of ranks that failed only because of another one: it is gone, or did not come to a collective in time."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class End:
     """None if the rank had no time to report."""
     last_words: str = ""
     """The end of its standard error, if that went to a file."""
+    left_early: str = ""
+    """Where it was in training if it ended as if done; else empty."""
 
     @property
     def report(self) -> Outcome | None:
@@ -36,7 +44,7 @@ class End:
 
     @property
     def lost_peer(self) -> bool:
-        """True if it failed only because another rank was gone."""
+        """True if it failed only because another rank was gone, or did not come."""
         return self.outcome is not None and any(words in self.outcome.message for words in _LOST_PEER)
 
     @property
@@ -53,16 +61,28 @@ BEFORE_CHECKPOINT = (
 
 
 def verdict(
-    ends: Sequence[End], stop_signal: signal.Signals | None, stopped: str = BEFORE_CHECKPOINT
+    ends: Sequence[End],
+    stop_signal: signal.Signals | None,
+    stopped: str = BEFORE_CHECKPOINT,
+    *,
+    hang: str = "",
+    records: str = "",
 ) -> tuple[int, str]:
-    """Returns the exit code of the launch and the message for the user (empty on success). `stopped` ends the sentence
-    "Stopped by SIGNAL ..." if ranks did not finish."""
+    """Returns the exit code of the launch and the message for the user (empty on success).
+
+    `stopped` ends the sentence "Stopped by SIGNAL ..." if ranks did not finish. `hang` is the watchdog's message if it
+    had the ranks killed. `records` says what the ranks' heartbeats show: it comes first where no rank's own error is
+    the cause."""
+    if hang:
+        return WATCHDOG_CODE, hang
     by_signal = 128 + stop_signal if stop_signal else None
     planned = (0, StoppedError.exit_code, by_signal)
-    failures = [end for end in ends if not end.killed and end.code not in planned]
+    failures = [end for end in ends if not end.killed and (end.code not in planned or end.left_early)]
     if failures:
         first = min(failures, key=lambda end: end.order)
-        return first.code, _failure(first, failures, ends)
+        message = _failure(first, failures, ends)
+        only_a_victim = first.lost_peer or first.code == 128 + signal.SIGABRT
+        return first.code or 1, f"{records}\n{message}" if records and only_a_victim else message
     unfinished = [end for end in ends if end.killed or end.code == by_signal]
     if stop_signal and unfinished:
         return 128 + stop_signal, f"Stopped by {stop_signal.name} {stopped.format(len(unfinished), len(ends))}"
@@ -87,6 +107,8 @@ def _failure(first: End, failures: Sequence[End], ends: Sequence[End]) -> str:
 
 def _reason(end: End, world: int) -> str:
     who = f"Rank {end.rank} of {world}"
+    if end.left_early:
+        return f"{who} exited with code {end.code} {end.left_early}, while the others still trained.{_tail(end)}"
     if end.report:
         return f"{who} failed: {end.report.traceback or end.report.message}"
     number = end.code - 128

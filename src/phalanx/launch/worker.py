@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from phalanx.errors import StoppedError
-from phalanx.launch.environment import LAUNCHER_PID, LOG_DIR
+from phalanx.launch.environment import HEARTBEATS, LAUNCHER_PID, LOG_DIR
 from phalanx.launch.lifeline import die_with_parent
 from phalanx.launch.outcome import Outcome, describe
+from phalanx.launch.watchdog import heartbeat
 
 
 def main(run: Callable[[list[str]], int]) -> NoReturn:
     """Runs `run(argv)` as a rank: dies with the launcher, records the outcome, exits with its code."""
     die_with_parent(int(os.environ[LAUNCHER_PID]))
     faulthandler.enable()
+    heartbeat.start(Path(os.environ[HEARTBEATS]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, errors="replace")  # a log file is read while it grows

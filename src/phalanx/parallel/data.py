@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
+from phalanx.launch.watchdog import heartbeat
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.parameter_shards import ParameterShard
@@ -123,6 +124,7 @@ class Replica:
         Returns the loss summed over the micro-batch's tokens, detached. After the call with `last`, every parameter
         shard's gradient is the sum over all data ranks.
         """
+        heartbeat.beat()
         self.begin_backward(0, last=last)
         loss = self.objective(micro)
         (loss * factor).backward()

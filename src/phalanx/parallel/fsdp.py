@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config.layout import Layout
+from phalanx.launch.watchdog.heartbeat import Call
 from phalanx.model.experts import Experts, GroupedLinear
 from phalanx.parallel import fsdp_private
 from phalanx.parallel.data import GradientSum, LocalModel, Replica
@@ -49,9 +49,9 @@ class ShardedReplica(Replica):
         objective.to_empty(device=device)
         # A CPU has no streams for FSDP2 to overlap on: there collectives are asynchronous by themselves.
         defers = shard.gloo and replicate.size == 1 and not sums.every_micro_batch and sums.dtype is None
-        dense = of_experts = _ReduceScatter(shard, defers)
+        dense = of_experts = _ReduceScatter(shard, defers, replicate)
         if sums.experts is not None:
-            of_experts = _ReduceScatter(sums.experts[1], defers)
+            of_experts = _ReduceScatter(sums.experts[1], defers, replicate)
         self.scatters = {dense, of_experts}
         for group in self.groups:
             scatter = of_experts if isinstance(group, Experts) else dense
@@ -60,7 +60,7 @@ class ShardedReplica(Replica):
             group.set_custom_reduce_scatter(scatter)
             if replicate.size > 1:
                 # FSDP2 sums over replicas (HSDP) itself, with or without a reduce-scatter before.
-                group.set_all_reduce_hook(partial(replicate.count, "all_reduce"))
+                group.set_all_reduce_hook(scatter.all_reduced)
             # Plain sums: the trainer divides.
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
@@ -76,6 +76,7 @@ class ShardedReplica(Replica):
         super().__init__(model)
 
     def begin_backward(self, stage: int, *, last: bool) -> None:
+        self._sum_replicas(last)
         if not self.stages:
             self.root.set_is_last_backward(last)
         for module in self.stages.get(stage, [self.root]):
@@ -83,7 +84,13 @@ class ShardedReplica(Replica):
             # Replicas sum their shards once, when they are complete. This call comes last, as the other sets both.
             module.set_requires_all_reduce(last)
 
+    def _sum_replicas(self, follows: bool) -> None:
+        """Tells the reduce-scatters whether FSDP2 sums their results over the replicas."""
+        for scatter in self.scatters:
+            scatter.all_reduce_follows = follows
+
     def end_backward(self, stage: int, *, last: bool) -> None:
+        self._sum_replicas(last)
         for module in self.stages.get(stage, ()):
             # Deferred weight gradients arrive after autograd, and with it FSDP2, has finished.
             fsdp_private.take_in_gradients(module)
@@ -95,6 +102,7 @@ class ShardedReplica(Replica):
     def collect(self) -> None:
         if self.stages:
             # Non-block parameters may belong to several stages, and are reduced after all of them.
+            self._sum_replicas(True)
             self.root.set_requires_gradient_sync(True)
             self.root.set_is_last_backward(True)
             fsdp_private.take_in_gradients(self.root)
@@ -221,11 +229,15 @@ class _Arriving(dist.Work):
 
 class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
     """Sends gradients. `defers`: nothing reads a group's gradient before the backward pass ends (it is not added to
-    another, not cast, not reduced again), so it may arrive while the next group is computed."""
+    another, not cast, not reduced again), so it may arrive while the next group is computed.
 
-    def __init__(self, shard: Axis, defers: bool):
-        self.shard, self.defers = shard, defers
+    With replicas FSDP2 then makes an all-reduce of its own, which is recorded here."""
+
+    def __init__(self, shard: Axis, defers: bool, replicate: Axis):
+        self.shard, self.defers, self.replicate = shard, defers, replicate
         self.in_flight: Pending | None = None
+        self.all_reduce_follows = True
+        self.all_reduce: Call | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -236,6 +248,15 @@ class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
             self.in_flight = work
         else:
             work.wait()
+        if self.replicate.size > 1 and self.all_reduce_follows:
+            self.all_reduce = self.replicate.calls.begin("all_reduce", output_tensor, waits=True)
+
+    def all_reduced(self, summed: Tensor) -> None:
+        """Counts FSDP2's all-reduce of a group's gradients over the replicas; called after it."""
+        self.replicate.count("all_reduce", summed)
+        if self.all_reduce is not None:
+            self.all_reduce.done()
+            self.all_reduce = None
 
     def settle(self) -> None:
         """Waits for the last one."""

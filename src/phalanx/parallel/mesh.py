@@ -21,6 +21,7 @@ from phalanx.comm.ledger import Ledger
 from phalanx.comm.staged import StagedAxis
 from phalanx.config.layout import AXES, Layout
 from phalanx.errors import JobError
+from phalanx.launch.process_group import inherit_timeout, new_group
 
 DEVICE_AXES = ("pp", "dp_replicate", "shard", "tp")
 """Outermost first; what torch's mesh has."""
@@ -105,8 +106,7 @@ class Mesh:
         and they must have equally many process groups: torch names a group after its number."""
         if len(places) == 1:
             return Axis(name)
-        group = dist.new_group(self._ranks(name, places), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "this rank is among them"
+        group = new_group(self._ranks(name, places))
         return self._over(name, len(places), places.index(self.axis(name).rank), group)
 
     def p2p_groups(self, name: str) -> tuple[Axis, Axis]:
@@ -126,13 +126,7 @@ class Mesh:
         axis = self.axis(name)
         if axis.group is None:
             return axis
-        group = dist.new_group(
-            dist.get_process_group_ranks(axis.group),
-            timeout=timedelta(seconds=timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        assert isinstance(group, dist.ProcessGroup), "this rank is among them"
+        group = new_group(dist.get_process_group_ranks(axis.group), "gloo", timedelta(seconds=timeout_s))
         return Axis(name, axis.size, axis.rank, group, self.ledger)
 
     def _ranks(self, name: str, places: Sequence[int]) -> list[int]:
@@ -163,9 +157,7 @@ class Mesh:
             # All ranks create the groups of their own lines, equally many.
             place = line.place(dist.get_rank())
             ranks = [dist.get_rank() + (other - place) * line.stride for other in range(line.size)]
-            made = dist.new_group(ranks, use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup), "this rank is among them"
-            group = made
+            group = new_group(ranks)
         return self._over(shown.get(name, name), line.size, line.place(dist.get_rank()), group)
 
     def _over(self, name: str, size: int, rank: int, group: dist.ProcessGroup) -> Axis:
@@ -233,4 +225,7 @@ def alone() -> Mesh:
 
 
 def _devices(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:
+        inherit_timeout(mesh.get_group(name))
+    return mesh

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from phalanx.launch.watchdog import heartbeat
 from phalanx.model.loss import valid_tokens
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
@@ -17,6 +18,7 @@ def validation_loss(replica: Replica, mesh: Mesh, batches: Iterable[MicroTensors
     """Returns the loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for micro in batches:
+        heartbeat.beat()
         loss: Tensor = replica.loss(micro)
         total += torch.stack((loss.double(), valid_tokens(micro.targets).double()))
     # Only pipeline ranks with the last stage know the loss, but all of them know the tokens.

@@ -6,6 +6,8 @@ import time
 
 from phalanx.config.job import Job
 from phalanx.data.loader import Batches, MicroBatch, TokenData
+from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.layout import Phase
 from phalanx.parallel.mesh import Mesh
 from phalanx.partition.batch import Batch
 from phalanx.train.metrics import Meter
@@ -40,7 +42,9 @@ class Feed:
 
     def peek(self) -> list[MicroBatch]:
         """Reads the same as `take`, which then returns these micro-batches once more."""
-        if self.next is None:
+        if self.next is not None:
+            return self.next
+        with heartbeat.within(Phase.DATA):
             began = time.perf_counter()
             if self.batches is None:
                 place = self.mesh.data_rank, self.mesh.data_ranks
@@ -59,7 +63,10 @@ class Feed:
         replicas, ranks = self.job.layout.dp_replicate, self.mesh.axis("shard")
         samples = self.batch.global_batch // replicas
         first = self.first_sample + (chunk - self.first_step * replicas) * samples
-        with self._open(first, samples, ranks.rank, ranks.size, prefetch=0) as batches:
+        with (
+            heartbeat.within(Phase.DATA),
+            self._open(first, samples, ranks.rank, ranks.size, prefetch=0) as batches,
+        ):
             return next(batches)
 
     def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int) -> Batches:

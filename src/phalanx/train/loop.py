@@ -20,6 +20,8 @@ from phalanx.data.shards import open_shards
 from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFiniteError, StoppedError
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
+from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.layout import Phase
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.precision import DTYPES
@@ -38,6 +40,7 @@ from phalanx.train.state import TrainState
 from phalanx.train.step import Step, Stepper
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal, logging_to
+from phalanx.train.watched import watch
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +66,10 @@ def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
         logging_to(terminal, job.run.log_level, ranks.rank, log_file),
         process_group(ranks, device=device, timeout_s=job.run.timeout_s),
     ):
-        return Trainer(job, ranks, device, stop, terminal).run()
+        watch(job, ranks, log_file)
+        summary = Trainer(job, ranks, device, stop, terminal).run()
+    heartbeat.enter(Phase.DONE)
+    return summary
 
 
 class Trainer:
@@ -114,18 +120,23 @@ class Trainer:
                 record=recorder.step,
                 first=state.step,
             )
+            heartbeat.training(state.step, work=self.mesh.coordinates["pp"])
             for number, step in self._with_advice(driver.steps()):
                 state.advance(number, self.batch.global_batch)
+                heartbeat.steps_done(number)
                 ends = step.stop or number == milestones.last
                 experts.after(number, recorder.rows, shown=milestones.shows(number), ends=ends)
                 if milestones.validates(number):
-                    self._validate(recorder)
+                    with heartbeat.within(Phase.VALIDATION):
+                        self._validate(recorder)
                 if step.stop or milestones.saves(number):
-                    self._save(recorder)
+                    with heartbeat.within(Phase.SAVE):
+                        self._save(recorder)
                 if ends:
                     self._report(recorder, driver)
                     experts.draw(self.directory)
                     break
+        heartbeat.enter(Phase.END)
         if step.stop and state.step < milestones.last:
             raise StoppedError(
                 f"stopped by a signal at step {state.step} of {milestones.last}, with a checkpoint in "

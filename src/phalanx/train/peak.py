@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.comm import blocking
 from phalanx.comm.agree import on_rank_zero
 from phalanx.config import local_cluster
 from phalanx.config.calibration import assess, relative_spread
@@ -97,7 +98,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype, now: Callable[[], fl
     found = []
     for _ in range(MEASUREMENTS):
         if dist.is_initialized():
-            dist.barrier()
+            blocking.barrier()
         found.append(_product_flops(device, dtype, multiply, now))
     spread = relative_spread(found)
     kind = str(dtype).removeprefix("torch.")

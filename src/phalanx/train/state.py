@@ -19,6 +19,7 @@ from phalanx.checkpoint.save import Save
 from phalanx.checkpoint.validity import check, check_digests, directory_of, newest_valid
 from phalanx.comm.agree import on_every_rank, on_rank_zero
 from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFiniteError, RunError
+from phalanx.launch.watchdog import heartbeat
 from phalanx.train.optimizer import MOMENTS
 from phalanx.train.step import Stepper
 
@@ -173,6 +174,7 @@ class TrainState:
                 if _all_there(kind, (f.whole_name for f in optimizer.shards), set(tensors.names())):
                     state += held(optimizer.shards, of_kind, f"{kind}/")
             for tensor in state:
+                heartbeat.beat()
                 _fill(tensor, tensors)
 
 

@@ -14,6 +14,8 @@ from phalanx.comm.axis import Pending
 from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
+from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.layout import Phase
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
@@ -76,6 +78,7 @@ class Stepper:
         """Runs forward and backward over this rank's micro-batches. Returns the loss summed over them, in fp64.
 
         Afterwards the shards' gradients are those of the mean loss over `global_tokens`, times the loss scale."""
+        heartbeat.enter(Phase.FORWARD_BACKWARD)
         tensors = [self.tensors(micro, step) for micro in micro_batches]
         with self.memory.allocating("activations", "logits", "gradients"):
             return self.replica.gradients(tensors, self.factor(global_tokens))
@@ -98,12 +101,14 @@ class Stepper:
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
         tokens = global_tokens // self.independent_replicas
         loss = self.gradients(micro_batches, step, tokens)
+        heartbeat.enter(Phase.EXCHANGE)
         square, status, everywhere = self.status(loss, stop)
         if self.mesh.is_sharded:
             everywhere.wait()
             square = status[1]
         norm = square.sqrt()
         grad_norm = norm.item()
+        heartbeat.enter(Phase.OPTIMIZER)
         if math.isfinite(grad_norm):
             with self.memory.allocating("optimizer"):
                 self.optimizer.step(lr, norm)
@@ -118,9 +123,11 @@ class Stepper:
             stop = self.sync.after_update(step, stop, problem)
         elif problem:
             raise NotFiniteError(problem)
+        heartbeat.enter(Phase.EXCHANGE)
         self.replica.publish()
         self.optimizer.clear()
         self.replica.clear()
+        heartbeat.enter(Phase.RECORD)
         return Step(mean, grad_norm, stop)
 
     def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:

@@ -15,6 +15,8 @@ from torch import Tensor
 from phalanx.comm.axis import Pending
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
+from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.layout import Phase
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.train.step import Step, Stepper
@@ -62,6 +64,7 @@ class UnflushedSteps:
         def tensors(micros: Sequence[MicroBatch], number: int) -> list[MicroTensors]:
             return [stepper.tensors(micro, number) for micro in micros]
 
+        heartbeat.enter(Phase.FORWARD_BACKWARD)
         loss = self.pipeline.run_batch(
             tensors(micro_batches, step),
             stepper.factor(global_tokens),
@@ -79,6 +82,7 @@ class UnflushedSteps:
             self._settle()
             self._raise()
             self.pipeline.restart([f.value for f in stepper.optimizer.shards])
+        heartbeat.enter(Phase.RECORD)
         steps, self.known = self.known, []
         if more is None and steps:
             number, final = steps[-1]

@@ -1,0 +1,63 @@
+"""Records the calls of a process group in this rank's heartbeat, for the watchdog (launch/watchdog).
+
+All ranks of a group make the same calls in the same order, so a call is known by its number: comparing the ranks'
+records shows who has not come to a call, and whether two ranks made different calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.heartbeat import Call, Channel
+from phalanx.launch.watchdog.layout import DTYPES, OTHER_TYPE
+
+_HIDDEN = f"{Path(__file__).parent}/"
+_TYPE_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+
+
+class CallLog:
+    """The calls that this rank makes on one process group under the name of an axis. Without a heartbeat it records
+    nothing."""
+
+    def __init__(self, axis: str, group: dist.ProcessGroup | None):
+        self.axis, self._group = axis, group
+        self._channels: dict[tuple[str, int], Channel] = {}
+        self._nccl = group is not None and "nccl" in dist.get_backend(group)
+
+    def begin(self, operation: str, x: Tensor, *, waits: bool = False) -> Call | None:
+        """Records that a collective over `x` starts; with `waits`, the rank is blocked in it from now on."""
+        return self._begin("all", -1, operation, x, waits=waits)
+
+    def send(self, x: Tensor, target: int) -> Call | None:
+        """Records that a message to the group's rank `target` starts."""
+        return self._begin("send", target, "send", x, waits=False)
+
+    def receive(self, x: Tensor, source: int) -> Call | None:
+        """Records that a message from the group's rank `source` is expected."""
+        return self._begin("receive", source, "receive", x, waits=False)
+
+    def _begin(self, kind: str, peer: int, operation: str, x: Tensor, *, waits: bool) -> Call | None:
+        beat = heartbeat.own()
+        if beat is None or self._group is None:
+            return None
+        channel = self._channels.get((kind, peer)) or self._channel(beat, kind, peer)
+        dtype = _TYPE_NAMES.get(x.dtype, OTHER_TYPE)
+        return beat.begin(
+            *(channel, operation, self.axis, dtype, x.shape, x.nbytes),
+            waits=waits,
+            on_device=self._nccl and x.is_cuda,
+            hidden=_HIDDEN,
+        )
+
+    def _channel(self, beat: heartbeat.Heartbeat, kind: str, peer: int) -> Channel:
+        assert self._group is not None
+        ranks: Sequence[int] = dist.get_process_group_ranks(self._group)
+        whom = ranks[peer] if peer >= 0 else -1
+        channel = self._channels[kind, peer] = beat.channel(self._group.group_name, kind, ranks, whom)
+        return channel

@@ -1,0 +1,205 @@
+"""The watchdog with real processes, and what it says of slow ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.local import launch_local
+from phalanx.launch.supervisor import Supervisor
+from phalanx.launch.watchdog import layout, node, slow
+from phalanx.launch.watchdog.diagnosis import Limits
+from phalanx.launch.watchdog.heartbeat import Heartbeat
+from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.slow import SlowRanks
+from phalanx.launch.watchdog.watchdog import Watchdog
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def launch(fault: str) -> int:
+        options = {"processes": 2, "log_dir": tmp_path / "logs", "threads": 1, "all_ranks": False}
+        return launch_local([fault, str(tmp_path)], module="watched_program", limits=Limits(4.0, 120.0), **options)
+
+    return launch
+
+
+def test_a_stopped_rank_is_named_and_all_are_killed(
+    launch: Callable[[str], int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("stopped") == 124
+    shown = capfd.readouterr().err
+    assert (
+        "in step 4, phase forward/backward: its process is stopped by a signal (state T). It has not called " in shown
+    )
+    assert "rank 0 has waited" in shown
+    attempt = tmp_path / "logs/attempt_0"
+    found = json.loads((attempt / "hang.json").read_text())
+    assert (found["kind"], found["culprits"]) == ("silent", [1])
+    assert found["message"] in (attempt / "hang.txt").read_text()
+    (wait,) = found["ranks"][0]["waits"]
+    assert (wait["call"]["operation"], wait["call"]["sequence"], wait["missing"]) == ("all_reduce", 4, [1])
+    assert "watched_program.py" in (attempt / "rank_0/stacks.log").read_text()
+    assert (attempt / "rank_1/stacks.log").read_text() == ""  # a stopped process cannot answer
+
+
+def test_collectives_that_do_not_match_are_named(
+    launch: Callable[[str], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("other_operation") == 124
+    shown = capfd.readouterr().err
+    assert "Mismatched collectives" in shown
+    assert "rank 1 called broadcast #4 of world (float32, 2; tests/launch/watched_program.py:" in shown
+    assert "where rank 0 called all-reduce #4 of world (float32, 2; tests/launch/watched_program.py:" in shown
+
+
+def test_a_rank_that_leaves_is_blamed_and_not_its_peers(
+    launch: Callable[[str], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("leaves") == 1
+    shown = capfd.readouterr().err
+    assert "Rank 1 of 2 exited with code 0 in step 4, phase forward/backward, while the others still trained." in shown
+    assert "Traceback" not in shown
+
+
+def test_an_abort_is_explained_by_the_records(launch: Callable[[str], int], capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("other_shape") in (124, 128 + signal.SIGABRT)  # gloo aborts a rank that gets more than it expects
+    shown = capfd.readouterr().err
+    assert "all-reduce #4 of world (float32, 2;" in shown
+    assert "all-reduce #4 of world (float32, 4;" in shown
+
+
+ALL_FAULTS = {
+    "stopped": "its process is stopped by a signal (state T)",
+    "holds_gil": "native code holds Python's global interpreter lock",
+    "storage": "phase data: its storage or data source does not answer",
+    "absent": "sleeping in hrtimer_nanosleep (state S). It has not called all-reduce #4 of world",
+    "other_type": "all-reduce #4 of world (int32, 2;",
+    "deadlock": "wait for each other, in different calls",
+}
+
+
+@pytest.mark.skipif("PHALANX_FAULTS" not in os.environ, reason="a minute; set PHALANX_FAULTS=1 to run it")
+@pytest.mark.parametrize("fault", ALL_FAULTS)
+def test_every_fault(launch: Callable[[str], int], capfd: pytest.CaptureFixture[str], fault: str) -> None:
+    assert launch(fault) == 124
+    assert ALL_FAULTS[fault] in capfd.readouterr().err
+
+
+def test_the_watchdog_of_a_node_ends_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, reports = tmp_path / "beats", tmp_path / "reports"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "beating_program", str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
+    (folder / node.HOSTS).write_text('["h", "h"]')
+    node.main([str(folder), str(reports), "4", "60", ""])
+    assert [rank.wait() for rank in ranks] == [-signal.SIGKILL, -signal.SIGKILL]
+    assert "native code holds Python's global interpreter lock" in capfd.readouterr().err
+    (report,) = reports.glob("hang.*.json")
+    found = json.loads(report.read_text())
+    assert found["culprits"] == [1]
+    assert "in hold_gil" in found["ranks"][1]["stacks"]
+    assert not folder.exists()
+
+
+def test_the_watchdog_of_a_node_names_the_rank_that_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    beats = [Heartbeat(tmp_path, rank, 2) for rank in (0, 1)]
+    for beat in beats:
+        beat.words[layout.FIRST_STEP] = 1
+        beat.words[layout.STARTED] += 1  # not this process any more
+    beats[0].enter(Phase.END)
+    (tmp_path / node.HOSTS).write_text('["h", "h"]')
+    node.main([str(tmp_path), str(tmp_path), "5", "60", ""])
+    shown = capfd.readouterr().err
+    assert "Rank 1 (" in shown
+    assert "is gone in step 1" in shown
+    assert "Rank 0" not in shown
+
+
+def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("phalanx.launch.supervisor._UNKILLABLE_S", 0.0)
+    monkeypatch.setattr(os, "killpg", lambda pid, number: None)  # as in uninterruptible wait
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    supervisor = Supervisor(lambda rank: None, 0.0)
+    supervisor._allow(0.0)
+    process = subprocess.Popen(["sleep", "60"])
+    with pytest.raises(SystemExit, match="124"):
+        supervisor.watch({0: process.pid})
+    process.kill()
+    process.wait()
+    assert f"rank 0 (process {process.pid}) cannot be killed" in capfd.readouterr().err
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Heartbeat]:
+    beats = [Heartbeat(tmp_path, rank, 2) for rank in (0, 1)]
+    for beat in beats:
+        beat.words[layout.FIRST_STEP] = 1
+        beat.words[layout.STEP] = 1
+    return beats
+
+
+def make_steps(beats: list[Heartbeat], steps: int, own_s: list[float]) -> None:
+    for beat, seconds in zip(beats, own_s, strict=True):
+        beat.words[layout.STEP] += steps
+        beat.words[layout.OWN_NS] += int(steps * seconds * 1e9)
+
+
+def test_a_slow_rank_gets_a_line_and_a_row(
+    two: list[Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.launch.watchdog.watchdog._POLL_S", 0.0)
+    monkeypatch.setattr("phalanx.launch.watchdog.slow.WINDOW_S", 0.0)
+    said: list[str] = []
+    watchdog = Watchdog(tmp_path, Limits(0.0, 60.0), said.append, tmp_path / "metrics.jsonl")
+    pids = dict.fromkeys((0, 1), os.getpid())
+    for _ in range(5):
+        assert watchdog.poll(pids, {}) is None
+        make_steps(two, 20, [0.1, 0.15])
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (row["event"], row["rank"], row["step"], row["factor"]) == ("slow_rank", 1, 41, 1.5)
+    (line,) = said
+    assert "is slow: 0.15 s of its own per step at step 41, 1.50 × the median" in line
+
+
+@pytest.mark.parametrize(
+    ("own_s", "work", "named"),
+    [
+        ([0.1, 0.1, 0.1, 0.14], 0, [3]),
+        ([0.1, 0.1, 0.1, 0.12], 0, []),
+        ([0.2, 0.2, 0.1, 0.1], 1, []),  # two stages of a pipeline
+    ],
+)
+def test_only_ranks_with_the_same_work_are_compared(tmp_path: Path, own_s, work, named) -> None:
+    beats = [Heartbeat(tmp_path, rank, 4) for rank in range(4)]
+    for rank, beat in enumerate(beats):
+        beat.words[layout.FIRST_STEP] = beat.words[layout.STEP] = 1
+        beat.words[layout.WORK] = work * (rank // 2)
+    slow_ranks, found = SlowRanks(), []
+    watchdog = Watchdog(tmp_path, Limits(0.0, 60.0), print)
+    for window in range(6):
+        views = watchdog.views(dict.fromkeys(range(4), os.getpid()), {})
+        records = {rank: view.record for rank, view in views.items() if view.record is not None}
+        found += [each.rank for each in slow_ranks.update(records, window * slow.WINDOW_S)]
+        make_steps(beats, slow.WINDOW_STEPS, own_s)
+    assert found == named
