@@ -26,6 +26,7 @@ from phalanx.parallel.precision import DTYPES
 from phalanx.partition import batch as batch_equation
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, metrics
+from phalanx.train.agreement import agree_on_job, open_same_shards
 from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
 from phalanx.train.evaluate import validation_loss
 from phalanx.train.expert_load import ExpertLoads
@@ -71,11 +72,12 @@ class Trainer:
 
     def __init__(self, job: Job, ranks: Ranks, device: torch.device, stop: StopRequest, terminal: Terminal):
         self.job, self.ranks, self.device, self.stop, self.terminal = job, ranks, device, stop, terminal
+        agree_on_job(job, device)
         self.directory = RunDirectory.of(job)
         self.batch = batch_equation.solve(job.train.global_batch, job.layout)
         self.mesh: Mesh = meshes.build(job.layout, device.type)
         shards = Path(on_rank_zero(self._find_data))
-        index = open_shards(shards)
+        index = open_same_shards(shards)
 
         def data(split: str) -> TokenData:
             return TokenData(shards, split, job.model.seq_len, document_mask=job.data.document_mask)
