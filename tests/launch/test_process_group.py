@@ -93,6 +93,7 @@ def test_one_machine_stays_on_loopback(ranks: Callable[..., list[Any]]) -> None:
 def answer_the_roll(ranks: Ranks, port: int, rank: list[int], world: list[int], timeout_s: float) -> str:
     """Joins over a TCP store, as under srun: this process as `rank` of a `world`. Returns the sum of the ranks that
     joined, or the error."""
+    dist.barrier()  # or another rank would still be connecting to this one
     dist.destroy_process_group()  # the pool's own
     for name in (STORE, "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)
@@ -146,3 +147,13 @@ def test_a_port_that_something_else_uses(ranks: Callable[..., list[Any]]) -> Non
         listener.listen()
         [found] = ranks(answer_the_roll, 1, listener.getsockname()[1], [0], [2], 1)
     assert "address already in use" in found
+
+
+def test_a_missing_rank_0_is_named_without_torchs_stack_traces(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
+    with pytest.raises(RunError, match=rf"After 1 s, rank 0 of 2 did not come: 127.0.0.1:{port}: Connection refused"):
+        init(Ranks(1, 2, 1, 2, 0, "slurm"), device=CPU, timeout_s=1)
+    assert capfd.readouterr().err == ""

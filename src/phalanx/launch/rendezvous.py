@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -110,7 +111,8 @@ class _RollCall:
             return self.store
         self.store.add(_key("heard"), 1)
         if self.holds_store:
-            _poll(lambda: self.store.add(_key("heard"), 0) >= self.readers, _GRACE_S)
+            with suppress(RuntimeError):  # another process with rank 0 held the store that all connected to
+                _poll(lambda: self.store.add(_key("heard"), 0) >= self.readers, _GRACE_S)
         raise RunError(problem if verdict == _COMPLETE else verdict)
 
     def _compare(self, expected: dict[str, object]) -> None:
@@ -139,9 +141,32 @@ class _RollCall:
 
 
 def _connect(ranks: Ranks, seconds: float, listen: bool) -> Store:
+    """Returns the store at MASTER_ADDR:MASTER_PORT, as the one that listens there or as a client. Raises RunError if
+    nothing listens there in time, RuntimeError if it does not answer as a store."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not listen:
+        _await_listener(ranks, address, port, seconds)
     limit = timedelta(seconds=seconds)
     return TCPStore(address, port, ranks.world, listen, limit, wait_for_workers=False, multi_tenant=True)
+
+
+def _await_listener(ranks: Ranks, address: str, port: int, seconds: float) -> None:
+    """Waits for something that listens. torch waits too, but writes stack traces meanwhile."""
+    reason: list[object] = []
+
+    def listens() -> bool:
+        try:
+            socket.create_connection((address, port), timeout=max(1.0, seconds)).close()
+        except OSError as error:
+            reason[:] = [error.strerror or error]
+            return False
+        return True
+
+    if not _poll(listens, seconds):
+        raise RunError(
+            f"After {seconds:g} s, rank 0 of {ranks.world} did not come: {address}:{port}: {reason[0]}.\n"
+            f"{_advice(ranks.world)}"
+        )
 
 
 def _store_that_answers(ranks: Ranks) -> Store | None:
@@ -149,7 +174,7 @@ def _store_that_answers(ranks: Ranks) -> Store | None:
     found: list[Store] = []
 
     def connect() -> None:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, RunError):
             found.append(_connect(ranks, _SECOND_SERVER_S, listen=False))
 
     # torch waits without limit for the answer of something that only accepts the connection.

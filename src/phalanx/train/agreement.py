@@ -86,7 +86,7 @@ def open_same_shards(folder: Path) -> Index:
         index = open_shards(folder)
     except DataError as error:
         problem = str(error)
-    facts = {"problem": problem, "data fingerprint": index.fingerprint if index else None}
+    facts = {"problem": problem, "data fingerprint": index.fingerprint[:16] if index else None}
     if found := disagreements(facts):
         problems = [
             f"rank {rank} on host {host}: {theirs}"
