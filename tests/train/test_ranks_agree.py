@@ -123,7 +123,7 @@ def test_other_data_on_one_node(ranks, job, tmp_path, there):
         assert f"rank 1 on host {HOST} has data fingerprint" in message
     else:
         assert kind is DataError
-        assert f"Not every rank can read its data. rank 1 on host {HOST}: cannot read data/{folder.name}" in message
+        assert f"Rank 1 on host {HOST} has no data it can use: cannot read data/{folder.name}/index.json" in message
 
 
 def skewed(ranks, off_s: float):

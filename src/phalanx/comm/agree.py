@@ -1,7 +1,8 @@
 """Values that ranks tell each other: the result or failure of an action, or one value of every rank.
 
-A rank that raises alone leaves the others waiting in their next collective. So actions succeed or fail on all ranks. Values travel as JSON bytes in tensors: torch's own object collectives unpickle what they receive,
-which lets a peer execute code.
+A rank that raises alone leaves the others waiting in their next collective. So actions succeed or fail on all ranks.
+Values travel as JSON bytes in tensors: torch's own object collectives unpickle what they receive, which lets a peer
+execute code.
 """
 
 from __future__ import annotations

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.cuda import nccl
 
 import phalanx
 from phalanx.check.show import as_dict
-from phalanx.comm.agree import gather_json
+from phalanx.comm.agree import on_every_rank
 from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
 from phalanx.config.fields import leaves
 from phalanx.config.job import Job
@@ -81,27 +82,21 @@ def open_same_shards(folder: Path) -> Index:
 
     Raises on every rank: DataError if a rank cannot open it, RunError if ranks found different tokens under the same
     path, as on nodes with a disk of their own."""
-    index, problem = None, ""
-    try:
-        index = open_shards(folder)
-    except DataError as error:
-        problem = str(error)
-    facts = {"problem": problem, "data fingerprint": index.fingerprint[:16] if index else None}
-    if found := disagreements(facts):
-        problems = [
-            f"rank {rank} on host {host}: {theirs}"
-            for rank, (host, theirs) in enumerate(gather_json([platform.node(), problem]))
-            if theirs
-        ]
-        if problems:
-            more = [f"... and {len(problems) - 1} more ranks"] if len(problems) > 1 else []
-            raise DataError("\n".join([f"Not every rank can read its data. {problems[0]}", *more]))
+
+    def opened() -> Index:
+        try:
+            return open_shards(folder)
+        except DataError as error:
+            who = f"Rank {dist.get_rank()} on host {platform.node()}"
+            raise DataError(f"{who} has no data it can use: {error}") from None
+
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    index = on_every_rank(opened) if several else open_shards(folder)
+    if found := disagreements({"data fingerprint": index.fingerprint[:16]}):
         raise RunError(
-            f"The ranks read different data in {folder}:\n  {found[-1].text}\nMake {folder} the same on every host, or "
+            f"The ranks read different data in {folder}:\n  {found[0].text}\nMake {folder} the same on every host, or "
             "set data.dir to a folder that all of them share."
         )
-    if index is None:
-        raise DataError(problem)
     return index
 
 
@@ -136,7 +131,7 @@ def program_facts(device: torch.device) -> dict[str, Any]:
     return facts | {
         "accelerator": torch.cuda.get_device_name(device),
         "CUDA version": torch.version.cuda,
-        "NCCL version": list(nccl.version()) if torch.distributed.is_nccl_available() else None,
+        "NCCL version": list(nccl.version()) if dist.is_nccl_available() else None,
         "cuDNN": [torch.backends.cudnn.version(), torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32],
         "rounding variables": {name: os.environ.get(name) for name in ROUNDING_VARIABLES},
     }
