@@ -88,7 +88,10 @@ def broadcast_json(mine: Any, source: int = 0) -> Any:
 def gather_json(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns the value (JSON-able) of every rank of `group`, by default of all ranks, in rank order.
 
-    Every rank receives the largest value's bytes once per rank. A collective; its messages are not counted."""
+    Every rank receives the largest value's bytes once per rank. A collective; its messages are not counted. Without a
+    process group (one process) it is the value alone."""
+    if not dist.is_initialized():
+        return [mine]
     size = dist.get_world_size(group)
     data = _encode(mine)
     lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]

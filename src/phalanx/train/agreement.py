@@ -24,7 +24,7 @@ from phalanx.comm.agree import on_every_rank
 from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
 from phalanx.config.fields import leaves
 from phalanx.config.job import Job
-from phalanx.data.shards import Index, open_shards
+from phalanx.data.shards import Index, open_shards, repair_command
 from phalanx.errors import DataError, JobError, RunError
 
 log = logging.getLogger(__name__)
@@ -96,6 +96,13 @@ def open_same_shards(folder: Path) -> Index:
         raise RunError(
             f"The ranks read different data in {folder}:\n  {found[0].text}\nMake {folder} the same on every host, or "
             "set data.dir to a folder that all of them share."
+        )
+    if not index.block_bytes and not (several and dist.get_rank()):
+        log.warning(
+            "%s: these shards, of version 1, have no digests of blocks: tokens are not checked while they are read. "
+            "Add them with: %s",
+            folder,
+            repair_command(folder, index, switch="--verify"),
         )
     return index
 
