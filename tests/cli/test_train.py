@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -115,6 +116,28 @@ def test_ranks_of_torchrun_train_together(here):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("run directory: runs/job") == 1
     assert steps(here / "runs" / "job") == [1, 2, 3, 4]
+
+
+def test_ranks_with_different_jobs_stop_at_once_with_exit_code_2(here):
+    """As srun and mpiexec start them, each with a command line of its own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    argv = [sys.executable, "-m", "phalanx", "train", "job.yaml"]
+    ranks = [
+        subprocess.Popen(
+            [*argv, f"lr={lr}"],
+            env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, lr in (("0", "0.1"), ("1", "0.2"))
+    ]
+    messages = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    for message in messages:
+        assert "has optimizer.lr 0.2, the other rank 0.1" in message
+        assert "Traceback" not in message
 
 
 def test_a_corrupt_shard_is_found_before_training(here):

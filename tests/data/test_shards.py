@@ -124,8 +124,11 @@ def test_unfinished_shards_are_not_opened(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": "MMIDIDX"}, "expected format 'phalanx-tokens' version 1, found 'MMIDIDX' version 1"),
-        ({"version": 2}, "expected format 'phalanx-tokens' version 1, found 'phalanx-tokens' version 2"),
+        ({"format": "MMIDIDX"}, "expected format 'phalanx-tokens' version 2, found 'MMIDIDX' version 2"),
+        ({"version": 3}, "expected format 'phalanx-tokens' version 2, found 'phalanx-tokens' version 3"),
+        ({"block_bytes": 24}, "block_bytes 24: expected a multiple of 16"),
+        ({"block_bytes": 0}, "block_bytes 0"),
+        ({"block_bytes": 2**30}, "block_bytes 1073741824"),
         ({"dtype": "int64"}, "dtype 'int64'"),
         ({"vocab_size": 0}, "vocab_size 0"),
         ({"vocab_size": True}, "'vocab_size' is bool, expected int"),
@@ -151,6 +154,8 @@ def test_foreign_indices_are_refused(folder: Path, fields: dict[str, Any], messa
         ({"tokens": 255}, "512 bytes are not 255 tokens of 2 bytes"),
         ({"tokens": -1, "bytes": -2}, "-2 bytes are not -1 tokens"),
         ({"sha256": "x"}, "'x' is not a sha256"),
+        ({"blocks": "y"}, "'y' is not a sha256"),
+        ({"blocks": None}, "'blocks' is NoneType"),
     ],
 )
 def test_shard_entries_are_checked(folder: Path, fields: dict[str, Any], message: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,3 +88,72 @@ def where_sockets_may_be(ranks: Ranks) -> str:
 
 def test_one_machine_stays_on_loopback(ranks: Callable[..., list[Any]]) -> None:
     assert ranks(where_sockets_may_be, 2) == ["lo", "lo"]
+
+
+def answer_the_roll(ranks: Ranks, port: int, rank: list[int], world: list[int], timeout_s: float) -> str:
+    """Joins over a TCP store, as under srun: this process as `rank` of a `world`. Returns the sum of the ranks that
+    joined, or the error."""
+    dist.barrier()  # or another rank would still be connecting to this one
+    dist.destroy_process_group()  # the pool's own
+    for name in (STORE, "TORCHELASTIC_USE_AGENT_STORE"):
+        os.environ.pop(name, None)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    me = Ranks(rank[ranks.rank], world[ranks.rank], ranks.rank, ranks.world, 0, "slurm")
+    try:
+        init(me, device=CPU, timeout_s=timeout_s)
+    except RunError as error:
+        return str(error)
+    total = torch.tensor([float(me.rank)])
+    dist.all_reduce(total)
+    return str(total.item())
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_ranks_meet_in_a_store_of_rank_0(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(answer_the_roll, 3, free_port(), [2, 0, 1], [3, 3, 3], 30) == ["3.0"] * 3
+
+
+def test_two_processes_with_one_rank_are_named_on_all(ranks: Callable[..., list[Any]]) -> None:
+    """The second process with rank 0 finds the port in use."""
+    host = platform.node()
+    for twice in ([0, 0], [0, 1, 1]):
+        found = ranks(answer_the_roll, len(twice), free_port(), twice, [len(twice)] * len(twice), 30)
+        assert len(set(found)) == 1
+        who = rf"process \d+ on host {host}"
+        assert re.match(rf"Two processes have rank {twice[-1]} of \d: {who}, and {who}\. Give every process", found[0])
+
+
+def test_a_rank_of_another_world_is_named_on_all(ranks: Callable[..., list[Any]]) -> None:
+    found = ranks(answer_the_roll, 3, free_port(), [0, 1, 2], [3, 3, 4], 30)
+    assert set(found) == {
+        f"rank 2 on host {platform.node()} has world size 4, but rank 0 3: start all ranks with the same settings"
+    }
+
+
+def test_missing_ranks_are_named_on_all(ranks: Callable[..., list[Any]]) -> None:
+    found = ranks(answer_the_roll, 2, free_port(), [0, 2], [4, 4], 1)
+    assert len(set(found)) == 1
+    assert found[0].startswith("After 1 s, ranks 1, 3 of 4 did not come.\nCheck that all 4 ranks were started")
+
+
+def test_a_port_that_something_else_uses(ranks: Callable[..., list[Any]]) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        [found] = ranks(answer_the_roll, 1, listener.getsockname()[1], [0], [2], 1)
+    assert "address already in use" in found
+
+
+def test_a_missing_rank_0_is_named_without_torchs_stack_traces(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
+    with pytest.raises(RunError, match=rf"After 1 s, rank 0 of 2 did not come: 127.0.0.1:{port}: Connection refused"):
+        init(Ranks(1, 2, 1, 2, 0, "slurm"), device=CPU, timeout_s=1)
+    assert capfd.readouterr().err == ""

@@ -182,7 +182,7 @@ def traffic(ranks: Any, capacity: float, recomputed: bool) -> tuple[dict[str, tu
 
     others = [e for rank in range(ep.size) if rank != ep.rank for e in experts_of(8, ep.size, rank)]
     here = experts_of(8, ep.size, ep.rank)
-    every: list[list[int]] = ep.all_gather_object(chosen[0])
+    every: list[list[int]] = ep.gather_json(chosen[0])
     away = sum(chosen[0][e] for e in others)
     arrived = sum(every[rank][e] for rank in range(ep.size) if rank != ep.rank for e in here)
     row = WIDTH * x.element_size()

@@ -10,11 +10,13 @@ import torch
 
 from phalanx.calibrate import cluster_file, comm, compute, report
 from phalanx.calibrate.report import CalibrationReport
+from phalanx.comm.agreement import Facts
 from phalanx.cost.fit import Precision
 from phalanx.cost.traffic.collectives import Collective
 from phalanx.data.progress import Progress, silent, stderr_progress
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
+from phalanx.train.agreement import agree
 
 TIMEOUT_S = 120.0
 """Seconds that a collective may wait for a peer. The longest call, a product of one thread, takes a few."""
@@ -27,7 +29,8 @@ def compute_report(
     on_node = ranks.local_world or 1
     known = cluster_file.of_device(known, device.type, compute.look_up(device, on_node).name)
     ceiling = known.get("accelerator.ceiling", 1.0)
-    with _measuring(ranks, device, threads) as progress:
+    chosen = {"--precision": precision, "--quick": quick}
+    with _measuring(ranks, device, threads, chosen) as progress:
         measured = compute.measure(device, precision, on_node, quick, ceiling, progress)
     return report.of_compute(
         measured, known, device.type, f"{_processes(ranks, threads)}, {precision} on {device.type}"
@@ -39,19 +42,22 @@ def comm_report(
 ) -> CalibrationReport:
     """Measures the links between the ranks. Raises JobError where there is one rank (comm.per_node_of)."""
     per_node = comm.per_node_of(ranks)
-    with _measuring(ranks, device, threads) as progress:
+    chosen = {"--collectives": list(collectives), "--quick": quick}
+    with _measuring(ranks, device, threads, chosen) as progress:
         fits = comm.measure(ranks, device, collectives, quick, progress)
     backend = "nccl" if device.type == "cuda" else "gloo"
     return report.of_comm(fits, per_node, device.type, f"collectives of {backend}, {_processes(ranks, threads)}")
 
 
 @contextmanager
-def _measuring(ranks: Ranks, device: torch.device, threads: int) -> Iterator[Progress]:
-    """Sets the threads and joins the process group for the block, and gives its progress, which rank 0 shows."""
+def _measuring(ranks: Ranks, device: torch.device, threads: int, chosen: Facts) -> Iterator[Progress]:
+    """Sets the threads and joins the process group for the block, and gives its progress, which rank 0 shows. Raises
+    JobError if ranks differ in the `chosen` options, RunError if they differ in versions or settings."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with _group(ranks, device), stderr_progress() if ranks.rank == 0 else _quiet() as progress:
+            agree(chosen, device)
             yield progress
     finally:
         torch.set_num_threads(before)

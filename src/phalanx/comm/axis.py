@@ -8,12 +8,13 @@ in rank order, so that a sum does not depend on the position of a value in a buf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.comm.agree import gather_json
 from phalanx.comm.calls import CallLog
 from phalanx.comm.ledger import Ledger
 from phalanx.cost.traffic.collectives import Collective
@@ -27,9 +28,6 @@ DIRECT_RANKS = 16
 # torch 2.13 renamed these two.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -182,12 +180,9 @@ class Axis:
         given, taken = (None if s is None else list(s) for s in (sizes, received_sizes))
         return _Then([dist.all_to_all_single(received, x, taken, given, group=self.group, async_op=True)], call)
 
-    def all_gather_object(self, mine: T) -> list[T]:
-        """Gathers a small object from every rank, in rank order; not counted."""
-        every: list[Any] = [mine] * self.size
-        if self.size > 1:
-            dist.all_gather_object(every, mine, group=self.group)
-        return every
+    def gather_json(self, mine: Any) -> list[Any]:
+        """Returns a small value (JSON-able) of every rank, in rank order; not counted."""
+        return gather_json(mine, self.group) if self.size > 1 else [mine]
 
     def _exchange(self, rows: Tensor) -> list[Any]:
         """Sends every rank's own row of `rows` (size, n) to all others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from phalanx.config.constraints import AtLeast, Below, Between
 
@@ -43,3 +43,8 @@ class Data:
     """Processes that tokenize in `phalanx data prepare`; 0: one per core."""
     prefetch: Annotated[int, AtLeast(0)] = 4
     """Steps whose batches are read ahead in the background."""
+    on_corruption: Literal["stop", "skip"] = "stop"
+    """What to do about a block of a token shard that does not match its digest: stop when it is read, or check all
+    blocks at the start and read other samples instead of the damaged ones, the same ones in any layout."""
+    skip_quota: Annotated[int, AtLeast(0)] = 100
+    """Samples of a split that on_corruption=skip may replace; more stop the run."""

@@ -28,13 +28,14 @@ class ShardMaker:
     were built from the same text with the same tokenizer and are intact; all others are removed."""
 
     def __init__(self, folder: Path, index: Index, old: Index | None, progress: Progress):
-        same = old and (old.corpus.sha256, old.tokenizer) == (index.corpus.sha256, index.tokenizer)
+        text = index.corpus.sha256, index.tokenizer, index.block_bytes
+        same = old and (old.corpus.sha256, old.tokenizer, old.block_bytes) == text
         self._folder, self._index, self._progress = folder, index, progress
         self._old = old if same else None
         self._begun: deque[tuple[BuildTask, Shard | Future[np.ndarray]]] = deque()
         self._done = 0
         if not same:
-            for stale in folder.glob("*.bin"):
+            for stale in [*folder.glob("*.bin"), *folder.glob("*.blocks")]:
                 stale.unlink()
 
     def run(self, work: Iterable[BuildTask], total: int, *, ahead: int) -> None:
@@ -60,7 +61,8 @@ class ShardMaker:
         item, made = self._begun.popleft()
         shards = self._index.splits[item.split]
         if isinstance(made, Future):
-            made = write_shard(self._folder, shard_file(item.split, len(shards)), made.result(), self._index.dtype)
+            file, index = shard_file(item.split, len(shards)), self._index
+            made = write_shard(self._folder, file, made.result(), index.dtype, index.block_bytes)
         self._index = replace(self._index, splits={**self._index.splits, item.split: (*shards, made)})
         write_index(self._folder, self._index)
         self._done += item.size

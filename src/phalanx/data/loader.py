@@ -1,12 +1,12 @@
 """Reads the micro-batches of each step from token shards.
 
 A global sample number alone determines its sample (see order.py): the result is the same at any number of ranks, and
-resuming needs only `first_sample`. Every rank memory-maps all shards but touches only its own samples.
+resuming needs only `first_sample`. Every rank reads only its own samples, and checks the blocks that hold them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,10 @@ from types import TracebackType
 import numpy as np
 
 from phalanx.config.data import IGNORE
+from phalanx.data.blocks import SplitReader
 from phalanx.data.order import sample_ids
 from phalanx.data.readahead import ReadAhead
-from phalanx.data.shards import SPLITS, check_tokenizer, map_shard, open_shards, repair_command
+from phalanx.data.shards import SPLITS, check_tokenizer, open_shards, repair_command
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
 
@@ -40,13 +41,22 @@ class MicroBatch:
 class TokenData:
     """The samples of one split of a prepared folder. Sample i is the tokens from i × seq_len to (i + 1) × seq_len
     inclusive: the inputs, and one more, because the targets are the inputs shifted by one. With `document_mask`,
-    micro-batches contain the document number of each token.
+    micro-batches contain the document number of each token. For a sample that is `damaged` the next whole one is read.
 
     Raises DataError if the folder is damaged (`verify` reads everything to check) or holds less than one sample, and
     with `document_mask` if the tokenizer puts no separator between documents.
     """
 
-    def __init__(self, folder: Path, split: str, seq_len: int, *, verify: bool = False, document_mask: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        seq_len: int,
+        *,
+        verify: bool = False,
+        document_mask: bool = False,
+        damaged: Collection[int] = (),
+    ):
         if split not in SPLITS:
             raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
         self.folder, self.split, self.seq_len = folder, split, seq_len
@@ -59,9 +69,8 @@ class TokenData:
                 f"({self.tokens:,} - 1) // {seq_len:,} = 0. Use a longer corpus, a shorter sequence or another "
                 "data.val_fraction"
             )
-        shards = self.index.splits[split]
-        self._shards = [map_shard(folder, self.index, shard) for shard in shards]
-        self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
+        self._reader = SplitReader(folder, self.index, split, seq_len)
+        self.replacements = _replacements(damaged, self.sample_count)
         self.document_mask = document_mask
         if document_mask and not self.tokenizer.separator:
             raise DataError(
@@ -84,13 +93,13 @@ class TokenData:
         """Returns the tokens first .. first+count-1 of the split, across shards: (count,) of the shards' dtype."""
         if first < 0 or count < 1 or first + count > self.tokens:
             raise ValueError(f"{count} tokens from {first} on, of {self.tokens}")
-        parts = []
-        shard = int(np.searchsorted(self._starts, first, side="right")) - 1
-        while count:
-            part = self._shards[shard][first - self._starts[shard] :][:count]
-            parts.append(part)
-            first, count, shard = first + part.size, count - part.size, shard + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self._reader.read(first, count)
+
+    def readable(self, ids: np.ndarray) -> np.ndarray:
+        """Returns the samples that are read for `ids`: the same, but for damaged ones: (n,) int64."""
+        if not self.replacements:
+            return ids
+        return np.array([self.replacements.get(sample, sample) for sample in ids.tolist()], dtype=np.int64)
 
     def samples(self, ids: np.ndarray) -> np.ndarray:
         """Returns the samples' tokens: (n, seq_len + 1) int64. Raises DataError for a token outside the vocabulary."""
@@ -191,9 +200,24 @@ def evaluation_batches(
         ids = first + rank * micro_batch + np.arange(micro_batch)
         real = ids < samples
         places = np.where(real, ids * data.sample_count // samples, 0)
-        batch = _micro_batch(data, data.samples(places), places, np.where(real, places, -1))
+        read = data.readable(places)
+        batch = _micro_batch(data, data.samples(read), read, np.where(real, places, -1))
         batch.targets[~real] = IGNORE
         yield batch
+
+
+def _replacements(damaged: Collection[int], count: int) -> dict[int, int]:
+    """Returns the sample that is read instead of each damaged one: the next whole one of the split, in a circle. So
+    the replacement depends neither on the layout nor on when it is read."""
+    damaged, chosen = set(damaged), {}
+    if len(damaged) >= count:
+        raise DataError(f"all {count:,} samples are damaged")
+    for sample in damaged:
+        other = sample
+        while other in damaged:
+            other = (other + 1) % count
+        chosen[sample] = other
+    return chosen
 
 
 def _steps(
@@ -203,7 +227,7 @@ def _steps(
     first = first_sample + rank * share
     while True:
         numbers = np.arange(first, first + share)
-        ids = sample_ids(first, share, data.sample_count, seed)
+        ids = data.readable(sample_ids(first, share, data.sample_count, seed))
         samples = data.samples(ids)
         parts = [slice(start, start + micro_batch) for start in range(0, share, micro_batch)]
         yield [_micro_batch(data, samples[part], ids[part], numbers[part]) for part in parts]

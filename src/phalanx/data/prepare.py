@@ -22,7 +22,17 @@ from phalanx.data.encode import Encoder
 from phalanx.data.files import TEMPORARY, locked
 from phalanx.data.progress import Progress, silent
 from phalanx.data.settings import overrides, prepared_path, tokenizer_path
-from phalanx.data.shards import INDEX, SPLITS, CorpusRecord, Index, damage, dtype_for, read_index, repair_command
+from phalanx.data.shards import (
+    BLOCK_BYTES,
+    INDEX,
+    SPLITS,
+    CorpusRecord,
+    Index,
+    damage,
+    dtype_for,
+    read_index,
+    repair_command,
+)
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import DataError
 
@@ -176,6 +186,7 @@ def _begin(folder: Path, data: Data, record: CorpusRecord, tokenizer: Tokenizer)
         dtype=dtype_for(tokenizer.vocab_size),
         splits=dict.fromkeys(SPLITS, ()),
         complete=False,
+        block_bytes=BLOCK_BYTES,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from phalanx.config.data import Data
 from phalanx.data.prepare import prepare
 from phalanx.data.progress import stderr_progress
-from phalanx.data.shards import SPLITS, Index, map_shard, open_shards
+from phalanx.data.shards import SPLITS, Index, add_block_digests, map_shard, open_shards
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.echo import echo
 
@@ -18,7 +18,8 @@ SAMPLE_CHARACTERS = 60
 
 
 def prepare_and_report(data: Data, *, force: bool, verify: bool, as_json: bool) -> int:
-    """Prepares `data` (again, with `force`), checks every digest with `verify`, and prints a summary. Returns 0.
+    """Prepares `data` (again, with `force`), checks every digest with `verify` (and adds those of blocks to shards of
+    version 1), and prints a summary. Returns 0.
 
     Raises JobError and DataError as prepare does. A KeyboardInterrupt propagates to the caller.
     """
@@ -27,6 +28,8 @@ def prepare_and_report(data: Data, *, force: bool, verify: bool, as_json: bool) 
         with stderr_progress() as progress:
             folder = prepare(data, force=force, progress=progress)
             index = open_shards(folder, verify=verify)
+            if verify and not index.block_bytes:
+                index = add_block_digests(folder, index)
     except KeyboardInterrupt:
         echo("stopped; finished shards are kept: the same command without --force resumes", file=sys.stderr)
         raise

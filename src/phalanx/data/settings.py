@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.check.job import data_problems
 from phalanx.config.data import Data
-from phalanx.data.shards import VERSION
+from phalanx.data.shards import TOKENS_VERSION
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
 
@@ -29,7 +29,7 @@ def prepared_path(data: Data) -> Path:
         raise JobError(problems)
     # Tiny Shakespeare is the same text in any location.
     shaping = [s for s in overrides(data) if data.corpus == "text" or not s.startswith("data.path=")]
-    content: dict[str, object] = {"version": VERSION, "settings": shaping}
+    content: dict[str, object] = {"version": TOKENS_VERSION, "settings": shaping}
     names = [data.corpus, data.tokenizer]
     if data.corpus == "random":
         names = ["random", str(data.random_vocab)]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,16 @@ from phalanx.errors import DataError
 
 INDEX = "index.json"
 FORMAT = "phalanx-tokens"
-VERSION = 1
+VERSION = 2
+UNCHECKED_VERSION = 1
+"""Version of an index without digests of blocks; its shards are still read."""
+TOKENS_VERSION = 1
+"""Changes when the same settings give other tokens, and with it the name of the folder."""
+BLOCK_BYTES = 64 * 1024
+"""Bytes of a block: what one sha256 covers. A sample is a few kilobytes at a random place, whose block is read and
+hashed whole (0.04 ms) when it is first read."""
+MAX_BLOCK_BYTES = 64 * 1024 * 1024
+DIGEST_BYTES = 32
 SPLITS: tuple[str, ...] = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -32,6 +41,12 @@ class Shard:
     tokens: int
     bytes: int
     sha256: str
+    blocks: str = ""
+    """sha256 of the file with the digests of its blocks; empty if there is none."""
+
+    def block_count(self, block_bytes: int) -> int:
+        """Returns the number of blocks of `block_bytes` bytes; the last one may be shorter."""
+        return -(-self.bytes // block_bytes)
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,8 @@ class Index:
     splits: dict[str, tuple[Shard, ...]]
     complete: bool
     """False until all shards are written."""
+    block_bytes: int = BLOCK_BYTES
+    """Bytes per block of a shard; 0 if blocks have no digests (version 1)."""
 
     @property
     def itemsize(self) -> int:
@@ -89,11 +106,46 @@ def shard_file(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin"
 
 
-def write_shard(folder: Path, file: str, tokens: np.ndarray, dtype: str) -> Shard:
-    """Writes one shard atomically, and returns its record."""
+def blocks_file(file: str) -> str:
+    """Returns the name of the file with the digests of a shard's blocks."""
+    return file.removesuffix(".bin") + ".blocks"
+
+
+def write_shard(folder: Path, file: str, tokens: np.ndarray, dtype: str, block_bytes: int = BLOCK_BYTES) -> Shard:
+    """Writes one shard and the digests of its blocks, each atomically, and returns its record."""
     content = tokens.astype(DTYPES[dtype]).tobytes()
+    blocks = _write_blocks(folder, file, content, block_bytes)
     write_atomic(folder / file, content)
-    return Shard(file, tokens.size, len(content), hashlib.sha256(content).hexdigest())
+    return Shard(file, tokens.size, len(content), hashlib.sha256(content).hexdigest(), blocks)
+
+
+def _write_blocks(folder: Path, file: str, content: bytes, block_bytes: int) -> str:
+    """Writes the digests of a shard's blocks, and returns their own digest."""
+    view = memoryview(content)
+    starts = range(0, len(content), block_bytes)
+    digests = b"".join(hashlib.sha256(view[start : start + block_bytes]).digest() for start in starts)
+    write_atomic(folder / blocks_file(file), digests)
+    return hashlib.sha256(digests).hexdigest()
+
+
+def add_block_digests(folder: Path, index: Index) -> Index:
+    """Writes the digests of the blocks of shards that have none (version 1), and returns the index of version 2.
+
+    Raises DataError if a shard is not the one in the index, or if the folder cannot be written."""
+
+    def with_blocks(shard: Shard) -> Shard:
+        content = (folder / shard.file).read_bytes()
+        if (found := hashlib.sha256(content).hexdigest()) != shard.sha256:
+            raise DataError(f"{folder / shard.file}: expected sha256 {shard.sha256}, found {found}")
+        return replace(shard, blocks=_write_blocks(folder, shard.file, content, BLOCK_BYTES))
+
+    try:
+        splits = {split: tuple(with_blocks(shard) for shard in shards) for split, shards in index.splits.items()}
+        checked = replace(index, splits=splits, block_bytes=BLOCK_BYTES)
+        write_index(folder, checked)
+    except OSError as error:
+        raise DataError(f"cannot add digests of blocks to the shards in {folder}: {error.strerror}") from error
+    return checked
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -111,7 +163,7 @@ def open_shards(folder: Path, *, verify: bool = False) -> Index:
     index = read_index(folder)
     if not index.complete:
         raise DataError(
-            f"{folder}: the shards are not finished. Resume with: {repair_command(folder, index, force=False)}"
+            f"{folder}: the shards are not finished. Resume with: {repair_command(folder, index, switch='')}"
         )
     for shard in (shard for split in SPLITS for shard in index.splits[split]):
         problem = damage(folder, index, shard, verify=verify)
@@ -134,7 +186,7 @@ def read_index(folder: Path) -> Index:
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}. Make it again with: {repair_command(folder, None)}") from error
     found = (stored.get("format"), stored.get("version")) if isinstance(stored, dict) else (type(stored).__name__, None)
-    if found != (FORMAT, VERSION):
+    if found not in ((FORMAT, VERSION), (FORMAT, UNCHECKED_VERSION)):
         raise DataError(
             f"{path}: expected format {FORMAT!r} version {VERSION}, found {found[0]!r} version {found[1]!r}. Make the "
             f"shards again with: {repair_command(folder, None)}"
@@ -155,6 +207,8 @@ def damage(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | N
     size = path.stat().st_size
     if size != shard.bytes:
         return f"{path}: expected {shard.bytes:,} bytes, found {size:,}"
+    if index.block_bytes and (problem := _damaged_blocks(folder, index, shard, verify=verify)):
+        return problem
     if not verify:
         return None
     with path.open("rb") as file:
@@ -164,6 +218,18 @@ def damage(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | N
     largest = int(map_shard(folder, index, shard).max(initial=0))
     if largest >= index.vocab_size:
         return f"{path}: expected tokens below the vocabulary size {index.vocab_size}, found {largest}"
+    return None
+
+
+def _damaged_blocks(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | None:
+    path, expected = folder / blocks_file(shard.file), shard.block_count(index.block_bytes) * DIGEST_BYTES
+    if not path.is_file():
+        return f"{path}: the digests of the blocks of {shard.file} are missing (expected {expected:,} bytes)"
+    size = path.stat().st_size
+    if size != expected:
+        return f"{path}: expected {expected:,} bytes, found {size:,}"
+    if verify and (digest := hashlib.sha256(path.read_bytes()).hexdigest()) != shard.blocks:
+        return f"{path}: expected sha256 {shard.blocks}, found {digest}"
     return None
 
 
@@ -185,10 +251,10 @@ def map_shard(folder: Path, index: Index, shard: Shard) -> np.ndarray:
     return np.memmap(folder / shard.file, dtype=dtype, mode="r", shape=(shard.tokens,))
 
 
-def repair_command(folder: Path, index: Index | None, *, force: bool = True) -> str:
-    """Returns the command that builds the shards of `folder` (again)."""
+def repair_command(folder: Path, index: Index | None, *, switch: str = "--force") -> str:
+    """Returns the command that builds the shards of `folder` again, or with another switch completes or checks them."""
     settings = [*index.settings, f"data.dir={folder.parent}"] if index else ["JOB.yaml"]
-    return shlex.join(["phalanx", "data", "prepare", *(["--force"] if force else []), *settings])
+    return shlex.join(["phalanx", "data", "prepare", *([switch] if switch else []), *settings])
 
 
 def _parse(stored: dict[str, Any]) -> Index:
@@ -200,6 +266,10 @@ def _parse(stored: dict[str, Any]) -> Index:
         )
     corpus = field(stored, "corpus", dict)
     splits = field(stored, "splits", dict)
+    checked = stored["version"] != UNCHECKED_VERSION
+    block_bytes = field(stored, "block_bytes", int) if checked else 0
+    if checked and (block_bytes % 16 or not 0 < block_bytes <= MAX_BLOCK_BYTES):
+        raise ValueError(f"block_bytes {block_bytes}: expected a multiple of 16, at most {MAX_BLOCK_BYTES}")
     return Index(
         settings=tuple(str(setting) for setting in field(stored, "settings", list)),
         corpus=CorpusRecord(
@@ -216,16 +286,17 @@ def _parse(stored: dict[str, Any]) -> Index:
         dtype=dtype,
         splits={
             split: tuple(
-                _shard(split, number, entry, DTYPES[dtype].itemsize)
+                _shard(split, number, entry, DTYPES[dtype].itemsize, block_bytes)
                 for number, entry in enumerate(field(splits, split, list))
             )
             for split in SPLITS
         },
         complete=field(stored, "complete", bool),
+        block_bytes=block_bytes,
     )
 
 
-def _shard(split: str, number: int, entry: Any, itemsize: int) -> Shard:
+def _shard(split: str, number: int, entry: Any, itemsize: int, block_bytes: int) -> Shard:
     if not isinstance(entry, dict):
         raise ValueError(f"{split} shard {number} is {type(entry).__name__}, expected an object")
     shard = Shard(
@@ -233,12 +304,14 @@ def _shard(split: str, number: int, entry: Any, itemsize: int) -> Shard:
         tokens=field(entry, "tokens", int),
         bytes=field(entry, "bytes", int),
         sha256=field(entry, "sha256", str),
+        blocks=field(entry, "blocks", str) if block_bytes else "",
     )
     # The name is derived, so that no index can lead a reader out of its folder.
     if shard.file != shard_file(split, number):
         raise ValueError(f"{split} shard {number} is called {shard.file!r}, expected {shard_file(split, number)!r}")
     if shard.tokens < 0 or shard.bytes != shard.tokens * itemsize:
         raise ValueError(f"{shard.file}: {shard.bytes} bytes are not {shard.tokens} tokens of {itemsize} bytes")
-    if not re.fullmatch("[0-9a-f]{64}", shard.sha256):
-        raise ValueError(f"{shard.file}: {shard.sha256!r} is not a sha256")
+    for digest in (shard.sha256, *([shard.blocks] if block_bytes else [])):
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError(f"{shard.file}: {digest!r} is not a sha256")
     return shard

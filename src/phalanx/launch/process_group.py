@@ -11,11 +11,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, Store  # torch.distributed.*, to the type stubs
 
 from phalanx.errors import RunError, StoppedError
-from phalanx.launch.environment import LOOPBACK, STORE
+from phalanx.launch.environment import LOOPBACK
 from phalanx.launch.ranks import Ranks
+from phalanx.launch.rendezvous import not_formed, open_store
 
 
 @contextmanager
@@ -41,8 +41,8 @@ def process_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> It
 def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
     """Initialises the default process group with the backend that `backend_of` names.
 
-    A world of one also gets a group, so that callers need not check for one. Ranks of our own launcher meet in
-    its file, others at MASTER_ADDR:MASTER_PORT. Where all ranks are on this machine, the sockets stay on loopback.
+    A world of one also gets a group, so that callers need not check for one. Where all ranks are on this machine, the
+    sockets stay on loopback.
 
     Args:
         ranks: the place of this process.
@@ -50,31 +50,26 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
         timeout_s: seconds that this and every later collective may wait for a peer.
 
     Raises:
-        RunError: there is no rendezvous, or a peer did not join in time.
+        RunError: there is no rendezvous, a peer did not join in time, or two have the same rank.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if ranks.one_node:
         os.environ.update(LOOPBACK)
-    store = _local_store(ranks)
-    if store is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise RunError(
-            f"{ranks.source} started {ranks.world} ranks, but gave no rendezvous address: set MASTER_ADDR to a "
-            "host name of rank 0's node and MASTER_PORT to a free port, the same for every rank."
-        )
+    backend = backend_of(ranks, device)
+    store = open_store(ranks, backend, timeout_s)
     try:
         # Without device_id: torch would bind NCCL's communicator to the device and split groups off it, which all ranks
         # must call together, while only their members create some of ours (Mesh.among).
         dist.init_process_group(
-            backend_of(ranks, device),
-            init_method="env://" if store is None else None,
+            backend,
             store=store,
             rank=ranks.rank,
             world_size=ranks.world,
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:
-        raise RunError(_no_group(ranks, store, timeout_s, error)) from error
+        raise RunError(not_formed(ranks, store, timeout_s, error)) from error
 
 
 def backend_of(ranks: Ranks, device: torch.device) -> str:
@@ -121,32 +116,3 @@ def shutdown() -> None:
         # DTensor caches sharding decisions, each with a mesh and its groups.
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     gc.collect()  # objects that refer to each other in a circle
-
-
-def _local_store(ranks: Ranks) -> Store | None:
-    """Returns the store of ranks of one machine, without a port: our launcher's file, or memory for a lone rank."""
-    if STORE in os.environ:
-        store = FileStore(os.environ[STORE], ranks.world)
-        store.set(_joined(ranks.rank), "yes")
-        return store
-    return HashStore() if ranks.world == 1 else None
-
-
-def _joined(rank: int) -> str:
-    return f"phalanx/joined/{rank}"
-
-
-def _no_group(ranks: Ranks, store: Store | None, timeout_s: float, error: RuntimeError) -> str:
-    message = str(error).splitlines()[0] if str(error) else type(error).__name__
-    failed = f"Rank {ranks.rank} of {ranks.world} could not join the others (waited at most {timeout_s:g} s): {message}"
-    if store is None:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        return (
-            f"{failed}\nCheck that all {ranks.world} ranks were started, that every node reaches {where} "
-            "(name, firewall, port not in use), and that GLOO_SOCKET_IFNAME, where set, names an interface of "
-            "every node."
-        )
-    missing = [str(rank) for rank in range(ranks.world) if not store.check([_joined(rank)])]
-    if missing:
-        return f"{failed}\nNot there: rank {', '.join(missing)}. See the end of its log."
-    return f"{failed}\nAll ranks joined; see the first error in their logs."

@@ -19,6 +19,8 @@ from phalanx.partition.tensor_slices import TensorSlice
 
 BALANCING_BIAS = "router.bias"
 """Suffix of the names of routers' balancing biases."""
+_NAMES = {dtype: str(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(eq=False)
@@ -99,8 +101,8 @@ def wholes(
         return
     # Each rank of a pipeline has its own layers, and they send them to the first one in turn.
     of = by_whole(shards)
-    mine = [(name, f[0].tensor_slice.whole, tensors[f[0].name].dtype, f[0].copy) for name, f in of.items()]
-    for rank, theirs in enumerate(pp.all_gather_object(mine)):
+    mine = [(name, f[0].tensor_slice.whole, _NAMES[tensors[f[0].name].dtype], f[0].copy) for name, f in of.items()]
+    for rank, theirs in enumerate(pp.gather_json(mine)):
         for name, shape, dtype, copy in theirs:
             whole = None
             if rank == pp.rank:
@@ -108,7 +110,7 @@ def wholes(
                 if pp.rank and not copy:
                     pp.send(whole.to(shards[0].value.device), 0)
             elif pp.rank == 0 and not copy:
-                whole = torch.empty(shape, dtype=dtype, device=shards[0].value.device)
+                whole = torch.empty(shape, dtype=_DTYPES[dtype], device=shards[0].value.device)
                 pp.receive(whole, rank)
             if keep and whole is not None and not copy:
                 yield name, whole.cpu()

@@ -28,6 +28,8 @@ from phalanx.parallel.precision import DTYPES
 from phalanx.partition import batch as batch_equation
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, metrics
+from phalanx.train.agreement import agree_on_job, open_same_shards
+from phalanx.train.damaged_samples import damaged_samples
 from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
 from phalanx.train.evaluate import validation_loss
 from phalanx.train.expert_load import ExpertLoads
@@ -45,8 +47,8 @@ from phalanx.train.watched import watch
 log = logging.getLogger(__name__)
 
 VERIFIED_BYTES = 2**30
-"""Bytes of token shards (about a second's reading) up to which their digests are checked at every start; of larger ones
-only the sizes are. `phalanx data prepare --verify` checks any size."""
+"""Bytes of token shards (about a second's reading) up to which their digests are checked at every start. Larger ones
+are checked block by block while they are read (data/blocks.py)."""
 
 
 def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
@@ -77,14 +79,17 @@ class Trainer:
 
     def __init__(self, job: Job, ranks: Ranks, device: torch.device, stop: StopRequest, terminal: Terminal):
         self.job, self.ranks, self.device, self.stop, self.terminal = job, ranks, device, stop, terminal
+        agree_on_job(job, device)
         self.directory = RunDirectory.of(job)
         self.batch = batch_equation.solve(job.train.global_batch, job.layout)
         self.mesh: Mesh = meshes.build(job.layout, device.type)
         shards = Path(on_rank_zero(self._find_data))
-        index = open_shards(shards)
+        index = open_same_shards(shards)
+        damaged = damaged_samples(job, shards, index)
 
         def data(split: str) -> TokenData:
-            return TokenData(shards, split, job.model.seq_len, document_mask=job.data.document_mask)
+            options = {"document_mask": job.data.document_mask, "damaged": damaged.get(split, ())}
+            return TokenData(shards, split, job.model.seq_len, **options)
 
         self.train_data = data("train")
         self.val_data = data("val") if job.train.eval_samples else None
@@ -184,7 +189,7 @@ class Trainer:
         """Returns the folder of the job's token shards, built if missing, with their digests checked."""
         shards = prepare(self.job.data)
         size = sum(file.stat().st_size for file in shards.glob("*.bin"))
-        open_shards(shards, verify=size <= VERIFIED_BYTES)
+        open_shards(shards, verify=size <= VERIFIED_BYTES and self.job.data.on_corruption == "stop")
         return str(shards)
 
     def _copy_tokenizer(self) -> None:

@@ -31,6 +31,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.partition import batch
+from phalanx.train.agreement import agree_on_job
 from phalanx.train.step import Stepper
 from phalanx.verify.stale import delayed, streamed
 
@@ -162,6 +163,7 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, 
     """Trains and returns every loss. `see` is called for every gradient of every step, then for every parameter.
     `stale`: on one process, gradients are one update late, as those of a pipeline without a flush."""
     device = device_of(ranks, job.cluster.device)
+    agree_on_job(job, device)
     mesh = meshes.build(job.layout, device.type)
     stepper = _ObservedStepper(job, mesh, device, vocab_size, observe, keep=ranks.rank == 0)
     read, lr, runner = partial(micro_batches, job, vocab_size, mesh), job.optimizer.lr, stepper.replica.runner

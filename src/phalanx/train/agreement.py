@@ -1,0 +1,172 @@
+"""All ranks agree on the job, the program and the data before anything is built on them.
+
+A rank with another learning rate, seed, version or shard would train to the end, with weights that no job describes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+
+import phalanx
+from phalanx.check.show import as_dict
+from phalanx.comm.agree import on_every_rank
+from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
+from phalanx.config.fields import leaves
+from phalanx.config.job import Job
+from phalanx.data.shards import Index, open_shards, repair_command
+from phalanx.errors import DataError, JobError, RunError
+
+log = logging.getLogger(__name__)
+
+MAY_DIFFER = (
+    "run.threads",  # the number of threads itself is compared, where results depend on it
+    "run.log_level",
+    "run.all_ranks",
+    # cluster=local reads these from the measurements of each machine; only predictions depend on them.
+    "cluster.accelerator.",
+    "cluster.intra.",
+    "cluster.inter.",
+    "cluster.sharing.",
+    "cluster.calibration.",
+)
+"""Fields of a job, or their beginnings, that may differ between ranks."""
+
+MAY_DIFFER_WITH_WARNING = ("processor capability", "accelerator")
+"""Facts about a rank's machine that change rounding, but that a user cannot always make equal."""
+
+ROUNDING_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""Environment variables that change the rounding of products on a GPU."""
+MAX_CLOCK_SKEW_S = 5.0
+SHOWN_DIFFERENCES = 20
+
+
+def agree_on_job(job: Job, device: torch.device) -> None:
+    """Raises JobError or RunError on every rank, as `agree`, unless all ranks run the same job in the same way."""
+    agree(job_facts(job), device)
+
+
+def agree(chosen: Facts, device: torch.device) -> None:
+    """Raises an error on every rank unless all ranks have the same `chosen` facts, the same program and the same
+    settings of torch. A warning is logged where clocks, processors or accelerators differ.
+
+    The first collective after joining the process group. Raises JobError if a chosen fact differs, and RunError if only
+    other facts differ. The message names the ranks that differ from the majority, their hosts, and both values.
+    """
+    program = program_facts(device)
+    found = disagreements({**program, **chosen})
+    warned = [each for each in found if each.name in MAY_DIFFER_WITH_WARNING]
+    refused = [each for each in found if each.name not in MAY_DIFFER_WITH_WARNING]
+    if refused:
+        of_job = any(each.name not in program for each in refused)
+        raise (JobError if of_job else RunError)(_message(refused, program))
+    for each in warned:
+        log.warning("%s: results are not reproducible to the bit, and replicas may differ by rounding", each.text)
+    if skew := clock_skew(MAX_CLOCK_SKEW_S):
+        log.warning("%s", skew)
+
+
+def open_same_shards(folder: Path) -> Index:
+    """Returns the index of a folder of token shards, as `open_shards`, once all ranks have opened it and found the same
+    data.
+
+    Raises on every rank: DataError if a rank cannot open it, RunError if ranks found different tokens under the same
+    path, as on nodes with a disk of their own."""
+
+    def opened() -> Index:
+        try:
+            return open_shards(folder)
+        except DataError as error:
+            who = f"Rank {dist.get_rank()} on host {platform.node()}"
+            raise DataError(f"{who} has no data it can use: {error}") from None
+
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    index = on_every_rank(opened) if several else open_shards(folder)
+    if found := disagreements({"data fingerprint": index.fingerprint[:16]}):
+        raise RunError(
+            f"The ranks read different data in {folder}:\n  {found[0].text}\nMake {folder} the same on every host, or "
+            "set data.dir to a folder that all of them share."
+        )
+    if not index.block_bytes and not (several and dist.get_rank()):
+        log.warning(
+            "%s: these shards, of version 1, have no digests of blocks: tokens are not checked while they are read. "
+            "Add them with: %s",
+            folder,
+            repair_command(folder, index, switch="--verify"),
+        )
+    return index
+
+
+def job_facts(job: Job) -> dict[str, Any]:
+    """Returns every field of the job that must be the same on all ranks, by dotted path."""
+    document = as_dict(job)
+    return {
+        path: functools.reduce(lambda values, name: values[name], path.split("."), document)
+        for path in leaves()
+        if not path.startswith(MAY_DIFFER)
+    }
+
+
+def program_facts(device: torch.device) -> dict[str, Any]:
+    """Returns the versions and settings of this process that must be the same on all ranks, by name."""
+    facts: dict[str, Any] = {
+        "phalanx version": phalanx.__version__,
+        "phalanx source": source_digest(),
+        "Python version": platform.python_version(),
+        "torch version": torch.__version__,
+        "device": device.type,
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic kernels": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+    }
+    if device.type == "cpu":
+        # A sum is cut among the threads: their number and the width of a vector change its rounding.
+        return facts | {
+            "threads": torch.get_num_threads(),
+            "processor capability": torch.backends.cpu.get_cpu_capability(),
+        }
+    return facts | {
+        "accelerator": torch.cuda.get_device_name(device),
+        "CUDA version": torch.version.cuda,
+        "NCCL version": list(nccl.version()) if dist.is_nccl_available() else None,
+        "cuDNN": [torch.backends.cudnn.version(), torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32],
+        "rounding variables": {name: os.environ.get(name) for name in ROUNDING_VARIABLES},
+    }
+
+
+@functools.cache
+def source_digest() -> str:
+    """Returns a digest (sha256, 16 hexadecimal digits) of the program's own source files, by relative path and content:
+    what a version number does not tell while somebody edits a working copy."""
+    root = Path(phalanx.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(json.dumps([str(path.relative_to(root)), len(content)]).encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _message(found: list[Disagreement], program: Facts) -> str:
+    of_job = [each for each in found if each.name not in program]
+    lines = [f"The ranks do not run the same {'job' if of_job else 'program'}:"]
+    lines += [f"  {each.text}" for each in found[:SHOWN_DIFFERENCES]]
+    if len(found) > SHOWN_DIFFERENCES:
+        lines.append(f"  ... and {len(found) - SHOWN_DIFFERENCES} more")
+    if of_job:
+        lines.append("Start every rank with the same job file and the same overrides.")
+    if len(of_job) < len(found):
+        lines.append(
+            "Install the same versions on every host, and give all ranks the same settings (threads: run.threads, "
+            "--threads, or OMP_NUM_THREADS)."
+        )
+    return "\n".join(lines)
