@@ -43,9 +43,9 @@ def run(argv: Sequence[str]) -> int:
     ranks = detect(os.environ)
     if ranks is not None:
         return _be_a_foreign_rank(loaded, ranks, "fresh" in words.switches, as_json)
-    if "fresh" in words.switches and (kept := directory.move_aside()):
-        echo(f"{directory.path} was renamed to {kept}", file=sys.stderr)
-    with directory.lock():
+    with directory.lock(fresh="fresh" in words.switches) as renamed:
+        if renamed:
+            echo(f"{directory.path} was renamed to {renamed}", file=sys.stderr)
         if _is_finished(directory, job, as_json):
             return 0
         with stderr_progress() as progress:
