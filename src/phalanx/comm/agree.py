@@ -1,7 +1,8 @@
-"""Actions of rank 0, or of every rank, whose failure all ranks share.
+"""Values that ranks tell each other: the result or failure of an action, or one value of every rank.
 
-A rank that raises alone leaves the others waiting in their next collective. Here the failure is broadcast, so that all
-ranks stop with the same message. The result travels as JSON: nothing that arrives can execute.
+A rank that raises alone leaves the others waiting in their next collective. So actions succeed or fail on all ranks.
+Values travel as JSON bytes in tensors: torch's own object collectives unpickle what they receive, which lets a peer
+execute code.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx import errors
 from phalanx.comm import blocking
@@ -37,7 +39,7 @@ def on_rank_zero(work: Callable[[], Any]) -> Any:
         except Exception as error:  # raised again below, once the others know
             bug = error
             answer = {"error": "RunError", "message": f"rank 0 failed: {type(error).__name__}: {error}"}
-    answer = _broadcast(answer)
+    answer = broadcast_json(answer)
     if bug is not None:
         raise bug
     if "error" in answer:
@@ -67,20 +69,45 @@ def on_every_rank(work: Callable[[], T]) -> T:
     first = torch.tensor([dist.get_world_size() if failure is None else dist.get_rank()])
     blocking.all_reduce(first, dist.ReduceOp.MIN)
     if first.item() < dist.get_world_size():
-        answer = _broadcast(answer, int(first.item()))
+        answer = broadcast_json(answer, int(first.item()))
         if failure is not None and not isinstance(failure, errors.PhalanxError):
             raise failure
         raise getattr(errors, answer["error"])(answer["message"])
     return result[0]
 
 
-def _broadcast(message: dict[str, Any], source: int = 0) -> dict[str, Any]:
-    """Broadcasts the message of rank `source` as JSON bytes over CPU tensors."""
-    data = json.dumps(message).encode() if dist.get_rank() == source else b""
-    length = torch.tensor([len(data)], dtype=torch.int64)
+def broadcast_json(mine: Any, source: int = 0) -> Any:
+    """Returns the value (JSON-able) of rank `source` on every rank; the values of the others are ignored."""
+    data = _encode(mine) if dist.get_rank() == source else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([data.numel()])
     blocking.broadcast(length, source)
-    payload = torch.zeros(int(length.item()), dtype=torch.uint8)
-    if data:
-        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    payload = data if data.numel() else torch.empty(int(length.item()), dtype=torch.uint8)
     blocking.broadcast(payload, source)
-    return json.loads(payload.numpy().tobytes())
+    return _decode(payload)
+
+
+def gather_json(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns the value (JSON-able) of every rank of `group`, by default of all ranks, in rank order.
+
+    Every rank receives the largest value's bytes once per rank. A collective; its messages are not counted. Without a
+    process group (one process) it is the value alone."""
+    if not dist.is_initialized():
+        return [mine]
+    size = dist.get_world_size(group)
+    data = _encode(mine)
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
+    blocking.all_gather(lengths, torch.tensor([data.numel()]), group)
+    sizes = [int(length.item()) for length in lengths]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    payloads = [torch.empty_like(padded) for _ in range(size)]
+    blocking.all_gather(payloads, padded, group)
+    return [_decode(payload[:length]) for payload, length in zip(payloads, sizes, strict=True)]
+
+
+def _encode(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
