@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.check.job import out_of_range, problems_of
 from phalanx.config.clusters import CLUSTERS
-from phalanx.config.constraints import Above, AtLeast, Below, Between, Constraint, HalfOpen
+from phalanx.config.constraints import Above, AtLeast, Below, Between, Constraint, FolderName, HalfOpen, Printable
 from phalanx.config.fields import constraints, leaves, replace
 from phalanx.config.job import Job
 
@@ -14,7 +14,7 @@ NUMBERS = {path: kind for path, kind in leaves().items() if kind in (int, float,
 
 
 def test_every_number_has_a_range():
-    assert set(constraints()) == set(NUMBERS)
+    assert set(constraints()) == {*NUMBERS, "run.name", "run.dir"}
 
 
 @pytest.mark.parametrize("path", NUMBERS)
@@ -57,6 +57,33 @@ def test_known_machines_are_in_range(name):
 def test_a_range_says_what_is_outside(constraint: Constraint, legal, illegal, said):
     assert constraint.problem(legal) == ""
     assert constraint.problem(illegal) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("../../x", "x"),
+        ("/tmp/runs/big/", "big"),
+        ("..", "run"),
+        (".hidden", "hidden"),
+        ("a\x1b[2Jb\0", "a-[2Jb-"),
+        ("ü" * 300, "ü" * 100),
+        ("\udce4", "-"),
+    ],
+)
+def test_a_run_s_name_is_one_folder(name, nearest):
+    [(path, said)] = problems_of(replace(Job(), "run.name", name))
+    assert path == "run.name"
+    assert said.endswith(f"; nearest legal: {nearest}")
+    assert said.isprintable()
+    assert len(said) < 600
+
+
+def test_names_of_runs_that_are_legal():
+    for name in ("", "run", "läufe 2", "a..b", "-x", "x" * 200):
+        assert FolderName(200).problem(name) == ""
+    assert Printable().problem("runs") == ""
+    assert "must be printable" in Printable().problem("a\nb")
 
 
 def test_types_are_read_without_their_ranges():

@@ -50,6 +50,13 @@ def say(directory: Path) -> int:
     return 0
 
 
+def chatty(directory: Path) -> int:
+    """Says more than a pipe holds."""
+    for number in range(20_000):
+        print(f"{number} of {RANK}")
+    return 0
+
+
 def late(directory: Path) -> int:
     """Rank 1 stops as planned; rank 0 needs a second more and must be left alone."""
     if RANK == 0:

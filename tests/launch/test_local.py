@@ -130,6 +130,17 @@ def test_a_second_run_keeps_the_first_one_s_logs(
     assert "[rank 1] err of 1\n" in shown.err
 
 
+def test_standard_output_that_nobody_reads(
+    launch: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    monkeypatch.setattr("phalanx.launch.output.LINGER_S", 0.1)
+    assert launch("chatty", all_ranks=True) == 0
+    assert b"[rank 1] 0 of 1\n" in os.read(reader, 1000)
+    os.close(reader)
+
+
 def test_the_user_s_threads_stay(
     launch: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

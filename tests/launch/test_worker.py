@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import JobError, NotFiniteError, StoppedError
+from disks import fill, mounted
+from phalanx.errors import JobError, NotFiniteError, RunError, StoppedError
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.worker import report
 
@@ -55,6 +56,19 @@ def test_a_bug_keeps_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_nothing_but_the_outcome_is_left(tmp_path: Path) -> None:
     assert report(tmp_path, lambda: 0) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
+
+
+def test_a_full_disk_has_room_for_the_outcome(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+
+        def run() -> int:
+            fill(disk)
+            raise RunError("the disk is full")
+
+        assert report(disk, run) == 1
+        outcome = Outcome.read(disk)
+        assert outcome is not None
+        assert outcome.message == "the disk is full"
 
 
 def test_no_outcome(tmp_path: Path) -> None:

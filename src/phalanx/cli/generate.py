@@ -16,6 +16,7 @@ import tyro
 from phalanx.cli.commands import flag_of
 from phalanx.echo import echo
 from phalanx.errors import JobError
+from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.ranks import detect
 from phalanx.nearest import did_you_mean
 
@@ -52,6 +53,7 @@ class Generate:
 
 
 def run(argv: Sequence[str]) -> int:
+    die_with_launcher()
     options, unknown = tyro.cli(
         Generate,
         prog="phalanx generate",

@@ -6,12 +6,15 @@ import importlib
 import os
 import platform
 import signal
+import stat
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import phalanx
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
+from phalanx.launch.output import unblocked
 from phalanx.nearest import nearest
 
 VERBS = {
@@ -55,18 +58,35 @@ Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data or chec
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code. A user's mistake is a message; a bug keeps its traceback."""
+    os.umask(os.umask(0o077) | stat.S_IWOTH)  # nothing is writable for everyone, whatever the umask
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        # A reader who is slow or gone must not stop training. Other verbs have nothing to do without one.
+        with unblocked() if words[:1] == ["train"] else nullcontext():
+            return _run_and_tell(words)
+    except BrokenPipeError:
+        _discard_output()
+        return 128 + signal.SIGPIPE
+
+
+def _run_and_tell(argv: Sequence[str]) -> int:
+    try:
+        return run(argv)
     except PhalanxError as error:
         echo(message_of(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         echo("phalanx: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # The reader (head, less) is gone. Python would raise again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+
+
+def _discard_output() -> None:
+    """Sends the streams whose reader (head, less) is gone to /dev/null: Python flushes them once more at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run(argv: Sequence[str]) -> int:

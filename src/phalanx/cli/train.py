@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,16 @@ from phalanx.check.load import LoadedJob
 from phalanx.cli.job_words import JobVerb
 from phalanx.config.job import Job
 from phalanx.echo import echo
-from phalanx.errors import JobError, StoppedError
+from phalanx.errors import JobError, PhalanxError, StoppedError
 from phalanx.launch.environment import LOG_DIR
+from phalanx.launch.lifeline import die_with_launcher
+from phalanx.launch.lost_peer import lost_peer_named
+from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import SINGLE, Ranks, detect
+from phalanx.train.append import AppendedFile
 from phalanx.train.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
 
 VERB = JobVerb(
     "train",
@@ -28,7 +36,9 @@ VERB = JobVerb(
 )
 
 
+@unblocked()
 def run(argv: Sequence[str]) -> int:
+    die_with_launcher()
     words = VERB.parse(argv)
     if words is None:
         return 0
@@ -43,9 +53,9 @@ def run(argv: Sequence[str]) -> int:
     ranks = detect(os.environ)
     if ranks is not None:
         return _be_a_foreign_rank(loaded, ranks, "fresh" in words.switches, as_json)
-    if "fresh" in words.switches and (kept := directory.move_aside()):
-        echo(f"{directory.path} was renamed to {kept}", file=sys.stderr)
-    with directory.lock():
+    with directory.lock(fresh="fresh" in words.switches) as renamed:
+        if renamed:
+            echo(f"{directory.path} was renamed to {renamed}", file=sys.stderr)
         if _is_finished(directory, job, as_json):
             return 0
         with stderr_progress() as progress:
@@ -85,7 +95,11 @@ def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool) -> 
     summary = train(job, ranks, log_file)
     if ranks.rank == 0:
         summary["sample"] = _sample(job)
-        echo(json.dumps(summary, indent=1) if as_json else _text(summary))
+        text = json.dumps(summary, indent=1) if as_json else _text(summary)
+        if log_file:
+            with AppendedFile(log_file.with_name("stdout.log"), log.warning) as copy:
+                copy.append(text)
+        echo(text)
     return 0
 
 
@@ -107,14 +121,22 @@ def _be_a_foreign_rank(loaded: LoadedJob, ranks: Ranks, fresh: bool, as_json: bo
     if fresh:
         raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
     directory = RunDirectory.of(loaded.job)
-    if ranks.rank:
+    with lost_peer_named(ranks), ExitStack() as held:
+        if ranks.rank:
+            try:
+                return _be_a_rank(loaded.job, ranks, None, as_json)
+            except StoppedError as stopped:
+                return stopped.exit_code  # all ranks stop together; rank 0 says so
         try:
-            return _be_a_rank(loaded.job, ranks, None, as_json)
-        except StoppedError as stopped:
-            return stopped.exit_code  # all ranks stop together; rank 0 says so
-    with directory.lock():
-        directory.start(loaded)
-        return _be_a_rank(loaded.job, ranks, directory.next_log_dir() / "stderr.log", as_json)
+            held.enter_context(directory.lock())
+            directory.start(loaded)
+            log_file = directory.next_log_dir() / "stderr.log"
+        except PhalanxError as error:
+            from phalanx.train.loop import refuse
+
+            refuse(loaded.job, ranks, error)
+            raise
+        return _be_a_rank(loaded.job, ranks, log_file, as_json)
 
 
 def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:

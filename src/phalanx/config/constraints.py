@@ -1,4 +1,4 @@
-"""The range of a field's values, as it stands in the field's type: `n_layers: Annotated[int, AtLeast(1)] = 4`.
+"""The range or form of a field's values, as it stands in the field's type: `n_layers: Annotated[int, AtLeast(1)] = 4`.
 
 `check/job.py` compares every field of a job with its range; config/fields.py `constraints` lists them.
 """
@@ -71,4 +71,37 @@ class HalfOpen:
         return f"must lie in [{self.least}, {self.bound}), {'are' if isinstance(value, tuple) else 'is'} {value}"
 
 
-Constraint = AtLeast | Above | Below | Between | HalfOpen
+@dataclass(frozen=True)
+class Printable:
+    """A text without control characters."""
+
+    def problem(self, value: str) -> str:
+        """Returns what is wrong with a value, or nothing."""
+        return "" if value.isprintable() else f"must be printable, is {value[:_SHOWN]!r}"
+
+
+@dataclass(frozen=True)
+class FolderName:
+    """The name of one folder: printable, not a path, not hidden, and at most `longest` bytes of UTF-8. May be empty."""
+
+    longest: int
+
+    def problem(self, value: str) -> str:
+        """Returns what is wrong with a value and the nearest legal name, or nothing."""
+        legal = self._nearest(value)
+        if value == legal:
+            return ""
+        return (
+            f"must be the name of one folder: printable, without / and a leading dot, at most {self.longest} bytes; is "
+            f"{value[:_SHOWN]!r}{'…' if len(value) > _SHOWN else ''}; nearest legal: {legal or 'run'}"
+        )
+
+    def _nearest(self, value: str) -> str:
+        names = [name for part in value.split("/") if (name := part.lstrip("."))]
+        printable = "".join(char if char.isprintable() else "-" for char in names[-1]) if names else ""
+        return printable.encode()[: self.longest].decode(errors="ignore")
+
+
+_SHOWN = 80  # characters of a wrong text in a message
+
+Constraint = AtLeast | Above | Below | Between | HalfOpen | Printable | FolderName

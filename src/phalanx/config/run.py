@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from phalanx.config.constraints import Above, AtLeast
+from phalanx.config.constraints import Above, AtLeast, FolderName, Printable
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """The run's name, place and processes."""
 
-    name: str = ""
+    name: Annotated[str, FolderName(longest=200)] = ""
     """Name of the run; empty means the job file's name. Its directory is dir/name."""
-    dir: str = "runs"
+    dir: Annotated[str, Printable()] = "runs"
     """Folder of the run directories."""
     threads: Annotated[int, AtLeast(0)] = 0
     """CPU threads of each process; 0 divides the cores among the processes of a node."""

@@ -1,22 +1,52 @@
-"""Atomic file writes, and a lock between processes."""
+"""Atomic file writes, files opened without following links, and a lock between processes."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from phalanx.errors import RunError
 
 TEMPORARY = ".tmp"
 """Suffix of files being written; a leftover belongs to a killed process."""
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Writes `content` so that `path` holds either its old content or all of the new one, even after a crash."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+def open_regular(path: Path, flags: int) -> int:
+    """Opens a regular file with `flags` of os.open and returns its descriptor.
+
+    Raises RunError if the path is a link, a FIFO or a device: whoever can create names in a shared folder could make a
+    program write to any file of its user, or wait for ever. Raises OSError as os.open does.
+    """
     try:
-        with temporary.open("wb") as file:
+        # O_NONBLOCK: a FIFO without a reader must not block; regular files ignore it.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise RunError(_not_regular(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RunError(_not_regular(path))
+    return descriptor
+
+
+def _not_regular(path: Path) -> str:
+    kind = "a link" if path.is_symlink() else "not a regular file"
+    return f"{path} is {kind}, and nothing is written through it; remove it"
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Writes `content` so that `path` holds either its old content or all of the new one, even after a crash. The file
+    is a new one, as readable as the umask lets it be; a link at `path` is replaced, not followed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    temporary.unlink(missing_ok=True)  # of a killed process with the same number
+    try:
+        with open(open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -5,8 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.errors import JobError
+from phalanx.launch.environment import LAUNCHER_PID
+from phalanx.launch.ranks import detect
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_POLL_S = 0.5
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -20,3 +29,53 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_launcher() -> None:
+    """Makes a rank that torchrun, srun or mpiexec started end when its launcher ends on this host. Does nothing in any
+    other process; ranks of the local launcher call `die_with_parent`.
+
+    torchrun's agent starts each rank as the leader of a session, and the kernel kills such a rank with its agent. In
+    the other cases (a wrapper script in between, srun, mpiexec) a thread looks every _POLL_S whether the processes
+    above this one are still the same. The kernel's signal would be wrong there: it is sent when the *thread* ends that
+    started the process.
+    """
+    if LAUNCHER_PID in os.environ or not _has_launcher():
+        return
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    leader = os.getsid(0) if by_torchrun else os.getpid()
+    parents = _parents_up_to(leader)
+    if by_torchrun and leader == os.getpid():
+        die_with_parent(parents[leader])
+    threading.Thread(target=_watch, args=(parents,), name="phalanx-lifeline", daemon=True).start()
+
+
+def _has_launcher() -> bool:
+    with suppress(JobError):  # contradictory variables: reported where the rank is needed
+        return detect(os.environ) is not None
+    return False
+
+
+def _parents_up_to(leader: int) -> dict[int, int]:
+    """Returns the parents of this process and of those above it, up to the ancestor `leader`, by process."""
+    pid = os.getpid()
+    parents = {pid: os.getppid()}
+    while pid != leader and parents[pid] > 1:
+        pid = parents[pid]
+        parents[pid] = _parent_of(pid)
+    return parents
+
+
+def _watch(parents: dict[int, int]) -> None:
+    while all(_parent_of(pid) == parent for pid, parent in parents.items()):
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _parent_of(pid: int) -> int:
+    """Returns the parent of a process, 0 if the process has ended."""
+    if pid == os.getpid():
+        return os.getppid()
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0

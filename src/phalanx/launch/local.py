@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from phalanx.echo import echo, shortened
@@ -17,6 +16,7 @@ from phalanx.launch.agent import RankAgent
 from phalanx.launch.environment import LAUNCHER_PID, LOOPBACK, thread_environment
 from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.outcome import Outcome
+from phalanx.launch.output import unblocked
 from phalanx.launch.supervisor import Exit, Supervisor
 from phalanx.launch.verdict import BEFORE_CHECKPOINT, End, verdict
 from phalanx.launch.watchdog.diagnosis import Limits
@@ -27,6 +27,7 @@ UNLIMITED = Limits(0.0, 0.0)
 _LAST_LINES = 10
 
 
+@unblocked()
 def launch_local(
     argv: list[str],
     *,
@@ -64,8 +65,6 @@ def launch_local(
         RunError: the ranks could not be started.
     """
     _say_whose_threads(threads)
-    if all_ranks and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # the agent writes the ranks' lines here and never flushes
     environment = {LAUNCHER_PID: str(os.getpid()), **LOOPBACK, **thread_environment(threads, os.environ)}
     with tempfile.TemporaryDirectory(prefix="phalanx_") as store_dir:  # mode 0700
         logs = AttemptLogs(log_dir.absolute(), Path(store_dir), environment, all_ranks)
@@ -138,7 +137,7 @@ def _end(rank: int, ended: Exit, directory: Path, left_early: str) -> End:
     outcome, log = Outcome.read(directory), directory / "stderr.log"
     last_words = ""
     if outcome and outcome.traceback:
-        with log.open("a", encoding="utf-8") as file:
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:  # the verdict shows it, too
             file.write(f"{outcome.traceback}\n")
     elif log.exists():
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from phalanx.errors import PhalanxError
 _FILE = "outcome.json"
 _MOST_BYTES = 2**22
 _MOST_CHARACTERS = 100_000  # of a message or a traceback; a character may take 12 bytes in JSON
+_ROOM = ".outcome.room"
+_ROOM_BYTES = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Outcome:
     """Seconds since the epoch; the earliest failure is the cause."""
 
     def write(self, directory: Path) -> None:
-        """Writes directory/outcome.json atomically."""
+        """Writes directory/outcome.json atomically, in the room that `reserve_room` has kept for it."""
+        (directory / _ROOM).unlink(missing_ok=True)
         temporary = directory / f".{_FILE}.{os.getpid()}"
         with temporary.open("w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
@@ -55,6 +59,12 @@ class Outcome:
             )
         except (OSError, ValueError):
             return None
+
+
+def reserve_room(directory: Path) -> None:
+    """Keeps space for an outcome, so that a rank that ends because the disk is full can say so."""
+    with suppress(OSError), (directory / _ROOM).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
 
 
 def describe(error: BaseException) -> tuple[int, str, str | None]:

@@ -11,13 +11,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from phalanx.errors import StoppedError
 from phalanx.launch.environment import HEARTBEATS, LAUNCHER_PID, LOG_DIR
 from phalanx.launch.lifeline import die_with_parent
-from phalanx.launch.outcome import Outcome, describe
+from phalanx.launch.outcome import Outcome, describe, reserve_room
 from phalanx.launch.watchdog import heartbeat
 
 
@@ -43,9 +44,11 @@ def report(directory: Path, run: Callable[[], int]) -> int:
 
     Nothing is printed: the launcher shows one failure for all ranks.
     """
+    reserve_room(directory)
     try:
         code, message, trace = run(), "", None
     except BaseException as error:
         code, message, trace = describe(error)
-    Outcome(int(os.environ["RANK"]), code, message, trace, time.time()).write(directory)
+    with suppress(OSError):  # the launcher still has the exit code
+        Outcome(int(os.environ["RANK"]), code, message, trace, time.time()).write(directory)
     return code

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from phalanx.config.job import Job
+from phalanx.data.files import write_atomic
+from phalanx.errors import DataError
 from phalanx.model.moe import Routing
 from phalanx.parallel.mesh import Mesh
 from phalanx.pictures import experts as experts_picture
@@ -85,8 +87,12 @@ class ExpertLoads:
         """Writes the picture of the run so far into its directory, on rank 0."""
         if self.layers and self.mesh.axis("world").rank == 0:
             path = directory.path / "experts.svg"
-            path.write_text(experts_picture.svg(directory.path.name, directory.metrics), encoding="utf-8")
-            log.info("experts: %s", path)
+            try:
+                write_atomic(path, experts_picture.svg(directory.path.name, directory.metrics).encode())
+            except (OSError, DataError) as error:  # the rows may still wait for a full disk
+                log.warning("experts: %s was not drawn: %s", path, error)
+            else:
+                log.info("experts: %s", path)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from phalanx.config.job import Job
 from phalanx.data.loader import TokenData, evaluation_batches
 from phalanx.data.prepare import prepare
 from phalanx.data.shards import open_shards
-from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFiniteError, StoppedError
+from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFiniteError, PhalanxError, StoppedError
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import heartbeat
@@ -38,6 +39,7 @@ from phalanx.train.milestones import Milestones
 from phalanx.train.peak import peak_flops
 from phalanx.train.recorder import Recorder
 from phalanx.train.run_directory import RunDirectory
+from phalanx.train.shared import require_shared
 from phalanx.train.state import TrainState
 from phalanx.train.step import Step, Stepper
 from phalanx.train.stop import StopRequest
@@ -49,6 +51,8 @@ log = logging.getLogger(__name__)
 VERIFIED_BYTES = 2**30
 """Bytes of token shards (about a second's reading) up to which their digests are checked at every start. Larger ones
 are checked block by block while they are read (data/blocks.py)."""
+REFUSAL_S = 60.0
+"""Seconds that rank 0 waits for the others in order to tell them that it cannot start."""
 
 
 def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
@@ -68,10 +72,24 @@ def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
         logging_to(terminal, job.run.log_level, ranks.rank, log_file),
         process_group(ranks, device=device, timeout_s=job.run.timeout_s),
     ):
+        on_rank_zero(lambda: None)  # or the error of `refuse`
         watch(job, ranks, log_file)
         summary = Trainer(job, ranks, device, stop, terminal).run()
     heartbeat.enter(Phase.DONE)
     return summary
+
+
+def refuse(job: Job, ranks: Ranks, error: PhalanxError) -> None:
+    """Makes the other ranks' `train` raise the error for which rank 0 does not call its own: they would wait for it.
+    Gives up after REFUSAL_S."""
+
+    def fail() -> None:
+        raise error
+
+    with suppress(PhalanxError, RuntimeError):
+        device = devices.choose(job.cluster.device, ranks.local_rank)
+        with process_group(ranks, device=device, timeout_s=min(REFUSAL_S, job.run.timeout_s)):
+            on_rank_zero(fail)
 
 
 class Trainer:
@@ -84,6 +102,7 @@ class Trainer:
         self.batch = batch_equation.solve(job.train.global_batch, job.layout)
         self.mesh: Mesh = meshes.build(job.layout, device.type)
         shards = Path(on_rank_zero(self._find_data))
+        require_shared(self.directory, shards, ranks)
         index = open_same_shards(shards)
         damaged = damaged_samples(job, shards, index)
 
@@ -194,8 +213,9 @@ class Trainer:
 
     def _copy_tokenizer(self) -> None:
         """Copies the tokenizer, so that text can be generated without the training data."""
-        self.directory.path.mkdir(parents=True, exist_ok=True)
-        self.train_data.tokenizer.save(self.directory.path)
+        with self.directory.writing():
+            self.directory.path.mkdir(parents=True, exist_ok=True)
+            self.train_data.tokenizer.save(self.directory.path)
 
     def _resume(self) -> None:
         """Loads the newest checkpoint that is whole; one that proves damaged while it is read gives way to the one

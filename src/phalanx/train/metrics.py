@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.train.append import AppendedFile
 from phalanx.units import gib
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -57,13 +61,13 @@ class Meter:
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per line, appended and flushed row by row. A context manager.
+    """metrics.jsonl: one JSON object per line, written row by row (train/append.py). A context manager.
 
     Without a path (every rank but the first) rows are discarded.
     """
 
     def __init__(self, path: Path | None):
-        self.file = path.open("a", encoding="utf-8") if path else None
+        self.file = AppendedFile(path, log.warning) if path else None
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -75,8 +79,7 @@ class MetricsFile:
     def write(self, event: str, **values: Any) -> None:
         """Appends a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}."""
         if self.file:
-            self.file.write(json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n")
-            self.file.flush()
+            self.file.append(json.dumps({"event": event, "time": round(time.time(), 3), **values}))
 
 
 def line(row: dict[str, float], memory: int) -> str:

@@ -6,7 +6,7 @@ config.yaml command.txt env.json metrics.jsonl logs/attempt_k/rank_r/ checkpoint
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import json
 import logging
 import os
@@ -26,7 +26,9 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.validity import newest_valid
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
+from phalanx.data.files import open_regular, write_atomic
 from phalanx.errors import CheckpointError, JobError, RunError
+from phalanx.train import run_lock
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,26 @@ STRUCTURE = (
     "train.precision",
 )
 """Fields that must equal those of a checkpoint for a job to resume from it. Others may change between attempts."""
+
+ENTRIES = (
+    *("config.yaml", "command.txt", "env.json", "metrics.jsonl", "logs", "checkpoints", "latest"),
+    *("tokenizer.json", "experts.svg", run_lock.LOCK),
+)
+"""Names that a run writes in its directory. None of them may be a link."""
+
+VARIABLES = (
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "PBS_JOBID", "LSB_JOBID"),
+    *("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_CROSS_NIC", "NCCL_CUMEM_ENABLE", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS"),
+    *("NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_IB_HCA", "NCCL_IB_TC", "NCCL_IB_TIMEOUT", "NCCL_LAUNCH_MODE"),
+    *("NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NET", "NCCL_NET_GDR_LEVEL", "NCCL_NET_PLUGIN"),
+    *("NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_PROTO", "NCCL_SHM_DISABLE"),
+    *("NCCL_SOCKET_IFNAME", "NCCL_SOCKET_NTHREADS", "NCCL_TOPO_FILE"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCH_NCCL_BLOCKING_WAIT"),
+    *("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+)
+"""Environment variables that env.json shows. Each stands here by name: an environment also holds secrets."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +90,47 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def next_log_dir(self) -> Path:
-        """Creates and returns the log directory of a single process: logs/attempt_k/rank_0, as the launcher does."""
+        """Creates and returns the log directory of a single process: logs/attempt_k/rank_0, as the launcher does.
+        Raises RunError if that fails."""
         from phalanx.launch.logs import next_attempt
 
-        path = next_attempt(self.logs) / "rank_0"
-        path.mkdir()
+        with self.writing():
+            path = next_attempt(self.logs) / "rank_0"
+            path.mkdir()
         return path
 
     def start(self, loaded: LoadedJob) -> None:
-        """Records the resolved job, the command, and facts about the machine before a run."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.config.write_text(as_yaml(loaded), encoding="utf-8")
-        with (self.path / "command.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}  {shlex.join(['phalanx', *sys.argv[1:]])}\n")
-        (self.path / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n", encoding="utf-8")
+        """Records the resolved job, the command, and facts about the machine before a run. Raises RunError if the
+        directory cannot be written, or if one of its entries is a link."""
+        command = f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}  {shlex.join(['phalanx', *sys.argv[1:]])}\n"
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_links()
+            write_atomic(self.config, as_yaml(loaded).encode())
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with open(open_regular(self.path / "command.txt", flags), "a", encoding="utf-8") as file:
+                file.write(command)
+            write_atomic(self.path / "env.json", f"{json.dumps(_environment(), indent=1)}\n".encode())
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turns an OSError of the block into a RunError about this directory."""
+        try:
+            yield
+        except OSError as error:
+            at = f"{error.filename}: " if error.filename else ""
+            hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose another run.dir"
+            raise RunError(
+                f"the run directory {self.path} cannot be written: {at}{error.strerror or error}; {hint}"
+            ) from None
+
+    def _refuse_links(self) -> None:
+        links = [name for name in ENTRIES if (self.path / name).is_symlink()]
+        if links:
+            raise RunError(
+                f"in the run directory {self.path} these are links, and nothing is written through them: "
+                f"{', '.join(links)}; remove them (the run directory itself may be a link)"
+            )
 
     def require(self) -> None:
         """Raises CheckpointError if this is not the directory of a run; names the runs beside it."""
@@ -91,31 +140,15 @@ class RunDirectory:
         hint = f"; runs there: {', '.join(known)}" if known else ""
         raise CheckpointError(f"no run in {self.path}: it has no config.yaml{hint}")
 
-    def move_aside(self) -> Path | None:
-        """Renames an existing directory to NAME.1, NAME.2, ...: starting over deletes nothing."""
-        if not self.path.exists():
-            return None
-        number = 1
-        while (kept := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
-        return self.path.rename(kept)
-
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Locks the directory: two trainers in one directory would overwrite each other. The kernel releases the lock
-        however the holder ends. Raises RunError if another process holds it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                raise RunError(f"{self.path} is in use by {holder}; wait for it, or choose another run.name") from None
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}")
-            file.flush()
-            yield
+    def lock(self, *, fresh: bool = False) -> Iterator[Path | None]:
+        """Locks the directory: two trainers in one directory would overwrite each other. With `fresh` it is a new one:
+        an existing run is renamed, and its new path is yielded. Raises RunError if another process uses the directory,
+        or if it cannot be written."""
+        with contextlib.ExitStack() as held:
+            with self.writing():
+                renamed = held.enter_context(run_lock.locked(self.path, fresh=fresh))
+            yield renamed
 
     def resume_from(self, job: Job, verify: bool = False, before: int | None = None) -> Manifest | None:
         """Returns the newest whole checkpoint of this run (if given, of a step below `before`), if there is any.
@@ -154,12 +187,9 @@ def job_of(manifest: Manifest) -> Job:
 
 
 def _environment() -> dict[str, object]:
-    """Returns versions and an allow-list of variables. Never the whole environment: it holds secrets."""
+    """Returns versions, facts about the machine, and VARIABLES."""
     import importlib.metadata
 
-    names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "PBS_JOBID", "WORLD_SIZE")
-    prefixes = ("NCCL_", "GLOO_", "TORCH_NCCL_")
-    shown = {k: v for k, v in os.environ.items() if k in names or k.startswith(prefixes)}
     packages = ("torch", "numpy", "safetensors", "tokenizers")
     return {
         "phalanx": phalanx.__version__,
@@ -169,7 +199,7 @@ def _environment() -> dict[str, object]:
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
         "git": _git_commit(),
-        "variables": shown,
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from phalanx.echo import shortened, visible
+from phalanx.train.append import AppendedFile
 
 
 class Terminal:
@@ -63,6 +64,21 @@ class _Visible(logging.Formatter):
         return visible(shortened(super().format(record)))
 
 
+class _LogFile(logging.Handler):
+    """A copy of the lines in a file; the terminal shows if it cannot be written."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.file = AppendedFile(path, lambda message: print(message, file=sys.stderr))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.file.append(self.format(record))
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
 @contextlib.contextmanager
 def logging_to(terminal: Terminal, level: str, rank: int, file: Path | None) -> Iterator[None]:
     """Sends the package's log lines to the terminal on rank 0, to standard error on the others, and a dated copy to
@@ -73,7 +89,7 @@ def logging_to(terminal: Terminal, level: str, rank: int, file: Path | None) -> 
     if rank and not file:
         handlers[0].setLevel(logging.WARNING)
     if rank == 0 and file:
-        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        handlers.append(_LogFile(file))
         handlers[1].setFormatter(_Visible("%(asctime)s %(message)s"))
     logger.setLevel(level.upper())
     logger.propagate = False

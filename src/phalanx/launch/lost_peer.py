@@ -1,0 +1,65 @@
+"""A peer that goes away on another machine: the backend's errors as one message, for ranks without our launcher.
+
+Ranks of the local launcher need none: it has seen which rank ended first (verdict.py).
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import phalanx
+from phalanx.errors import RunError
+from phalanx.launch.ranks import Ranks
+
+TEXTS = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused"),
+    *("Connection timed out", "No route to host", "Timed out waiting", "Application timeout caused pair closure"),
+    *("NCCL remote process exited", "NCCL communicator was aborted", "Connection was likely closed", "wait timeout"),
+)
+"""Parts of the messages with which gloo, NCCL and torch's store report a lost peer."""
+_ROOT = Path(phalanx.__file__).parent
+
+
+@contextmanager
+def lost_peer_named(ranks: Ranks) -> Iterator[None]:
+    """Turns a backend's error about a lost connection, raised inside the `with` block, into a RunError that says what
+    this rank was waiting in."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
+        text = next((line for line in str(error).splitlines() if any(known in line for known in TEXTS)), None)
+        if text is None:
+            raise
+        raise RunError(
+            f"rank {ranks.rank} of {ranks.world} on {platform.node()} lost {_peer(ranks, text)}: another rank ended, "
+            f"hangs, or its connection broke while this one waited in {_waited_in(error)}. The first rank that ended "
+            f"says why, in its log or on its node. ({_in_short(text)})"
+        ) from error
+
+
+def _peer(ranks: Ranks, text: str) -> str:
+    if ranks.world == 2:
+        return f"rank {1 - ranks.rank}"
+    address = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)
+    return f"a rank on {address[1]}" if address else "rank(s)"
+
+
+def _waited_in(error: BaseException) -> str:
+    """Returns the innermost of our functions that waited, outside of the collectives themselves."""
+    stack = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+    ours = [(path.relative_to(_ROOT), frame) for path, frame in stack if path.is_relative_to(_ROOT)]
+    outside = [(path, frame) for path, frame in ours if path.parts[0] != "comm"] or ours
+    if not outside:
+        return "a collective"
+    path, frame = outside[-1]
+    return f"{frame.name} ({path}:{frame.lineno})"
+
+
+def _in_short(text: str) -> str:
+    """Returns the backend's message without the line of its source and its general advice."""
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", text)[:300]

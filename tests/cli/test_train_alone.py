@@ -1,0 +1,181 @@
+"""`phalanx train` when what is around it goes away: its readers, its launcher, its peers."""
+
+from __future__ import annotations
+
+import os
+import pty
+import socket
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.train.run_directory import RunDirectory
+
+JOB = """
+model: {n_layers: 1, d_model: 16, n_heads: 2, seq_len: 16}
+cluster: {peak_tflops: 1.0}
+layout: {dp_replicate: 2}
+data: {corpus: random, random_tokens: 2000, random_vocab: 13}
+train: {steps: 4, global_batch: 4, eval_samples: 4, log_every: 1}
+run: {sample_tokens: 0, timeout_s: 60}
+"""
+TRAIN = [sys.executable, "-m", "phalanx", "train", "job.yaml"]
+ENDLESS = "train.steps=10000000"
+PATIENCE_S = 100
+
+MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+TORCHRUN |= {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a run, which does not exist yet."""
+    (tmp_path / "job.yaml").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "runs" / "job"
+
+
+def steps(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count('"event": "step"') if path.exists() else 0
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.1)
+
+
+def state(pid: int) -> str:
+    """Returns the state of a process as in /proc, "Z" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_stopped_terminal_and_a_vanished_reader_do_not_stop_training(run: Path) -> None:
+    """Standard output is a pipe to a program that has ended, as in `| head`; standard error a terminal after Ctrl-S."""
+    terminal, theirs = pty.openpty()
+    termios.tcflow(theirs, termios.TCOOFF)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with subprocess.Popen(TRAIN, stdout=writer, stderr=theirs) as process:
+        assert process.wait(PATIENCE_S) == 0
+    for descriptor in (terminal, theirs, writer):
+        os.close(descriptor)
+    assert steps(run) == 4
+    logs = run / "logs" / "attempt_0" / "rank_0"
+    assert "step: 4  loss: " in (logs / "stderr.log").read_text()
+    assert "run directory: runs/job" in (logs / "stdout.log").read_text()
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed(run: Path) -> None:
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "phalanx"]
+    with subprocess.Popen([*argv, "train", "job.yaml", ENDLESS], stderr=subprocess.DEVNULL) as agent:
+        wait_for(lambda: steps(run) > 3)
+        ranks = [pid for pid in children(agent.pid) if b"phalanx" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        agent.kill()
+    assert len(ranks) == 2
+    wait_for(lambda: {state(pid) for pid in ranks} <= {"Z"})
+
+
+@contextmanager
+def ranks_of_mpiexec(*argv: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks as mpiexec starts them on two machines: nobody but the ranks themselves sees that one ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, **MPI, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [*TRAIN, *argv],
+            env=environment | {"OMPI_COMM_WORLD_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_a_peer_that_goes_away_is_a_message(run: Path) -> None:
+    with ranks_of_mpiexec(ENDLESS) as ranks:
+        wait_for(lambda: steps(run) > 3)
+        ranks[1].kill()
+        _, error = ranks[0].communicate(timeout=PATIENCE_S)
+    assert ranks[0].returncode == 1, error
+    assert "phalanx: rank 0 of 2 on " in error
+    assert "lost rank 1: another rank ended, hangs, or its connection broke while this one waited in " in error
+    assert "Traceback" not in error
+
+
+def test_a_rank_0_that_cannot_start_tells_the_others(run: Path) -> None:
+    with RunDirectory(run).lock(), ranks_of_mpiexec() as ranks:
+        ends = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    for _, error in ends:
+        assert error.startswith(f"phalanx: runs/job is in use by process {os.getpid()} on "), error
+        assert "Traceback" not in error
+
+
+WORKER = """
+import os, sys, threading, time
+from pathlib import Path
+from phalanx.launch.lifeline import die_with_launcher
+die_with_launcher()
+if threading.active_count() == 1:
+    sys.exit("nothing watches")
+Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "command"),
+    [
+        (MPI, '"$0" -c "$1" "$2"; true'),
+        (TORCHRUN, 'setsid --wait sh -c \'"$0" -c "$1" "$2"; true\' "$0" "$1" "$2"; true'),
+    ],
+    ids=["mpiexec", "a wrapper script under torchrun"],
+)
+def test_a_rank_ends_with_its_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], command: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    argv = ["sh", "-c", command, sys.executable, WORKER, str(tmp_path / "pid")]
+    with subprocess.Popen(argv, env={**os.environ, **environment}) as launcher:
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        launcher.kill()
+    wait_for(lambda: state(int((tmp_path / "pid").read_text())) == "Z")
+
+
+def test_a_process_without_a_launcher_outlives_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nohup phalanx train &` goes on when its shell ends."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER, str(tmp_path / "pid")], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == "nothing watches\n"
