@@ -82,7 +82,7 @@ def record(rank: int, program: Sequence[Made], *, blocked: bool = True, on_devic
 def view(rank: int, program: Sequence[Made], *, silent_s: float = 20.0, state: str = "S", **changes) -> RankView:
     blocked = changes.pop("blocked", True)
     on_device = changes.pop("on_device", False)
-    process = ProcessState(state, "futex_wait", 1)
+    process = ProcessState(state, "futex_wait", 1, 1)
     return RankView(rank, record(rank, program, blocked=blocked, on_device=on_device), silent_s, process, **changes)
 
 

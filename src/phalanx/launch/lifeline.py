@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from phalanx.errors import JobError
 from phalanx.launch.environment import LAUNCHER_PID
 from phalanx.launch.ranks import detect
+from phalanx.launch.watchdog.processes import process_state
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 0.5
@@ -74,8 +74,5 @@ def _watch(parents: dict[int, int]) -> None:
 
 def _parent_of(pid: int) -> int:
     """Returns the parent of a process, 0 if the process has ended."""
-    if pid == os.getpid():
-        return os.getppid()
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+    process = process_state(pid)
+    return process.parent if process else 0

@@ -15,11 +15,18 @@ from pathlib import Path
 import phalanx
 from phalanx.errors import RunError
 from phalanx.launch.ranks import Ranks
+from phalanx.launch.verdict import LOST_PEER
 
 TEXTS = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused"),
-    *("Connection timed out", "No route to host", "Timed out waiting", "Application timeout caused pair closure"),
-    *("NCCL remote process exited", "NCCL communicator was aborted", "Connection was likely closed", "wait timeout"),
+    *LOST_PEER,
+    *(
+        "Socket closed",
+        "Connection refused",
+        "Connection timed out",
+        "No route to host",
+        "Connection was likely closed",
+    ),
+    *("Application timeout caused pair closure", "NCCL communicator was aborted", "wait timeout"),
 )
 """Parts of the messages with which gloo, NCCL and torch's store report a lost peer."""
 _ROOT = Path(phalanx.__file__).parent

@@ -12,7 +12,7 @@ from phalanx.launch.outcome import Outcome
 WATCHDOG_CODE = 124
 """Exit code of a launch whose ranks the watchdog had killed, as of timeout(1)."""
 
-_LOST_PEER = (
+LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL remote process exited"),
     *("gloo/transport", "Timed out waiting", "Watchdog caught collective operation timeout"),
 )
@@ -45,7 +45,7 @@ class End:
     @property
     def lost_peer(self) -> bool:
         """True if it failed only because another rank was gone, or did not come."""
-        return self.outcome is not None and any(words in self.outcome.message for words in _LOST_PEER)
+        return self.outcome is not None and any(words in self.outcome.message for words in LOST_PEER)
 
     @property
     def order(self) -> tuple[bool, float]:

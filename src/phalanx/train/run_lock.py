@@ -22,6 +22,7 @@ from pathlib import Path
 
 from phalanx.data.files import open_regular
 from phalanx.errors import RunError
+from phalanx.launch.watchdog.processes import process_state
 
 LOCK = ".lock"
 HEARTBEAT_S = 5.0
@@ -255,8 +256,5 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def _start_of(pid: int) -> int:
     """Returns when a process of this host started, in clock ticks since boot; -1 if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return -1
-    return -1 if fields[0] in "ZX" else int(fields[19])
+    process = process_state(pid)
+    return -1 if process is None or process.state in "ZX" else process.start_ticks

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from phalanx.echo import shortened, visible
+from phalanx.echo import echo, shortened, visible
 from phalanx.train.append import AppendedFile
 
 
@@ -69,7 +69,7 @@ class _LogFile(logging.Handler):
 
     def __init__(self, path: Path):
         super().__init__()
-        self.file = AppendedFile(path, lambda message: print(message, file=sys.stderr))
+        self.file = AppendedFile(path, lambda message: echo(message, file=sys.stderr))
 
     def emit(self, record: logging.LogRecord) -> None:
         self.file.append(self.format(record))

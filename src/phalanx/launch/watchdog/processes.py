@@ -19,6 +19,9 @@ class ProcessState:
     wchan: str
     """The kernel function in which it sleeps; empty if it does not, or if this user may not know."""
     start_ticks: int
+    """When it started, in clock ticks since the host's boot: tells it from a later process with the same id."""
+    parent: int
+    """The id of its parent."""
 
     @property
     def stopped(self) -> bool:
@@ -51,7 +54,7 @@ def process_state(pid: int) -> ProcessState | None:
         wchan = (directory / "wchan").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         wchan = ""
-    return ProcessState(fields[0], "" if wchan == "0" else wchan, int(fields[19]))
+    return ProcessState(fields[0], "" if wchan == "0" else wchan, int(fields[19]), int(fields[1]))
 
 
 def stack_by_py_spy(pid: int) -> str:

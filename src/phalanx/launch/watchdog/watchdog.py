@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.data.files import open_regular
+from phalanx.errors import RunError
 from phalanx.launch.watchdog import layout as at
 from phalanx.launch.watchdog import report
 from phalanx.launch.watchdog.diagnosis import Diagnosis, Limits, RankView, diagnose, find_mismatch, hangs
@@ -197,8 +199,9 @@ class Watchdog:
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with suppress(OSError), path.open("ab", buffering=0) as file:  # in one write, since rank 0 appends here, too
-        file.write(json.dumps(row).encode() + b"\n")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    with suppress(OSError, RunError), open(open_regular(path, flags), "ab", buffering=0) as file:
+        file.write(json.dumps(row).encode() + b"\n")  # in one write, since rank 0 appends here, too
 
 
 def write(finding: Finding, directory: Path, name: str = "hang") -> None:
