@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,9 +74,12 @@ class MetricsFile:
             self.file.close()
 
     def write(self, event: str, **values: Any) -> None:
-        """Appends a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}."""
+        """Appends a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}. A number that is not finite
+        is null, which JSON can hold."""
         if self.file:
-            self.file.write(json.dumps({"event": event, "time": round(time.time(), 3), **values}) + "\n")
+            row = {"event": event, "time": round(time.time(), 3), **values}
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+            self.file.write(json.dumps(finite) + "\n")
             self.file.flush()
 
 

@@ -64,6 +64,7 @@ def test_steps_that_are_not_finite_are_skipped_up_to_a_limit(ranks, job):
     with pytest.raises(NotFiniteError, match=r"step 5: loss .*guard.limit of 1 in 1,000 steps is reached"):
         ranks(train_with, 2, job, Fault("nan", 1, 3, times=2), Fault("nan", 0, 5, times=2))
     assert [(row["step"], row["action"]) for row in rows(job, "guard")] == [(3, "skip"), (5, "stop")]
+    assert rows(job, "step")[2]["grad_norm"] is None
     assert saved(job, 4).meta["updates"] == 3
 
 
