@@ -74,8 +74,8 @@ class MetricsFile:
             self.file.close()
 
     def write(self, event: str, **values: Any) -> None:
-        """Appends a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}. A number that is not finite
-        is null, which JSON can hold."""
+        """Appends a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}. NaN and infinity become
+        null, since JSON has neither."""
         if self.file:
             row = {"event": event, "time": round(time.time(), 3), **values}
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from phalanx.config.job import Job
 from phalanx.train import loop
+from phalanx.train.guard import guard
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal
 
@@ -19,7 +21,7 @@ class Fault:
 
     where: str
     """"parameter", "exp_avg", "exp_avg_sq": before the step is computed; "summed gradient": after the reduction, "own
-    gradient": before it; "nan": the loss's factor."""
+    gradient": before it; "unsteady gradient": the same, another one each time; "nan": the loss's factor."""
     rank: int
     step: int
     """Counts from 1."""
@@ -34,6 +36,12 @@ def flip(tensor: torch.Tensor, element: int = 0, bit: int = 52) -> None:
     bits[element] ^= 1 << bit
 
 
+def train_as_on_a_gpu(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
+    """Trains as `train_with`, with the comparisons of devices whose kernels are not deterministic."""
+    with patch.object(guard, "repeats_exactly", lambda _: False):
+        return train_with(ranks, job, *faults)
+
+
 def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
     """Trains as one of the ranks of a test's process group, and returns the run's summary."""
     trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
@@ -43,7 +51,8 @@ def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
 
     def wrong_backward(micro, factor, *, last):
         for fault in backward:
-            factor = factor * {"nan": float("nan"), "own gradient": 64.0}[fault.where]
+            wrong = {"nan": float("nan"), "own gradient": 64.0, "unsteady gradient": 64.0 + left[fault]}
+            factor = factor * wrong[fault.where]
         return forward_backward(micro, factor, last=last)
 
     def faulty(micro_batches, step, *rest):
@@ -55,7 +64,7 @@ def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
                 flip(next(f.value for f in stepper.replica.local_parameters() if f.name == fault.name))
             elif fault.where.startswith("exp"):
                 flip(stepper.optimizer.adam.state[stepper.optimizer.masters[fault.name]][fault.where])
-        backward[:] = [fault for fault in due if fault.where in ("nan", "own gradient")]
+        backward[:] = [fault for fault in due if fault.where in ("nan", "own gradient", "unsteady gradient")]
         computed = compute(micro_batches, step, *rest)
         for fault in due:
             if fault.where == "summed gradient":

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.config.layout import Layout
 from phalanx.errors import CorruptionError
-from train.guard.faults import Fault, train_with
+from train.guard.faults import Fault, train_as_on_a_gpu, train_with
 from train.runs import change, losses, rows, weights
 
 NORM = "final_norm.weight"
@@ -20,11 +20,11 @@ def guarded(job, layout: Layout, **guard):
     return change(job, "guard", **{"every": 1, **guard})
 
 
-def same_as_without(ranks, job, *faults: Fault) -> list[dict]:
+def same_as_without(ranks, job, *faults: Fault, run=train_with) -> list[dict]:
     """The rows of the guard, of a run with faults that ends with the weights of a run without any."""
     world = job.layout.processes
     ranks(train_with, world, sound := change(job, "run", name="sound"))
-    ranks(train_with, world, job, *faults)
+    ranks(run, world, job, *faults)
     assert not rows(sound, "guard")
     expected, found = weights(sound), weights(job)
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
@@ -86,16 +86,22 @@ def test_without_a_checkpoint_the_run_starts_again(ranks, job):
     [
         (Layout(dp_replicate=2), "summed gradient"),
         (Layout(dp_replicate=2, bucket_mb=0.01), "nan"),
-        (Layout(dp_shard=2, zero=2), "nan"),
+        (Layout(dp_shard=2, zero=2), "own gradient"),
         (Layout(dp_replicate=2, dp_shard=2), "nan"),
     ],
     ids=lambda value: value.line() if isinstance(value, Layout) else value,
 )
 def test_a_transient_fault_of_a_gradient_is_computed_away_and_named(ranks, job, layout, where):
     fault = Fault(where, 1, 4)
-    (row,) = same_as_without(ranks, guarded(job, layout), fault)
+    (row,) = same_as_without(ranks, guarded(job, layout, on_spike="skip", spike_warmup=3), fault)
     assert (row["step"], row["found"], row["action"]) == (4, "transient", "computed_again")
     assert [*row["hosts"]] == ["1"]
+
+
+def test_a_transient_fault_is_seen_through_the_noise_of_other_kernels(ranks, job):
+    fault = Fault("nan", 2, 4)
+    (row,) = same_as_without(ranks, guarded(job, Layout(tp=2, dp_replicate=2)), fault, run=train_as_on_a_gpu)
+    assert (row["found"], [*row["hosts"]]) == ("transient", ["2", "3"]), "tensor ranks exchange what they compute"
 
 
 def test_a_run_stops_by_policy_or_after_too_many_faults(ranks, job):
@@ -104,6 +110,9 @@ def test_a_run_stops_by_policy_or_after_too_many_faults(ranks, job):
         CorruptionError, match=r"step 3: replicas differ: blocks.1.mlp.down.weight on rank 2 \(.*\), not"
     ):
         ranks(train_with, 3, guarded(job, layout, on_corruption="stop"), Fault("parameter", 2, 3))
+    unsteady = change(guarded(job, Layout(dp_replicate=2), on_spike="skip", spike_warmup=2), "run", name="unsteady")
+    with pytest.raises(CorruptionError, match=r"step 3: 3 computations of a step gave 3 results: a fault on rank 1 \("):
+        ranks(train_with, 2, unsteady, Fault("unsteady gradient", 1, 3, times=3))
     limited = change(guarded(job, layout, on_corruption="heal", limit=1), "run", name="limited")
     with pytest.raises(CorruptionError, match=r"guard.limit of 1 in 1,000 steps is reached. Checkpoints are from"):
         ranks(train_with, 3, limited, Fault("parameter", 2, 3), Fault("exp_avg", 0, 5))

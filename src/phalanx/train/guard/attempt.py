@@ -16,6 +16,11 @@ NOISE = 0.01
 """Relative difference up to which two results agree on devices whose kernels are not deterministic."""
 
 
+def repeats_exactly(device: torch.device) -> bool:
+    """Returns whether a step computed twice on `device` has the same bits."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
 class OwnGradients:
     """Adds up this rank's own gradients, bit by bit, before they are summed over the data ranks."""
 

@@ -19,7 +19,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.errors import CorruptionError, NotFiniteError, SpikeError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
-from phalanx.train.guard.attempt import Attempt, OwnGradients
+from phalanx.train.guard.attempt import Attempt, OwnGradients, repeats_exactly
 from phalanx.train.guard.history import LIMIT_STEPS, History
 from phalanx.train.guard.replicas import GRADIENT, MASTER, PARAMETER, Difference, Replicas
 from phalanx.train.step import Computed, Step, Stepper
@@ -49,7 +49,7 @@ class Guard:
         self.stepper, self.history, self.report = stepper, history, report
         self.options = stepper.job.guard
         self.world = stepper.mesh.axis("world")
-        self.exact = stepper.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        self.exact = repeats_exactly(stepper.device)
         self.replicas = Replicas(stepper, exact=self.exact)
         self.own_gradients = OwnGradients(stepper.replica, stepper.device, exact=self.exact)
 
