@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.validity import check
 from phalanx.config.guard import GuardOptions
 from phalanx.config.layout import Layout
 from phalanx.errors import NotFiniteError, SpikeError
-from phalanx.train import checkpoint
 from phalanx.train.guard.history import History
 from train.guard.faults import Fault, train_with
 from train.runs import change, rows, weights
@@ -27,8 +28,8 @@ def watched(job, **guard):
     return change(job, "guard", **{"on_spike": "skip", "spike_warmup": 3, "spike_window": 8, **guard})
 
 
-def saved(job, step: int) -> checkpoint.Manifest:
-    return checkpoint.check(Path(job.run.dir) / job.run.name / "checkpoints" / f"step-{step:06d}")
+def saved(job, step: int) -> Manifest:
+    return check(Path(job.run.dir) / job.run.name / "checkpoints" / f"step-{step:06d}")
 
 
 def test_a_spike_is_skipped_and_the_samples_are_named_also_after_a_resume(ranks, job):

@@ -36,7 +36,7 @@ _NONE = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
-class Held:
+class StateTensor:
     """One tensor of the training state on this rank."""
 
     kind: str
@@ -115,7 +115,7 @@ class Replicas:
                 return []
             return self._locate(found, own.tolist())
 
-    def tensor(self, held: Held) -> Tensor | None:
+    def tensor(self, held: StateTensor) -> Tensor | None:
         """Returns what is held, which the optimizer may not have yet, or no longer."""
         optimizer, shard = self.stepper.optimizer, held.shard
         if held.kind == PARAMETER:
@@ -201,10 +201,10 @@ class _Line:
         return self.own[(extremes[0] != ~extremes[1])[self.places]]
 
 
-def _held(stepper: Stepper) -> list[Held]:
+def _held(stepper: Stepper) -> list[StateTensor]:
     optimizer = stepper.optimizer
     shards = [shard for shard in optimizer.shards if shard.value.numel()]
-    held = [Held(PARAMETER, shard) for shard in stepper.replica.local_parameters() if shard.value.numel()]
-    held += [Held(MASTER, shard) for shard in shards if optimizer.masters[shard.name] is not shard.value]
-    held += [Held(kind, shard) for kind in MOMENTS for shard in shards if not shard.balances]
-    return held + [Held(GRADIENT, shard) for shard in shards]
+    held = [StateTensor(PARAMETER, shard) for shard in stepper.replica.local_parameters() if shard.value.numel()]
+    held += [StateTensor(MASTER, shard) for shard in shards if optimizer.masters[shard.name] is not shard.value]
+    held += [StateTensor(kind, shard) for kind in MOMENTS for shard in shards if not shard.balances]
+    return held + [StateTensor(GRADIENT, shard) for shard in shards]
