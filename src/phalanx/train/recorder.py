@@ -55,7 +55,7 @@ class Recorder:
 
     def guard(self, step: int, text: str, values: dict[str, Any]) -> None:
         """Records what the guard found in step `step`, and what it did."""
-        self.rows.write("guard", step=step, **values)
+        self.rows.write("guard", step=step, text=text, **values)
         log.warning("step: %d  guard: %s", step, text)
 
     def traffic(self, step: int, ledger: Ledger, steps: int) -> None:

@@ -168,12 +168,13 @@ class Guard:
         if len(attempts) < MOST_ATTEMPTS:
             return  # two that agree, or a single one
         odd = next(each for each in attempts if not self._agree(each, attempts[-1]))
-        blame = self._blame(odd, attempts[-1])
-        text = f"{odd.doubt or 'a result'} did not come again: a transient fault of the hardware {blame['text']}"
-        self.report(number, text, {"found": "transient", "action": "computed_again", **self._facts(odd), **blame})
+        where, hosts = self._blame(odd, attempts[-1])
+        text = f"{odd.doubt or 'a result'} did not come again: a transient fault of the hardware {where}"
+        row = {"found": "transient", "action": "computed_again", "hosts": hosts}
+        self.report(number, text, row | self._facts(odd))
 
-    def _blame(self, odd: Attempt, good: Attempt) -> dict[str, Any]:
-        """Returns who computed something else in attempt `odd`. A collective."""
+    def _blame(self, odd: Attempt, good: Attempt) -> tuple[str, dict[str, str]]:
+        """Returns who computed something else in attempt `odd`, in words and as the hosts by rank. A collective."""
         mine = [platform.node(), odd.agrees(good, exact=self.exact).tolist()]
         everyone = dict(enumerate(self.world.all_gather_object(mine)))
         of_own = {rank: host for rank, (host, (loss, own, _)) in everyone.items() if not (loss and own)}
@@ -182,13 +183,13 @@ class Guard:
         where = f"on {_ranks(hosts)}"
         if len(hosts) > 1:
             where = f"on one of {_ranks(hosts)}, which exchange what they compute"
-        return {"text": where, "hosts": {str(rank): host for rank, host in hosts.items()}}
+        return where, {str(rank): host for rank, host in hosts.items()}
 
     def _give_up(self, attempts: Sequence[Attempt], number: int) -> NoReturn:
-        blame = self._blame(attempts[-2], attempts[-1])
-        text = f"{MOST_ATTEMPTS} computations of a step gave {MOST_ATTEMPTS} results: a fault {blame['text']}"
+        where, hosts = self._blame(attempts[-2], attempts[-1])
+        text = f"{MOST_ATTEMPTS} computations of a step gave {MOST_ATTEMPTS} results: a fault {where}"
         self.stepper.discard()
-        self.report(number, text, {"found": "fault", "action": "stop", **self._facts(attempts[0]), **blame})
+        self.report(number, text, {"found": "fault", "action": "stop", "hosts": hosts} | self._facts(attempts[0]))
         raise CorruptionError(f"step {number}: {text}. Take the host out of service; the same command resumes")
 
     def _answer(self, last: Attempt, step: int, lr: float, samples: range) -> Step:
