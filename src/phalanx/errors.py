@@ -57,8 +57,20 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint is incomplete or corrupt, or holds NaN: an older one may serve."""
 
 
+class CorruptionError(PhalanxError):
+    """Replicas of weights, moments or gradients differ, or a step has another result whenever it is computed."""
+
+    exit_code = 4
+
+
 class NotFiniteError(PhalanxError):
     """Loss or gradients became NaN or infinite; the optimizer did not write them."""
+
+    exit_code = 5
+
+
+class SpikeError(PhalanxError):
+    """Loss or gradient norm jumped; the optimizer did not write the step."""
 
     exit_code = 5
 

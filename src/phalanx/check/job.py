@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.check.guard import guard_problems
 from phalanx.check.layout import Problem, layout_problems, tensor_problems
 from phalanx.check.model import model_problems
 from phalanx.check.pipeline import pipeline_problems
@@ -45,6 +46,7 @@ def _whole_layout(job: Job) -> Iterator[Problem]:
     yield from layout_problems(job)
     yield from pipeline_problems(job)
     yield from sync_problems(job)
+    yield from guard_problems(job)
 
 
 def _unimplemented(job: Job) -> Iterator[Problem]:

@@ -51,8 +51,8 @@ examples:
   phalanx collectives show ring-all-reduce --ranks 8
 
 `phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.
-Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data or checkpoint invalid, 5 stopped on NaN,
-75 stopped cleanly (run the same command again to resume), 128+n ended by signal n.
+Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data, checkpoint or state corrupt, 5 stopped on
+NaN or a spike, 75 stopped cleanly (run the same command again to resume), 128+n ended by signal n.
 """
 
 

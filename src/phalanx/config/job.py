@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from phalanx.config.checkpoint import Checkpoint
 from phalanx.config.cluster import Cluster
 from phalanx.config.data import Data
+from phalanx.config.guard import GuardOptions
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
@@ -25,4 +26,5 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    guard: GuardOptions = field(default_factory=GuardOptions)
     run: RunOptions = field(default_factory=RunOptions)

@@ -61,7 +61,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     objective = apply_loss(parts)
     replica = apply_data_parallel(parts, objective)
     run_by_schedule(parts, replica)
-    initialise(parts, replica)
+    initialise(replica, job, mesh)
     return replica
 
 
@@ -277,12 +277,12 @@ def run_by_schedule(parts: Construction, replica: Replica) -> None:
     replica.runner = kind(replica, parts.stages, parts.p2p_groups, deferred, token_parts)
 
 
-def initialise(parts: Construction, replica: Replica) -> None:
+def initialise(replica: Replica, job: Job, mesh: Mesh) -> None:
     """Draws one whole parameter after the other on every rank, which keeps its shard; other replicas copy the first."""
     for name, shards in by_whole(replica.shards).items():
-        whole = initial_value(name, shards[0].tensor_slice.whole, parts.job.model, parts.job.train.seed)
+        whole = initial_value(name, shards[0].tensor_slice.whole, job.model, job.train.seed)
         for shard in shards:
             shard.assign(whole)
             if shard.value.numel():
-                parts.mesh.axis("dp_replicate").broadcast(shard.value.detach()).wait()
+                mesh.axis("dp_replicate").broadcast(shard.value.detach()).wait()
     replica.publish()

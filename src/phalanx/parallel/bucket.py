@@ -7,7 +7,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -94,13 +94,16 @@ class Bucket:
             self.gradients = self.slots[0].parameter.new_empty(self.length, dtype=self.dtype)
         return self.gradients
 
-    def reduce(self) -> None:
-        """Starts summing over the data ranks. Afterwards this rank's shard is in `reduced`."""
+    def reduce(self, before_sum: Callable[[Tensor], None] | None = None) -> None:
+        """Starts summing over the data ranks, after `before_sum` got this rank's own gradients. Afterwards this rank's
+        shard is in `reduced`."""
         gradients = self._buffer()
         for slot in self.slots:
             # A split backward pass may have produced some gradients with an earlier one.
             if not slot.filled:
                 gradients[slot.start : slot.stop] = 0
+        if before_sum is not None:
+            before_sum(gradients[: self.slots[-1].stop])  # what pads the buffer is not set
         if self.shard.size == 1:
             self.reduced = gradients
             self.work = self.replicate.all_reduce(gradients)

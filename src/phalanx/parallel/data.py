@@ -8,7 +8,7 @@ interpreter costs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -104,6 +104,8 @@ class Replica:
     """One process that computes a whole step by itself, or with its tensor ranks."""
 
     runner: Runner | None = None
+    before_sum: Callable[[Tensor], None] | None = None
+    """Gets this rank's own gradients, a flat tensor at a time, before they are summed over the data ranks."""
 
     def __init__(self, model: LocalModel):
         self.model, self.objective = model, model.objective
@@ -160,6 +162,17 @@ class Replica:
 
     def publish(self) -> None:
         """All-gathers the parameters that the optimizers changed."""
+
+    def local_parameters(self) -> Sequence[ParameterShard]:
+        """Returns what this rank keeps of every parameter from step to step."""
+        return self.shards
+
+    def arrive(self) -> None:
+        """Waits until the parameters are here that `publish` gathers."""
+
+    def observe(self, before_sum: Callable[[Tensor], None] | None) -> None:
+        """Sets `before_sum`."""
+        self.before_sum = before_sum
 
     def clear(self) -> None:
         """Discards the gradients."""

@@ -9,7 +9,7 @@ the faster way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -123,6 +123,11 @@ class ShardedReplica(Replica):
             self.root.set_requires_gradient_sync(False)
             self.root.set_is_last_backward(False)
             self.root.set_reshard_after_backward(self.reshard)
+
+    def observe(self, before_sum: Callable[[Tensor], None] | None) -> None:
+        super().observe(before_sum)
+        for scatter in self.scatters:
+            scatter.before_sum = before_sum
 
     def loss(self, micro: MicroTensors) -> Tensor:
         loss = super().loss(micro)
@@ -238,10 +243,14 @@ class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
         self.in_flight: Pending | None = None
         self.all_reduce_follows = True
         self.all_reduce: Call | None = None
+        self.before_sum: Callable[[Tensor], None] | None = None
+        """Gets this rank's own gradients of a group."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        if self.before_sum is not None:
+            self.before_sum(input_tensor)
         work = self.shard.reduce_scatter(output_tensor, input_tensor)
         if self.defers:
             self.settle()  # one at a time, since each holds a group's whole gradient

@@ -67,7 +67,7 @@ class BucketReplica(Replica):
 
     def end_backward(self, stage: int, *, last: bool) -> None:
         for bucket in self.filling:
-            bucket.reduce()
+            bucket.reduce(self.before_sum)
         self.filling = []
         if not last:
             for bucket in self._reduced(stage, last):
@@ -83,7 +83,7 @@ class BucketReplica(Replica):
         bucket, slot = self.slots[weight]
         bucket.take(slot)
         while self.filling and not self.filling[0].waiting:
-            self.filling.pop(0).reduce()
+            self.filling.pop(0).reduce(self.before_sum)
 
     def publish(self) -> None:
         """All-gathers the parameters that this rank's optimizer changed, in the order of the next forward pass, which
@@ -91,6 +91,20 @@ class BucketReplica(Replica):
         for bucket in reversed(self.buckets):
             if bucket.shard.size > 1:
                 bucket.gather()
+
+    def local_parameters(self) -> list[ParameterShard]:
+        if not self.sharded:
+            return self.shards
+        # Every rank computes with whole parameters, of which its shards are views.
+        return [
+            self.model.shard(slot.name, preceding(slot.name, slot.parameter.numel(), self.experts), slot.parameter)
+            for bucket in self.buckets
+            for slot in bucket.slots
+        ]
+
+    def arrive(self) -> None:
+        for bucket in self.buckets:
+            bucket.arrive()
 
     def clear(self) -> None:
         for shard in self.shards:
@@ -116,7 +130,7 @@ class BucketReplica(Replica):
     def collect(self) -> None:
         for bucket in self.buckets:
             if bucket.reduced is None:  # filled by several stages
-                bucket.reduce()
+                bucket.reduce(self.before_sum)
         for bucket in self.buckets:
             bucket.settle()
         shares = [(b.replicate, b.reduced) for b in self.buckets if b.shard.size > 1 and b.reduced is not None]

@@ -15,6 +15,7 @@ from typing import Any
 
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.train.feed import Feed
+from phalanx.train.guard.guard import Guard
 from phalanx.train.milestones import Milestones
 from phalanx.train.step import Step, Stepper
 from phalanx.train.stop import StopRequest
@@ -39,6 +40,8 @@ class StepDriver(ABC):
     record: Callable[[int, dict[str, float]], None]
     """Called once for every step as soon as its loss is known, with its number, from 1, and its measurements."""
     first: int
+    guard: Guard | None = None
+    """Judges every step, if all ranks take it together."""
 
     @abstractmethod
     def steps(self) -> Iterator[tuple[int, Step]]:
@@ -67,8 +70,12 @@ class SynchronousDriver(StepDriver):
 
     def steps(self) -> Iterator[tuple[int, Step]]:
         for done in range(self.first, self.milestones.last):
-            micro_batches = self.feed.take()
-            step = self.stepper.step(micro_batches, done, self.tokens, self.lr(done), self.stop.requested)
+            samples, micro_batches = self.feed.samples(done), self.feed.take()
+            batch = micro_batches, done, self.tokens, self.lr(done)
+            if self.guard is None:
+                step = self.stepper.step(*batch, self.stop.requested)
+            else:
+                step = self.guard.step(*batch, stop=self.stop.requested, samples=samples)
             self.record_step(done + 1, step)
             yield done + 1, step
 

@@ -41,6 +41,11 @@ class ExpertLoads:
         self.layers = [layer for layer in range(job.model.n_layers) if job.model.is_moe_layer(layer)]
         self.penalties = [name for name in ("aux_loss", "z_loss") if getattr(job.model.moe, name)]
 
+    def restart(self, step: int) -> None:
+        """Forgets what was recorded: the run goes on from an earlier step."""
+        self.routing.clear()
+        self.step = step
+
     def after(self, step: int, rows: MetricsFile, *, shown: bool, ends: bool) -> None:
         """Writes a row after a step that is shown, and after the last one of the run. All ranks call this after every
         step.

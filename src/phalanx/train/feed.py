@@ -34,6 +34,11 @@ class Feed:
         if self.batches is not None:
             self.batches.close()
 
+    def samples(self, done: int) -> range:
+        """Returns the samples of the global batch of the step after `done` steps."""
+        first = self.first_sample + (done - self.first_step) * self.batch.global_batch
+        return range(first, first + self.batch.global_batch)
+
     def take(self) -> list[MicroBatch]:
         """Reads this rank's micro-batches of the next step."""
         micro_batches = self.peek()

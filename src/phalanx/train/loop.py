@@ -13,6 +13,7 @@ import torch
 
 from phalanx.blocks.flops import train_flops_per_step
 from phalanx.blocks.parameters import count
+from phalanx.check.guard import unguarded
 from phalanx.comm.agree import on_rank_zero
 from phalanx.config.job import Job
 from phalanx.data.loader import TokenData, evaluation_batches
@@ -35,6 +36,7 @@ from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
 from phalanx.train.evaluate import validation_loss
 from phalanx.train.expert_load import ExpertLoads
 from phalanx.train.feed import Feed
+from phalanx.train.guard.guard import Guard, Rewind
 from phalanx.train.milestones import Milestones
 from phalanx.train.peak import peak_flops
 from phalanx.train.recorder import Recorder
@@ -45,6 +47,7 @@ from phalanx.train.step import Step, Stepper
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal, logging_to
 from phalanx.train.watched import watch
+from phalanx.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -128,13 +131,33 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Trains until the job's last step or a request to stop. Returns the summary; raises the errors of `train`."""
-        state, milestones, began, step = self.state, self.milestones, time.perf_counter(), UNKNOWN
+        state, milestones, began = self.state, self.milestones, time.perf_counter()
         self.mesh.ledger.clear()
         experts = ExpertLoads(self.job, self.mesh, self.stepper.routing, self.device, state.step)
-        with self._recorder() as recorder, self._feed(recorder.meter) as feed:
+        with self._recorder() as recorder:
             peak = {"peak_flops": self.peak.flops, "peak_source": self.peak.source, "peak_spread": self.peak.spread}
             layout = self.job.layout
             recorder.rows.write("start", step=state.step, layout=layout.line(), devices=layout.world, **peak)
+            self.guard = self._guard(recorder)
+            while True:
+                try:
+                    step, driver = self._train(recorder, experts)
+                    break
+                except Rewind as rewind:
+                    self._rewind(rewind, experts)
+            self._report(recorder, driver)
+            experts.draw(self.directory)
+        if step.stop and state.step < milestones.last:
+            raise StoppedError(
+                f"stopped by a signal at step {state.step} of {milestones.last}, with a checkpoint in "
+                f"{self.directory.checkpoints}; run the same command again to resume"
+            )
+        return {**self._summary(step.loss, time.perf_counter() - began), **driver.report()}
+
+    def _train(self, recorder: Recorder, experts: ExpertLoads) -> tuple[Step, StepDriver]:
+        """Trains from the current state. Returns the last step and the driver that took it."""
+        state, milestones, step = self.state, self.milestones, UNKNOWN
+        with self._feed(recorder.meter) as feed:
             driver = driver_of(self.stepper)(
                 stepper=self.stepper,
                 feed=feed,
@@ -143,6 +166,7 @@ class Trainer:
                 lr=self._lr,
                 record=recorder.step,
                 first=state.step,
+                guard=self.guard,
             )
             heartbeat.training(state.step, work=self.mesh.coordinates["pp"])
             for number, step in self._with_advice(driver.steps()):
@@ -157,16 +181,34 @@ class Trainer:
                     with heartbeat.within(Phase.SAVE):
                         self._save(recorder)
                 if ends:
-                    self._report(recorder, driver)
-                    experts.draw(self.directory)
                     break
         heartbeat.enter(Phase.END)
-        if step.stop and state.step < milestones.last:
-            raise StoppedError(
-                f"stopped by a signal at step {state.step} of {milestones.last}, with a checkpoint in "
-                f"{self.directory.checkpoints}; run the same command again to resume"
+        return step, driver
+
+    def _guard(self, recorder: Recorder) -> Guard | None:
+        """Returns what judges the run's steps, where they can be judged."""
+        if reason := unguarded(self.job):
+            log.info("guard: off: %s", reason)
+            return None
+        guard = Guard(self.stepper, self.state.history, recorder.guard)
+        if self.job.guard.every and guard.replicas.exist:
+            log.info(
+                "guard: replicas compared every %s; %.0f%% of this rank's state has one",
+                counted(self.job.guard.every, "step"),
+                100 * guard.replicas.share,
             )
-        return {**self._summary(step.loss, time.perf_counter() - began), **driver.report()}
+        return guard
+
+    def _rewind(self, rewind: Rewind, experts: ExpertLoads) -> None:
+        """Goes back to the newest checkpoint, or without one to the beginning."""
+        if not self._resume():
+            self.state.restart()
+            log.warning("no checkpoint: starting again from the initial weights")
+        if rewind.samples is not None:
+            self.state.samples = rewind.samples
+        experts.restart(self.state.step)
+        self.mesh.ledger.clear()
+        self.first_step = self.state.step
 
     def _recorder(self) -> Recorder:
         """Returns the rank's recorder: it writes metrics.jsonl on rank 0, nothing on the others."""
@@ -217,9 +259,9 @@ class Trainer:
             self.directory.path.mkdir(parents=True, exist_ok=True)
             self.train_data.tokenizer.save(self.directory.path)
 
-    def _resume(self) -> None:
+    def _resume(self) -> bool:
         """Loads the newest checkpoint that is whole; one that proves damaged while it is read gives way to the one
-        before it."""
+        before it. Returns whether there is one."""
         damage: DamagedCheckpointError | None = None
         before: int | None = None
 
@@ -236,9 +278,10 @@ class Trainer:
                 log.warning("%s; trying the one before it", error)
             else:
                 log.info("resumed at step %d from %s", self.state.step, path)
-                return
+                return True
         if damage:
             raise CheckpointError(f"no checkpoint in {self.directory.checkpoints} is whole; the oldest: {damage}")
+        return False
 
     def _log_start(self, vocab: int) -> None:
         job, model = self.job, self.job.model
@@ -265,6 +308,8 @@ class Trainer:
 
     def _save(self, recorder: Recorder) -> None:
         began = time.perf_counter()
+        if self.guard is not None:
+            self.guard.check_state(self.state.step)
         with self.mesh.ledger.untracked():
             path = self.state.save(self.directory.checkpoints)
         recorder.checkpoint(self.state.step, path, time.perf_counter() - began)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,9 +78,12 @@ class MetricsFile:
             self.file.close()
 
     def write(self, event: str, **values: Any) -> None:
-        """Appends a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}."""
+        """Appends a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}. NaN and infinity become
+        null, since JSON has neither."""
         if self.file:
-            self.file.append(json.dumps({"event": event, "time": round(time.time(), 3), **values}))
+            row = {"event": event, "time": round(time.time(), 3), **values}
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+            self.file.append(json.dumps(finite))
 
 
 def line(row: dict[str, float], memory: int) -> str:

@@ -89,6 +89,15 @@ class AdamW:
             if self.masters[shard.name] is not shard.value:
                 shard.value.copy_(self.masters[shard.name])
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Adopts the shards' values and forgets all updates."""
+        self.updates = 0
+        self.adam.state.clear()
+        for shard in self.shards:
+            if self.masters[shard.name] is not shard.value:
+                self.masters[shard.name].copy_(shard.value)
+
     def clear(self) -> None:
         """Discards the gradients."""
         for master in self.masters.values():

@@ -53,6 +53,11 @@ class Recorder:
         self.meter.pause(seconds)
         log.info("step: %d  checkpoint: %s  (%s)", step, path, as_time(seconds))
 
+    def guard(self, step: int, text: str, values: dict[str, Any]) -> None:
+        """Records what the guard found in step `step`, and what it did."""
+        self.rows.write("guard", step=step, text=text, **values)
+        log.warning("step: %d  guard: %s", step, text)
+
     def traffic(self, step: int, ledger: Ledger, steps: int) -> None:
         """Records the bytes that this rank sent per step, over the last `steps` steps, by axis and collective."""
         self.rows.write("traffic", step=step, steps=steps, traffic_bytes=ledger.traffic(steps))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from phalanx.checkpoint.validity import check, check_digests, directory_of, newe
 from phalanx.comm.agree import on_every_rank, on_rank_zero
 from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFiniteError, RunError
 from phalanx.launch.watchdog import heartbeat
+from phalanx.train.guard.history import History
 from phalanx.train.optimizer import MOMENTS
 from phalanx.train.step import Stepper
 
@@ -40,6 +41,11 @@ class TrainState:
     """The last validation loss."""
     val_step: int | None = None
     """Steps done when it was measured."""
+    history: History = field(init=False)
+    """What the guard remembers."""
+
+    def __post_init__(self) -> None:
+        self.history = History(self.stepper.job.guard)
 
     def advance(self, step: int, global_batch: int) -> None:
         """Records that `step` steps are done, each over `global_batch` sequences since the last call."""
@@ -83,6 +89,13 @@ class TrainState:
         self.stepper.loss_scale.load_state(meta["loss_scale"])
         self.step, self.samples = manifest.step, meta["samples"]
         self.val_loss, self.val_step = meta["val_loss"], meta["val_step"]
+        self.history.load_state(meta["guard"])
+
+    def restart(self) -> None:
+        """Returns to the beginning of the run."""
+        self.stepper.restart()
+        self.step, self.samples, self.val_loss, self.val_step = 0, 0, None, None
+        self.history.restart()
 
     @property
     def replicas(self) -> int:
@@ -101,6 +114,7 @@ class TrainState:
             "vocab_size": self.vocab_size,
             "val_loss": self.val_loss,
             "val_step": self.val_step,
+            "guard": self.history.state(),
         }
 
     def _held(self) -> Iterator[HeldTensor]:

@@ -18,7 +18,7 @@ from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.apply import apply
+from phalanx.parallel.apply import apply, initialise
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.parameter_shards import ParameterShard
@@ -41,6 +41,36 @@ class Step:
     grad_norm: float
     stop: bool
     """True if some rank was asked to stop; independent replicas know it only when they synchronize."""
+
+
+@dataclass
+class Computed:
+    """A step's gradients, summed over the data ranks and taken by the optimizer, before it writes anything."""
+
+    own_loss: Tensor
+    """The loss summed over this rank's micro-batches, in fp64."""
+    tokens: int
+    """Valid tokens of the batch that one update covers."""
+    square: Tensor
+    """The square of the gradients' norm: of this rank's until the step is settled, then of all ranks'."""
+    status: Tensor
+    """Loss, squared norm and requests to stop, (3,) in fp64: the sums over all ranks once `everywhere` has arrived."""
+    everywhere: Pending
+
+    def settle(self) -> None:
+        """Waits for the sums, which are the same on all ranks."""
+        self.everywhere.wait()
+        self.square = self.status[1]
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the batch, of a settled step."""
+        return (self.status[0] / self.tokens).item()
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the gradients, of a settled step."""
+        return self.square.sqrt().item()
 
 
 class Stepper:
@@ -99,22 +129,28 @@ class Stepper:
         they synchronize. Raises RunError if memory is short. With sync=asp the parameter server takes the steps
         (train/sync/asp.py)."""
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
+        return self.finish(self.compute(micro_batches, step, global_tokens, stop), step, lr)
+
+    def compute(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, stop: bool) -> Computed:
+        """Computes the gradients of step `step`, and starts summing what decides about it."""
         tokens = global_tokens // self.independent_replicas
         loss = self.gradients(micro_batches, step, tokens)
         heartbeat.enter(Phase.EXCHANGE)
-        square, status, everywhere = self.status(loss, stop)
+        return Computed(loss, tokens, *self.status(loss, stop))
+
+    def finish(self, computed: Computed, step: int, lr: float) -> Step:
+        """Updates the parameters with a step's gradients, or raises as `step` does."""
         if self.mesh.is_sharded:
-            everywhere.wait()
-            square = status[1]
-        norm = square.sqrt()
+            computed.settle()
+        norm = computed.square.sqrt()
         grad_norm = norm.item()
         heartbeat.enter(Phase.OPTIMIZER)
         if math.isfinite(grad_norm):
             with self.memory.allocating("optimizer"):
                 self.optimizer.step(lr, norm)
             self.loss_scale.fine()
-        everywhere.wait()  # if ranks hold whole gradients, it overlaps with the optimizer
-        mean, stop = (status[0] / tokens).item(), bool(status[2].item())
+        computed.everywhere.wait()  # if ranks hold whole gradients, it overlaps with the optimizer
+        mean, stop = computed.loss, bool(computed.status[2].item())
         problem = ""
         if not math.isfinite(grad_norm) and not self.loss_scale.overflow():
             bad = self.name_first(self.optimizer.first_bad_gradient())
@@ -125,10 +161,14 @@ class Stepper:
             raise NotFiniteError(problem)
         heartbeat.enter(Phase.EXCHANGE)
         self.replica.publish()
-        self.optimizer.clear()
-        self.replica.clear()
+        self.discard()
         heartbeat.enter(Phase.RECORD)
         return Step(mean, grad_norm, stop)
+
+    def discard(self) -> None:
+        """Discards the gradients."""
+        self.optimizer.clear()
+        self.replica.clear()
 
     def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:
         """Starts summing loss, squared gradient norm and the request to stop over the ranks.
@@ -143,6 +183,12 @@ class Stepper:
         first_replica = self.independent_replicas > 1 or self.mesh.coordinates["dp_replicate"] == 0
         status = torch.stack((loss * self.mesh.owns_loss, square * first_replica, loss.new_tensor(stop)))
         return square, status, self._reduce(status)
+
+    def restart(self) -> None:
+        """Returns to the initial weights, without moments."""
+        initialise(self.replica, self.job, self.mesh)
+        self.optimizer.restart()
+        self.loss_scale = LossScale(DTYPES[self.job.train.precision])
 
     @torch.no_grad()
     def reload(self) -> None:

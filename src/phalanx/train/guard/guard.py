@@ -1,0 +1,278 @@
+"""The guard judges every step before the optimizer writes it, and answers what it finds by the job's policies.
+
+A step is in doubt if replicas of state or gradients differ, if loss or gradients are not finite, or if one of them
+jumps. It is then computed again from the same inputs, until two results agree. Another result shows a transient fault
+of the hardware, which is named, and the result that came twice is used; the same result shows that data or model are
+the cause (the idea of Megatron-LM's RerunStateMachine). All decisions follow from sums over all ranks: the ranks agree.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from phalanx.data.loader import MicroBatch
+from phalanx.errors import CorruptionError, NotFiniteError, SpikeError
+from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.layout import Phase
+from phalanx.train.guard.attempt import Attempt, OwnGradients, repeats_exactly
+from phalanx.train.guard.history import LIMIT_STEPS, History
+from phalanx.train.guard.replicas import GRADIENT, MASTER, PARAMETER, Difference, Replicas
+from phalanx.train.step import Computed, Step, Stepper
+
+MOST_ATTEMPTS = 3
+NAMED = 4
+"""Tensors that a message names; a row of metrics.jsonl names all of them."""
+
+Report = Callable[[int, str, dict[str, Any]], None]
+"""Records what was found in a step, from 1: a line of text, and the values of a row of metrics.jsonl."""
+
+
+class Rewind(Exception):  # noqa: N818 (a request, not an error)
+    """Asks the loop, on every rank, to go back to the newest checkpoint, or without one to the initial weights."""
+
+    def __init__(self, samples: int | None):
+        super().__init__()
+        self.samples = samples
+        """The sample to continue with; None for the checkpoint's own position, to take the same steps again."""
+
+
+class Guard:
+    """One rank's part in guarding a run whose ranks take every step together."""
+
+    def __init__(self, stepper: Stepper, history: History, report: Report):
+        """Finds the replicas. A collective of all ranks."""
+        self.stepper, self.history, self.report = stepper, history, report
+        self.options = stepper.job.guard
+        self.world = stepper.mesh.axis("world")
+        self.exact = repeats_exactly(stepper.device)
+        self.replicas = Replicas(stepper, exact=self.exact)
+        self.own_gradients = OwnGradients(stepper.replica, stepper.device, exact=self.exact)
+
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        global_tokens: int,
+        lr: float,
+        *,
+        stop: bool,
+        samples: range,
+    ) -> Step:
+        """Takes optimizer step `step` as Stepper.step does; `samples` are those of the global batch.
+
+        Raises, on every rank and before the optimizer writes: NotFiniteError, SpikeError or CorruptionError where the
+        policy is to stop or its limit is reached; Rewind where the policy is to go back."""
+
+        def attempt() -> Attempt:
+            self.own_gradients.clear()
+            computed = self.stepper.compute(micro_batches, step, global_tokens, stop)
+            computed.settle()
+            return self._judge(computed)
+
+        last = attempt()
+        if last.doubt or self._compares(step + 1):
+            last = self._investigate(attempt, last, step + 1)
+        if last.kind:
+            return self._answer(last, step, lr, samples)
+        taken = self.stepper.finish(last.computed, step, lr)
+        if math.isfinite(taken.grad_norm):
+            self.history.take(taken.loss, taken.grad_norm)
+        return taken
+
+    def check_state(self, step: int) -> None:
+        """Compares the replicas of parameters and moments after step `step`, before they are saved. Raises Rewind or
+        CorruptionError as `step` does."""
+        if self.options.every and (differences := self.replicas.differing(gradients=False)):
+            self._answer_corruption(differences, step)
+
+    def _compares(self, number: int) -> bool:
+        return self.options.every > 0 and number % self.options.every == 0
+
+    def _judge(self, computed: Computed) -> Attempt:
+        """Returns an attempt with the doubt that its loss and norm raise."""
+        loss, norm, scale = computed.loss, computed.grad_norm, self.stepper.loss_scale
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            if scale.dynamic and scale.value > 1:
+                return Attempt(computed)  # an overflow of fp16, which a smaller scale answers
+            return Attempt(computed, "not_finite", f"loss {loss:g}, gradient norm {norm:g}")
+        if self.options.on_spike != "off" and (text := self.history.spike(loss, norm)):
+            return Attempt(computed, "spike", text)
+        return Attempt(computed)
+
+    def _investigate(self, attempt: Callable[[], Attempt], first: Attempt, number: int) -> Attempt:
+        """Compares replicas, and computes a step in doubt until two attempts agree. Returns the last attempt, whose
+        gradients the optimizer has."""
+        attempts = [first]
+        if state := self._compare(first):
+            self._answer_corruption(state, number)
+            if any(difference.kind in (PARAMETER, MASTER) for difference in state):
+                attempts = []  # it computed with what was corrupt
+        while not self._settled(attempts):
+            if len(attempts) == MOST_ATTEMPTS:
+                self._give_up(attempts, number)
+            if attempts and attempts[-1].result is None:
+                attempts[-1].result = self._result(attempts[-1])
+            attempts.append(self._again(attempt))
+        self._report_transient(attempts, number)
+        return attempts[-1]
+
+    def _compare(self, attempt: Attempt) -> list[Difference]:
+        """Puts an attempt in doubt if replicas of its gradients differ. Returns parameters, masters and moments that
+        differ."""
+        if not self.options.every:
+            return []
+        differences = self.replicas.differing(gradients=True)
+        attempt.differences = [difference for difference in differences if difference.kind == GRADIENT]
+        if attempt.differences:
+            attempt.kind, attempt.doubt = "differs", _describe(attempt.differences)
+        return [difference for difference in differences if difference.kind != GRADIENT]
+
+    def _again(self, attempt: Callable[[], Attempt]) -> Attempt:
+        routing = self.stepper.routing
+        loads, penalties = dict(routing.loads), dict(routing.penalties)
+        self.stepper.discard()
+        with self.stepper.mesh.ledger.untracked():
+            another = attempt()
+        routing.loads, routing.penalties = loads, penalties  # each token is routed once
+        self._compare(another)
+        another.result = self._result(another)
+        return another
+
+    def _result(self, attempt: Attempt) -> torch.Tensor:
+        own, digest = self.own_gradients.total, self.replicas.gradient_digest
+        if self.exact:
+            loss = attempt.computed.own_loss.view(torch.int64)
+            return torch.stack((loss, own, torch.tensor(digest(), device=own.device)))
+        return torch.stack((attempt.computed.own_loss, own, attempt.computed.square))
+
+    def _settled(self, attempts: Sequence[Attempt]) -> bool:
+        """Returns whether the last of the attempts may be used: the only one if it is not in doubt, otherwise if an
+        earlier one agrees with it on all ranks."""
+        if len(attempts) < 2:
+            return bool(attempts) and not attempts[-1].kind
+        return any(self._agree(attempts[-1], earlier) for earlier in attempts[:-1])
+
+    def _agree(self, one: Attempt, other: Attempt) -> bool:
+        differ = (~one.agrees(other, exact=self.exact).all()).long()
+        with self.stepper.mesh.ledger.untracked():
+            self.world.all_reduce(differ).wait()
+        return not differ.item()
+
+    def _report_transient(self, attempts: Sequence[Attempt], number: int) -> None:
+        """Names the ranks whose results were others than those of the last attempt, if an attempt differed from it."""
+        if len(attempts) < MOST_ATTEMPTS:
+            return  # two that agree, or a single one
+        odd = next(each for each in attempts if not self._agree(each, attempts[-1]))
+        where, hosts = self._blame(odd, attempts[-1])
+        text = f"{odd.doubt or 'a result'} did not come again: a transient fault of the hardware {where}"
+        row = {"found": "transient", "action": "computed_again", "hosts": hosts}
+        self.report(number, text, row | self._facts(odd))
+
+    def _blame(self, odd: Attempt, good: Attempt) -> tuple[str, dict[str, str]]:
+        """Returns who computed something else in attempt `odd`, in words and as the hosts by rank. A collective."""
+        mine = [platform.node(), odd.agrees(good, exact=self.exact).tolist()]
+        everyone = dict(enumerate(self.world.all_gather_object(mine)))
+        of_own = {rank: host for rank, (host, (loss, own, _)) in everyone.items() if not (loss and own)}
+        after_sum = {rank: host for rank, (host, (_, _, summed)) in everyone.items() if not summed}
+        hosts = of_own or after_sum
+        where = f"on {_ranks(hosts)}"
+        if len(hosts) > 1:
+            where = f"on one of {_ranks(hosts)}, which exchange what they compute"
+        return where, {str(rank): host for rank, host in hosts.items()}
+
+    def _give_up(self, attempts: Sequence[Attempt], number: int) -> NoReturn:
+        where, hosts = self._blame(attempts[-2], attempts[-1])
+        text = f"{MOST_ATTEMPTS} computations of a step gave {MOST_ATTEMPTS} results: a fault {where}"
+        self.stepper.discard()
+        self.report(number, text, {"found": "fault", "action": "stop", "hosts": hosts} | self._facts(attempts[0]))
+        raise CorruptionError(f"step {number}: {text}. Take the host out of service; the same command resumes")
+
+    def _answer(self, last: Attempt, step: int, lr: float, samples: range) -> Step:
+        """Answers a doubt that came again by its policy."""
+        if last.kind == "differs":
+            self._answer_corruption(last.differences, step + 1)
+        policy = self.options.on_nan if last.kind == "not_finite" else self.options.on_spike
+        allowed = policy == "stop" or self.history.intervene(step + 1)
+        action = policy if allowed else "stop"
+        found = {"found": last.kind, "action": action, "samples": [samples.start, samples.stop - 1]}
+        text = f"{last.doubt} (samples {samples.start} to {samples.stop - 1})"
+        limit = "" if allowed else f"; guard.limit of {self.options.limit} in {LIMIT_STEPS:,} steps is reached"
+        self.report(step + 1, f"{text}: {action}{limit}", found | self._facts(last))
+        if action == "stop" and last.kind == "not_finite":
+            try:
+                return self.stepper.finish(last.computed, step, lr)
+            except NotFiniteError as error:
+                raise NotFiniteError(f"{error}{limit}") from None
+        self.stepper.discard()
+        if action == "stop":
+            raise SpikeError(
+                f"step {step + 1}: {text}, computed twice{limit}; the optimizer did not apply it. A lower optimizer.lr "
+                "or guard.on_spike=skip trains past it, a higher guard.spike_loss or spike_norm allows it"
+            )
+        if action == "rewind":
+            raise Rewind(samples.stop)
+        heartbeat.enter(Phase.RECORD)
+        return Step(last.computed.loss, last.computed.grad_norm, bool(last.computed.status[2].item()))
+
+    def _answer_corruption(self, differences: Sequence[Difference], number: int) -> None:
+        """Heals the replicas that differ, or raises Rewind or CorruptionError."""
+        policy = self.options.on_corruption
+        heals = all(each.good and each.kind != GRADIENT for each in differences)
+        action = "rewind" if policy == "heal" and not heals else policy
+        allowed = policy == "stop" or self.history.intervene(number)
+        hosts = self._hosts(differences)
+        text, limit = _describe(differences, hosts), ""
+        if not allowed:
+            action, limit = "stop", f"; guard.limit of {self.options.limit} in {LIMIT_STEPS:,} steps is reached"
+        row = {
+            "found": "corruption",
+            "action": action,
+            "tensors": [each.name for each in differences],
+            "hosts": {str(rank): hosts[rank] for each in differences for rank in each.suspects},
+        }
+        self.report(number, f"{text}: {action}{limit}", row)
+        if action == "heal":
+            self.replicas.heal(differences)
+            return
+        self.stepper.discard()
+        if action == "rewind":
+            raise Rewind(None)
+        raise CorruptionError(
+            f"step {number}: {text}{limit}. Checkpoints are from before; the same command resumes from the newest. "
+            " Test the memory of the host first"
+        )
+
+    def _hosts(self, differences: Sequence[Difference]) -> dict[int, str]:
+        concerned = {rank for each in differences for rank in each.digests}
+        hosts = self.world.all_gather_object(platform.node())
+        return {rank: hosts[rank] for rank in sorted(concerned)}
+
+    @staticmethod
+    def _facts(attempt: Attempt) -> dict[str, float]:
+        return {"loss": attempt.computed.loss, "grad_norm": attempt.computed.grad_norm}
+
+
+def _describe(differences: Sequence[Difference], hosts: dict[int, str] | None = None) -> str:
+    """Returns which tensors differ, and on which ranks:
+
+    "replicas differ: blocks.0.attn.wq.weight (exp_avg) and 2 more on rank 3 (node7), not on ranks 0, 1, 2"
+    """
+    names = [each.name for each in differences]
+    listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    suspects = sorted({rank for each in differences for rank in each.suspects})
+    others = sorted({rank for each in differences for rank in each.digests} - {*suspects})
+    where = _ranks({rank: (hosts or {}).get(rank, "") for rank in suspects})
+    if not others:
+        return f"replicas differ: {listed} on {where}, without a majority"
+    return f"replicas differ: {listed} on {where}, not on {_ranks(dict.fromkeys(others, ''))}"
+
+
+def _ranks(hosts: dict[int, str]) -> str:
+    """Returns "rank 3 (node7)", or "ranks 0, 1"."""
+    listed = ", ".join(f"{rank} ({host})" if host else str(rank) for rank, host in hosts.items())
+    return f"{'rank' if len(hosts) == 1 else 'ranks'} {listed}"

@@ -1,0 +1,78 @@
+"""Whole runs with one fault injected on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from phalanx.config.job import Job
+from phalanx.train import loop
+from phalanx.train.guard import guard
+from phalanx.train.stop import StopRequest
+from phalanx.train.terminal import Terminal
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One flipped bit, or one wrong backward pass, on one rank."""
+
+    where: str
+    """"parameter", "exp_avg", "exp_avg_sq": before the step is computed; "summed gradient": after the reduction, "own
+    gradient": before it; "unsteady gradient": the same, another one each time; "nan": the loss's factor."""
+    rank: int
+    step: int
+    """Counts from 1."""
+    name: str = "blocks.1.mlp.down.weight"
+    times: int = 1
+    """2 if it comes again when the step is computed again."""
+
+
+def flip(tensor: torch.Tensor, element: int = 0, bit: int = 52) -> None:
+    """Flips a bit; 52 is the lowest of an fp64's exponent."""
+    bits = tensor.detach().view(-1).view(torch.int64 if tensor.dtype == torch.float64 else torch.int32)
+    bits[element] ^= 1 << bit
+
+
+def train_as_on_a_gpu(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
+    """Trains as `train_with`, with the comparisons of devices whose kernels are not deterministic."""
+    with patch.object(guard, "repeats_exactly", lambda _: False):
+        return train_with(ranks, job, *faults)
+
+
+def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
+    """Trains as one of the ranks of a test's process group, and returns the run's summary."""
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    stepper, left = trainer.stepper, {fault: fault.times for fault in faults if fault.rank == ranks.rank}
+    compute, forward_backward = stepper.compute, stepper.replica.forward_backward
+    backward: list[Fault] = []
+
+    def wrong_backward(micro, factor, *, last):
+        for fault in backward:
+            wrong = {"nan": float("nan"), "own gradient": 64.0, "unsteady gradient": 64.0 + left[fault]}
+            factor = factor * wrong[fault.where]
+        return forward_backward(micro, factor, last=last)
+
+    def faulty(micro_batches, step, *rest):
+        due = [fault for fault, times in left.items() if times and fault.step == step + 1]
+        stepper.replica.arrive()
+        for fault in due:
+            left[fault] -= 1
+            if fault.where == "parameter":
+                flip(next(f.value for f in stepper.replica.local_parameters() if f.name == fault.name))
+            elif fault.where.startswith("exp"):
+                flip(stepper.optimizer.adam.state[stepper.optimizer.masters[fault.name]][fault.where])
+        backward[:] = [fault for fault in due if fault.where in ("nan", "own gradient", "unsteady gradient")]
+        computed = compute(micro_batches, step, *rest)
+        for fault in due:
+            if fault.where == "summed gradient":
+                gradient = stepper.optimizer.masters[fault.name].grad
+                assert gradient is not None
+                flip(gradient)
+        return computed
+
+    stepper.compute = faulty
+    stepper.replica.forward_backward = wrong_backward
+    return trainer.run()
