@@ -156,10 +156,10 @@ class Replicas:
     def _locate(self, found: set[int], own: list[int]) -> list[Difference]:
         """Returns the tensors that any rank has `found` to differ, with the digests of all ranks that hold them."""
         world = self.mesh.axis("world")
-        keys = {key for theirs in world.all_gather_object([self.held[n].key for n in found]) for key in theirs}
+        keys = {key for theirs in world.gather_json([self.held[n].key for n in found]) for key in theirs}
         mine = [(h.key, h.kind, h.name, own[n]) for n, h in enumerate(self.held) if h.key in keys]
         merged: dict[int, Difference] = {}
-        for rank, theirs in enumerate(world.all_gather_object(mine)):
+        for rank, theirs in enumerate(world.gather_json(mine)):
             for key, kind, name, digest in theirs:
                 merged.setdefault(key, Difference(key, kind, name, {})).digests[rank] = digest
         return [merged[key] for key in sorted(merged, key=lambda key: (merged[key].name, key))]
