@@ -44,7 +44,7 @@ def delayed(stepper: Stepper, read: Read, steps: int, lr: float) -> list[float]:
         _put(weights, older)
         loss = stepper.gradients(batches, step, valid)
         _put(weights, newest)
-        square, status, everywhere = stepper.status(loss, stop=False)
+        square, status, everywhere = stepper.status(loss)
         everywhere.wait()
         stepper.optimizer.step(lr, square.sqrt())
         stepper.replica.clear()
