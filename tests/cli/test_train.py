@@ -85,14 +85,17 @@ def test_a_run_from_start_to_finish_and_again(here):
     assert len(json.loads(text.stdout)["text"]) == 10
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_with_a_checkpoint_and_the_same_command_goes_on(here, processes, number):
+@pytest.mark.parametrize(
+    ("processes", "number", "rank"),
+    [("1", signal.SIGINT, None), ("1", signal.SIGHUP, None), ("2", signal.SIGTERM, None), ("2", signal.SIGUSR1, 1)],
+)
+def test_a_signal_stops_with_a_checkpoint_and_the_same_command_goes_on(here, processes, number, rank):
+    """A signal to the command, or to one rank alone."""
     argv = [sys.executable, "-m", "phalanx", "train", "job.yaml", "train.steps=100000", "--dp-replicate", processes]
     run = here / "runs" / "job"
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 3)
-        process.send_signal(number)
+        os.kill(process.pid if rank is None else rank_processes(process.pid)[rank], number)
         _, error = process.communicate(timeout=60)
     assert process.returncode == 75, error
     assert "stopped by a signal at step" in error
@@ -101,6 +104,13 @@ def test_a_signal_stops_with_a_checkpoint_and_the_same_command_goes_on(here, pro
     again = phalanx("train", "job.yaml", f"train.steps={done[-1] + 2}", "--dp-replicate", processes)
     assert again.returncode == 0, again.stderr
     assert steps(run) == list(range(1, done[-1] + 3))
+
+
+def rank_processes(launcher: int) -> dict[int, int]:
+    """The process of each rank."""
+    pids = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
+    variables = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids}
+    return {int(v[5:]): pid for pid, found in variables.items() for v in found if v.startswith(b"RANK=")}
 
 
 def wait_for(condition, seconds=60):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.launch.grace import grace_left
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.verdict import End, verdict
 
@@ -86,6 +87,18 @@ def test_ranks_that_did_not_get_to_a_checkpoint(end: End) -> None:
     code, message = verdict([good(0, 75, "Stopped."), end], signal.SIGTERM)
     assert code == 143
     assert message.startswith("Stopped by SIGTERM before 1 of 2 ranks could write a checkpoint")
+
+
+def test_ranks_that_a_signal_ended_at_once_are_not_a_failure_of_those_that_lost_them() -> None:
+    lost = bug(0, 99.9, "RuntimeError: Connection closed by peer")
+    code, message = verdict([lost, End(1, 143, 100.0, False, None)], signal.SIGTERM)
+    assert code == 143
+    assert message.startswith("Stopped by SIGTERM before 2 of 2 ranks could write a checkpoint")
+
+
+@pytest.mark.parametrize(("left", "expected"), [("", 30), ("soon", 30), ("990", 30), ("1120", 120), ("9999", 30)])
+def test_grace_is_the_job_s_or_what_slurm_leaves_of_the_allocation(left: str, expected: float) -> None:
+    assert grace_left(30.0, {"SLURM_JOB_END_TIME": left} if left else {}, 1000.0) == expected
 
 
 def test_a_failure_while_stopping_is_a_failure() -> None:

@@ -14,6 +14,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import StoppedError
 from phalanx.train import loop
+from phalanx.train.requests import Requests
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal
 
@@ -24,24 +25,10 @@ def change(job: Job, section: str, **values) -> Job:
 
 def train(ranks, job: Job, stop_at: int = 0):
     """Train as one of the ranks of a test's process group. `stop_at` acts as if a signal came in that step."""
-    stop = _StopInStep(stop_at)
-    device = torch.device("cpu")
-    stop.trainer = loop.Trainer(job, ranks, device, stop, Terminal(job.train.steps, visible=False))
-    return stop.trainer.run()
-
-
-class _StopInStep(StopRequest):
-    """A request to stop that comes while a trainer takes one of its steps, counted from 1; 0 for none."""
-
-    trainer: loop.Trainer
-
-    def __init__(self, step: int):
-        super().__init__()
-        self.step = step
-
-    @property
-    def requested(self) -> bool:
-        return 0 < self.step <= self.trainer.state.step + 1
+    terminal = Terminal(job.train.steps, visible=False)
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), terminal)
+    trainer.requests = lambda: Requests(stop=0 < stop_at <= trainer.state.step + 1)
+    return trainer.run()
 
 
 def moves_between(ranks, job: Job, layouts: Sequence[Layout]) -> None:

@@ -34,6 +34,7 @@ from phalanx.checkpoint.retention import DAMAGED, Retention, remove_expired, rem
 from phalanx.checkpoint.validity import check, directory_of
 from phalanx.data.files import write_atomic
 from phalanx.errors import CheckpointError, RunError
+from phalanx.launch import generation
 from phalanx.units import gib
 
 LATEST = "latest"
@@ -57,9 +58,10 @@ class Save:
         this step exists and is whole; a damaged one is renamed first.
 
         One save at a time works in `root`: remains of interrupted ones are deleted. Raises RunError if there is too
-        little space or the directory cannot be written."""
+        little space, the directory cannot be written, or a later attempt has taken over the run."""
         final = directory_of(root, step)
         with _failing(final):
+            generation.check(root.parent)
             root.mkdir(parents=True, exist_ok=True)
             remove_leftovers(root)
             if final.exists():
@@ -115,6 +117,7 @@ class Save:
             for rank in range(self.ranks):
                 self._report(rank).unlink()
             write_atomic(self.directory / MANIFEST, manifest.text().encode())
+            generation.check(self.root.parent)
             files.rename(self.directory, self.final)
             write_atomic(self.root.parent / LATEST, f"{self.root.name}/{self.final.name}\n".encode())
         remove_expired(self.root, retention)

@@ -26,6 +26,12 @@ from phalanx.train.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
+_PRELOAD = (
+    *("phalanx.cli.train", "phalanx.train.loop", "phalanx.generate.load", "safetensors.torch"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"),
+)
+"""What a rank imports until its first step, some of it at its first use."""
+
 VERB = JobVerb(
     "train",
     "Trains a job: starts its processes on this machine (unless torchrun, srun or mpiexec already did), trains, "
@@ -61,15 +67,17 @@ def run(argv: Sequence[str]) -> int:
         with stderr_progress() as progress:
             prepare(job.data, progress=progress)
         directory.start(loaded)
-        if job.layout.processes == 1:
+        if job.layout.processes == 1 and loaded.origins["run.max_restarts"] == "default":
             return _be_a_rank(job, SINGLE, directory.next_log_dir() / "stderr.log", as_json)
         return _launch(job, directory, as_json)
 
 
 def _launch(job: Job, directory: RunDirectory, as_json: bool) -> int:
     from phalanx.launch.local import launch_local
+    from phalanx.launch.restart import Restarts
     from phalanx.launch.watchdog.diagnosis import Limits
     from phalanx.train.device import threads_for
+    from phalanx.train.restarted import newest_step
 
     processes = job.layout.processes
     if job.cluster.nodes > 1:
@@ -86,6 +94,14 @@ def _launch(job: Job, directory: RunDirectory, as_json: bool) -> int:
         all_ranks=job.run.all_ranks,
         limits=Limits(job.run.hang_limit_s, job.run.timeout_s),
         metrics=directory.metrics,
+        grace_s=job.run.grace_s,
+        restarts=Restarts(
+            job.run.max_restarts,
+            job.run.restart_window_s,
+            lambda: newest_step(directory.metrics),
+            directory.path,
+            _PRELOAD,
+        ),
     )
 
 

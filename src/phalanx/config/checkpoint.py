@@ -13,7 +13,9 @@ class Checkpoint:
     """Saving and resuming."""
 
     every: Annotated[int, AtLeast(0)] = 0
-    """Steps between checkpoints; 0: only at the end and when stopped."""
+    """Steps between checkpoints; 0: only by `every_minutes`, at the end and when stopped."""
+    every_minutes: Annotated[float, AtLeast(0)] = 10.0
+    """Minutes between checkpoints, by the clock of rank 0; 0: only by `every`, at the end and when stopped."""
     keep: Annotated[int, AtLeast(0)] = 2
     """Newest whole checkpoints kept; older ones are deleted. 0 keeps all."""
     keep_every: Annotated[int, AtLeast(0)] = 0

@@ -23,6 +23,14 @@ class RunOptions:
     hang_s: Annotated[float, AtLeast(0)] = 0.0
     """Seconds without a sign of life after which the watchdog names a rank and ends the run; 0 means half of timeout_s.
     Until the first step is done, and after the last one, timeout_s counts."""
+    grace_s: Annotated[float, Above(0)] = 30.0
+    """Seconds from a signal to stop until the ranks are killed: as long as a step and a checkpoint take. Ask the
+    scheduler for a little more."""
+    max_restarts: Annotated[int, AtLeast(0)] = 3
+    """Restarts, within restart_window_s, of ranks that were killed, crashed or hang. They resume from the newest valid
+    checkpoint. A run of one process has no launcher and is restarted only if this is set."""
+    restart_window_s: Annotated[float, Above(0)] = 3600.0
+    """Seconds after which a restart no longer counts against max_restarts."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level of rank 0 on the terminal; other ranks write to their own log files."""
     all_ranks: bool = False

@@ -174,6 +174,11 @@ class Batches:
     def __next__(self) -> list[MicroBatch]:
         return next(self._steps)
 
+    def wait(self, seconds: float) -> bool:
+        """Waits until the next step's micro-batches are read, at most `seconds`; returns whether they are. Without
+        prefetching they are read when they are taken, and this returns True at once."""
+        return self._steps.wait(seconds) if isinstance(self._steps, ReadAhead) else True
+
     def __enter__(self) -> Batches:
         return self
 

@@ -11,6 +11,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+_LAST_ITEM_S = 2.0  # a reader that slow storage blocks for longer is left behind: it is a daemon
+
 
 @dataclass(frozen=True)
 class _End:
@@ -28,6 +30,7 @@ class ReadAhead(Generic[T]):
 
     def __init__(self, items: Iterator[T], depth: int):
         self._ready: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
+        self._seen: list[T | _End] = []  # the next item, once `wait` has found it
         self._free = threading.Semaphore(depth)
         self._stop = threading.Event()
         # The thread holds no reference to self, or self would live as long as the thread.
@@ -42,17 +45,28 @@ class ReadAhead(Generic[T]):
     def __next__(self) -> T:
         if self._stop.is_set():
             raise StopIteration
-        item = self._ready.get()
+        item = self._seen.pop() if self._seen else self._ready.get()
         if isinstance(item, _End):
             self.close()
             raise item.error or StopIteration
         self._free.release()
         return item
 
+    def wait(self, seconds: float) -> bool:
+        """Waits until the next item can be taken without waiting, at most `seconds`; returns whether it can."""
+        if not self._seen and not self._stop.is_set():
+            try:
+                self._seen.append(self._ready.get(timeout=seconds))
+            except queue.Empty:
+                return False
+        return True
+
     def close(self) -> None:
-        """Stops reading, waits for the thread and drops prefetched items; the next item raises StopIteration."""
+        """Stops reading, waits for the thread and drops prefetched items; the next item raises StopIteration.
+
+        A thread that stays in one item for longer than two seconds, on slow storage, ends after it."""
         self._signal()
-        self._thread.join()
+        self._thread.join(_LAST_ITEM_S)
 
 
 def _fill(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore  # torch.distributed.HashStore, which the type stubs do not know
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from phalanx.launch.attempts import Attempts
 from phalanx.launch.logs import AttemptLogs
-from phalanx.launch.supervisor import Supervisor
+from phalanx.launch.processes import RankProcesses
 
-_MAX_RESTARTS = 0  # a restart of ranks would be configured here and decided in RankAgent
 _POLL_S = 0.1
 
 
@@ -57,25 +66,68 @@ class LoneNode(RendezvousHandler):
         return True
 
 
-class RankAgent(LocalElasticAgent):
-    """The elastic agent, which asks the supervisor first and acts only after every rank has ended."""
+class RankAgent(SimpleElasticAgent):
+    """The elastic agent, which leaves watching the ranks, judging their end and the decision to restart to `Attempts`.
 
-    def __init__(self, command: Sequence[str], processes: int, logs: AttemptLogs, supervisor: Supervisor):
+    torch's own LocalElasticAgent would answer any non-zero exit with SIGTERM to all, and restart whatever the
+    reason."""
+
+    def __init__(self, command: Sequence[str], processes: int, logs: AttemptLogs, attempts: Attempts):
         spec = WorkerSpec(
             role="rank",
             local_world_size=processes,
             rdzv_handler=LoneNode(),
-            entrypoint=sys.executable,
-            # The agent substitutes ${local_rank} and turns $$ into $: the user's text must survive that.
-            args=tuple(word.replace("$", "$$") for word in command),
-            max_restarts=_MAX_RESTARTS,
+            entrypoint=sys.executable,  # only its name is used, in torch's events
+            max_restarts=attempts.policy.most,
             monitor_interval=_POLL_S,
         )
-        super().__init__(spec, logs, log_line_prefix_template="[rank ${rank}] ")
-        self._supervisor = supervisor
+        super().__init__(spec)
+        self._command, self._logs, self._attempts = command, logs, attempts
+        self._processes: RankProcesses | None = None
 
-    # The extension point of SimpleElasticAgent; torch's untyped decorator @prof hides its signature.
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._supervisor.watch({worker.global_rank: worker.id for worker in worker_group.workers}):
+    # The extension points of SimpleElasticAgent; torch's untyped decorator @prof hides some signatures.
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        common = self._attempts.begin()
+        environments = {w.local_rank: {**self._variables(worker_group, w), **common} for w in worker_group.workers}
+        destination = self._logs.reify(environments)
+        self._processes = RankProcesses(self._command, environments, destination, self._attempts.standby)
+        return dict(self._processes.pids)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._attempts.watch({worker.global_rank: worker.id for worker in worker_group.workers}):
             return RunResult(state=WorkerState.HEALTHY)
-        return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        self._stop_workers(worker_group)
+        # torch counts down; here the policy decides, and a restart long ago may not count any more.
+        self._remaining_restarts = int(self._attempts.finish())
+        failed = self._attempts.code != 0
+        ended = {worker.global_rank: None for worker in worker_group.workers}
+        return RunResult(WorkerState.FAILED) if failed else RunResult(WorkerState.SUCCEEDED, return_values=ended)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if self._processes is not None:
+            self._processes.end()
+
+    def _variables(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
+        """Returns the variables of a rank, as torchrun has them."""
+        return {
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(worker.local_rank),
+            "ROLE_RANK": str(worker.role_rank),
+            "GROUP_RANK": str(group.group_rank),
+            "WORLD_SIZE": str(worker.world_size),
+            "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "ROLE_NAME": group.spec.role,
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self._attempts.count - 1),
+            "TORCHELASTIC_MAX_RESTARTS": str(group.spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }

@@ -12,6 +12,11 @@ STORE = "PHALANX_STORE"
 """File through which the ranks of one attempt find each other."""
 HEARTBEATS = "PHALANX_HEARTBEATS"
 """Folder of the heartbeat files of one attempt (launch/watchdog)."""
+GENERATION = "PHALANX_GENERATION"
+"""Generation of the run directory that the attempt has claimed (launch/generation.py)."""
+RESTARTED = "PHALANX_RESTARTED"
+"""JSON about the failure after which the attempt was started: {"attempt": 1, "reason": ..., "time": seconds since the
+epoch at which it was noticed}."""
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Keeps all sockets of single-machine ranks on the loopback interface, overriding the user's multi-node settings."""

@@ -27,7 +27,8 @@ class AttemptLogs(LogsSpecs):
     def __init__(self, log_dir: Path, store_dir: Path, environment: Mapping[str, str], all_ranks: bool):
         super().__init__(str(log_dir))
         self._store_dir = store_dir
-        self._environment = environment
+        self.environment = environment
+        """Further variables of every rank."""
         self._all_ranks = all_ranks
         self.attempt_dir = log_dir
         """Directory of the latest attempt."""
@@ -54,7 +55,7 @@ class AttemptLogs(LogsSpecs):
         for local_rank, env in envs.items():
             directory = self.rank_dir(int(env["RANK"]))
             directory.mkdir()
-            env.update(self._environment)
+            env.update(self.environment)
             env[LOG_DIR] = str(directory)
             env[HEARTBEATS] = str(self.heartbeats)
             env[STORE] = str(self._store_dir / self.attempt_dir.name)

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from phalanx.errors import StoppedError
+from phalanx.launch.grace import grace_left
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.verdict import WATCHDOG_CODE
 from phalanx.launch.watchdog.watchdog import Finding, Watchdog
@@ -30,9 +31,11 @@ FORWARDED = {
 }
 """Signals to the launcher → signals to every rank."""
 
-_SAME_REQUEST_S = 0.5  # `timeout` and wrappers like it send a signal to the child and again to its group
+SAME_REQUEST_S = 0.5
+"""`timeout` and wrappers like it send a signal to the child and again to its group: that is one request."""
 _PEER_GRACE_S = 3.0  # for the peers of a failed rank: long enough to notice and report it
 _UNKILLABLE_S = 60.0  # after SIGKILL: a process whose disk or driver does not answer stays until it does
+_SILENT_PEER_GRACE_S = 0.5  # after a rank that was killed: its peers know less of the reason than the launcher
 
 
 @dataclass(frozen=True)
@@ -47,36 +50,15 @@ class Exit:
     """True if the launcher killed it, so that it is not a cause."""
 
 
-class Supervisor:
-    """The ranks of one attempt.
+class StopSignals:
+    """The signals to the launcher that ask its ranks to stop, in whatever attempt."""
 
-    Args:
-        outcome: what the rank itself said about its end, or None.
-        grace_s: seconds that ranks get to end after a signal, or after one of them ended with an error that it
-            announced.
-        watchdog: returns the watchdog of the attempt; called when its ranks have been started.
-    """
-
-    def __init__(
-        self, outcome: Callable[[int], Outcome | None], grace_s: float, watchdog: Callable[[], Watchdog] | None = None
-    ):
-        self.exits: dict[int, Exit] = {}
-        self.stop_signal: signal.Signals | None = None
-        """The signal that was forwarded to the ranks."""
-        self.finding: Finding | None = None
-        """The reason for which the watchdog had all ranks killed."""
-        self.watchdog: Watchdog | None = None
-        """The watchdog of the attempt."""
-        self._new_watchdog = watchdog
-        self._outcome = outcome
-        self._grace_s = grace_s
-        self._requests: list[tuple[signal.Signals, float]] = []
-        self._deadline = float("inf")
-        self._killed: set[int] = set()
-        self._killed_at = float("inf")
+    def __init__(self) -> None:
+        self.requests: list[tuple[signal.Signals, float]] = []
+        """Each request with the time at which it came, by the monotonic clock."""
 
     @contextmanager
-    def handling_signals(self) -> Iterator[None]:
+    def handled(self) -> Iterator[None]:
         """Handles the launcher's signals inside the `with` block; only the main thread may do this."""
         before = {number: signal.getsignal(number) for number in FORWARDED}
         taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # nohup stays
@@ -90,8 +72,42 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self._requests or now - self._requests[-1][1] > _SAME_REQUEST_S:
-            self._requests.append((signal.Signals(number), now))
+        if not self.requests or now - self.requests[-1][1] > SAME_REQUEST_S:
+            self.requests.append((signal.Signals(number), now))
+
+
+class Supervisor:
+    """The ranks of one attempt.
+
+    Args:
+        outcome: what the rank itself said about its end, or None.
+        grace_s: seconds that ranks get to end after a signal, or after one of them ended with an error that it
+            announced.
+        signals: the launcher's.
+        watchdog: returns the watchdog of the attempt; called when its ranks have been started.
+    """
+
+    def __init__(
+        self,
+        outcome: Callable[[int], Outcome | None],
+        grace_s: float,
+        signals: StopSignals,
+        watchdog: Callable[[], Watchdog] | None = None,
+    ):
+        self.exits: dict[int, Exit] = {}
+        self.stop_signal: signal.Signals | None = None
+        """The signal that was forwarded to the ranks."""
+        self.finding: Finding | None = None
+        """The reason for which the watchdog had all ranks killed."""
+        self.watchdog: Watchdog | None = None
+        """The watchdog of the attempt."""
+        self._new_watchdog = watchdog
+        self._outcome = outcome
+        self._grace_s = grace_s
+        self._requests = signals.requests
+        self._deadline = float("inf")
+        self._killed: set[int] = set()
+        self._killed_at = float("inf")
 
     def watch(self, pids: Mapping[int, int]) -> bool:
         """Polls the ranks once, `pids` by rank; returns whether one of them is running."""
@@ -124,11 +140,15 @@ class Supervisor:
             code = status.si_status if status.si_code == os.CLD_EXITED else 128 + status.si_status
             self.exits[rank] = Exit(code, time.time(), rank in self._killed)
             if code not in (0, StoppedError.exit_code):
-                outcome = self._outcome(rank)
-                announced = outcome is not None and outcome.traceback is None
-                self._allow(self._grace_s if announced else _PEER_GRACE_S)
+                self._allow(self._peers_grace(self._outcome(rank)))
             elif code == 0 and self.watchdog is not None and self.watchdog.left_early(rank):
                 self._allow(_PEER_GRACE_S)
+
+    def _peers_grace(self, outcome: Outcome | None) -> float:
+        """Returns the seconds for the peers of a rank that failed."""
+        if outcome is None:
+            return _SILENT_PEER_GRACE_S
+        return _PEER_GRACE_S if outcome.traceback else self._grace_s
 
     def _pass_signal_on(self, running: Mapping[int, int]) -> None:
         if self._requests and self.stop_signal is None:
@@ -136,7 +156,7 @@ class Supervisor:
             for pid in running.values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, self.stop_signal)
-            self._allow(self._grace_s)
+            self._allow(grace_left(self._grace_s, os.environ, time.time()))
         if len(self._requests) > 1:
             self._allow(0)
 

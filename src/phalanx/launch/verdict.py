@@ -75,21 +75,35 @@ def verdict(
     the cause."""
     if hang:
         return WATCHDOG_CODE, hang
-    by_signal = 128 + stop_signal if stop_signal else None
-    planned = (0, StoppedError.exit_code, by_signal)
-    failures = [end for end in ends if not end.killed and (end.code not in planned or end.left_early)]
+    failures = _failures(ends, stop_signal)
     if failures:
-        first = min(failures, key=lambda end: end.order)
+        first = failures[0]
         message = _failure(first, failures, ends)
         only_a_victim = first.lost_peer or first.code == 128 + signal.SIGABRT
         return first.code or 1, f"{records}\n{message}" if records and only_a_victim else message
-    unfinished = [end for end in ends if end.killed or end.code == by_signal]
+    unfinished = [end for end in ends if end.killed or end.code not in (0, StoppedError.exit_code)]
     if stop_signal and unfinished:
         return 128 + stop_signal, f"Stopped by {stop_signal.name} {stopped.format(len(unfinished), len(ends))}"
     paused = [end for end in ends if end.code == StoppedError.exit_code]
     if paused:
         return StoppedError.exit_code, paused[0].outcome.message if paused[0].outcome else ""
     return 0, ""
+
+
+def first_failure(ends: Sequence[End], stop_signal: signal.Signals | None) -> End | None:
+    """Returns the end that made the others fail; None if no rank failed."""
+    failures = _failures(ends, stop_signal)
+    return failures[0] if failures else None
+
+
+def _failures(ends: Sequence[End], stop_signal: signal.Signals | None) -> list[End]:
+    """Returns the ends that were not planned, causes before consequences."""
+    planned = (0, StoppedError.exit_code, 128 + stop_signal if stop_signal else None)
+    unplanned = (end for end in ends if not end.killed and (end.code not in planned or end.left_early))
+    failures = sorted(unplanned, key=lambda end: end.order)
+    # Before the first step a signal ends ranks at once, and a peer may see that before its own copy of the signal.
+    outrun = stop_signal is not None and all(end.lost_peer for end in failures)
+    return [] if outrun else failures
 
 
 def _failure(first: End, failures: Sequence[End], ends: Sequence[End]) -> str:

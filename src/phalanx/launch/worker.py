@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ def main(run: Callable[[list[str]], int]) -> NoReturn:
     """Runs `run(argv)` as a rank: dies with the launcher, records the outcome, exits with its code."""
     die_with_parent(int(os.environ[LAUNCHER_PID]))
     faulthandler.enable()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the first step it ends a rank at once, as SIGTERM does
     heartbeat.start(Path(os.environ[HEARTBEATS]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

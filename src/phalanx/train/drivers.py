@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.train.feed import Feed
 from phalanx.train.guard.guard import Guard
 from phalanx.train.milestones import Milestones
+from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Step, Stepper
-from phalanx.train.stop import StopRequest
 from phalanx.train.stream import UnflushedSteps
 from phalanx.train.sync.arrivals import Arrivals
 from phalanx.train.sync.asp import Asynchronous
 
-UNKNOWN = Step(math.nan, math.nan, stop=False)
+UNKNOWN = Step(math.nan, math.nan)
 """The newest known step of a run without a step so far."""
 
 
@@ -34,7 +34,8 @@ class StepDriver(ABC):
     stepper: Stepper
     feed: Feed
     milestones: Milestones
-    stop: StopRequest
+    requests: Callable[[], Requests]
+    """This rank's requests at the moment."""
     lr: Callable[[int], float]
     """The learning rate of a step, which counts from 0."""
     record: Callable[[int, dict[str, float]], None]
@@ -48,8 +49,9 @@ class StepDriver(ABC):
         """Trains. Yields the number of steps done, and the newest step whose loss is known.
 
         At every yield all ranks have done the same number of steps. After a step for which `milestones.needs_weights`
-        holds, or which carries a request to stop, all ranks have the weights after it. Raises NotFiniteError on every
-        rank before a loss or gradient that is not finite changes a weight."""
+        holds, or which carries a request, all ranks have the weights after it. A void step, for which a rank had no
+        data when it was asked to stop, is yielded but not counted, and is the last. Raises NotFiniteError on every rank
+        before a loss or gradient that is not finite changes a weight."""
 
     def report(self) -> dict[str, Any]:
         """Returns additional measurements of this form of training, by event name; none by default."""
@@ -70,14 +72,22 @@ class SynchronousDriver(StepDriver):
 
     def steps(self) -> Iterator[tuple[int, Step]]:
         for done in range(self.first, self.milestones.last):
-            samples, micro_batches = self.feed.samples(done), self.feed.take()
-            batch = micro_batches, done, self.tokens, self.lr(done)
-            if self.guard is None:
-                step = self.stepper.step(*batch, self.stop.requested)
-            else:
-                step = self.guard.step(*batch, stop=self.stop.requested, samples=samples)
+            # Independent replicas cannot drop a step alone: they wait until the data come.
+            waits = self.stepper.independent_replicas > 1
+            samples = self.feed.samples(done)
+            micro_batches, requests = self.feed.take() if waits else self.feed.take_unless(self._stops), self.requests()
+            if micro_batches is None:
+                micro_batches, requests = self.feed.blank(), replace(requests, void=True)
+            batch = micro_batches, done, self.tokens, self.lr(done), requests
+            step = self.stepper.step(*batch) if self.guard is None else self.guard.step(*batch, samples=samples)
+            if step.requests.void:
+                yield done, step
+                return
             self.record_step(done + 1, step)
             yield done + 1, step
+
+    def _stops(self) -> bool:
+        return self.requests().stop
 
 
 class StreamDriver(StepDriver):
@@ -89,11 +99,12 @@ class StreamDriver(StepDriver):
         assert isinstance(runner, PipeDream), "the layout's schedule has no flush"
         unflushed, newest = UnflushedSteps(self.stepper, runner), UNKNOWN
         for done in range(self.first, self.milestones.last):
-            micro_batches, lr, stop = self.feed.take(), self.lr(done), self.stop.requested
+            micro_batches, lr, requests = self.feed.take(), self.lr(done), self.requests()
             more = None if self.milestones.needs_weights(done + 1) else self.feed.peek
-            for number, newest in unflushed.step(micro_batches, done, self.tokens, lr, stop, more):
+            for number, newest in unflushed.step(micro_batches, done, self.tokens, lr, requests, more):
                 self.record_step(number, newest)
             yield done + 1, newest
+            newest = replace(newest, requests=NO_REQUESTS)  # it stays the newest for another step, but they were met
 
 
 @dataclass
@@ -108,16 +119,16 @@ class AsynchronousDriver(StepDriver):
     def steps(self) -> Iterator[tuple[int, Step]]:
         replica, done = Asynchronous(self.stepper), self.first
         while done < self.milestones.last:
-            done, stop = replica.round(
+            done, requests = replica.round(
                 done,
                 self.milestones.next_needing_weights(done),
                 read=self.feed.share,
                 chunk_tokens=self.tokens // self.replicas,
                 lr=self.lr,
-                stop=lambda: self.stop.requested,
+                requests=self.requests,
                 note=self.arrivals,
             )
-            yield done, Step(self.arrivals.loss, math.nan, stop)
+            yield done, Step(self.arrivals.loss, math.nan, requests)
 
     def report(self) -> dict[str, Any]:
         return {"staleness": self.arrivals.summary()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -14,12 +14,26 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 
 
-def validation_loss(replica: Replica, mesh: Mesh, batches: Iterable[MicroTensors], device: torch.device) -> float:
-    """Returns the loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count."""
+def validation_loss(
+    replica: Replica,
+    mesh: Mesh,
+    batches: Iterable[MicroTensors],
+    device: torch.device,
+    stops: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Returns the loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count.
+
+    Returns None on every rank as soon as `stops` holds on one of them: a validation may take longer than the time that
+    is left. The ranks agree on it while they compute a batch."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for micro in batches:
         heartbeat.beat()
+        stopping = torch.tensor([stops()], dtype=torch.float32, device=device)
+        agreed = mesh.axis("world").all_reduce(stopping)
         loss: Tensor = replica.loss(micro)
+        agreed.wait()
+        if stopping.item():
+            return None
         total += torch.stack((loss.double(), valid_tokens(micro.targets).double()))
     # Only pipeline ranks with the last stage know the loss, but all of them know the tokens.
     total *= total.new_tensor([mesh.owns_loss, mesh.owns_loss and mesh.coordinates["pp"] == 0])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+
+import numpy as np
 
 from phalanx.config.job import Job
 from phalanx.data.loader import Batches, MicroBatch, TokenData
@@ -11,6 +14,9 @@ from phalanx.launch.watchdog.layout import Phase
 from phalanx.parallel.mesh import Mesh
 from phalanx.partition.batch import Batch
 from phalanx.train.metrics import Meter
+
+_POLL_S = 0.2
+_PATIENCE_S = 3.0  # for data that come after a request to stop: dropping a step is for storage that hangs
 
 
 class Feed:
@@ -45,18 +51,32 @@ class Feed:
         self.next = None
         return micro_batches
 
+    def take_unless(self, give_up: Callable[[], bool]) -> list[MicroBatch] | None:
+        """Reads the same as `take`; returns None if the data are still not there some seconds after `give_up` began to
+        hold: slow storage must not keep a run from stopping."""
+        began, patience = time.perf_counter(), _PATIENCE_S
+        while not self._opened().wait(_POLL_S):
+            patience -= _POLL_S * give_up()
+            if patience <= 0:
+                return None
+        self.meter.waited += time.perf_counter() - began
+        return self.take()
+
+    def blank(self) -> list[MicroBatch]:
+        """Returns micro-batches of the right shapes without data, for a step that will be dropped."""
+        shape = self.batch.micro_batch, self.job.model.seq_len
+        zeros = np.zeros(shape, dtype=np.int64)
+        documents = zeros if self.job.data.document_mask else None
+        micro = MicroBatch(zeros, zeros, np.full(shape[0], -1), documents)
+        return [micro] * (self.batch.global_batch // (self.mesh.data_ranks * shape[0]))
+
     def peek(self) -> list[MicroBatch]:
         """Reads the same as `take`, which then returns these micro-batches once more."""
         if self.next is not None:
             return self.next
         with heartbeat.within(Phase.DATA):
             began = time.perf_counter()
-            if self.batches is None:
-                place = self.mesh.data_rank, self.mesh.data_ranks
-                self.batches = self._open(
-                    self.first_sample, self.batch.global_batch, *place, prefetch=self.job.data.prefetch
-                )
-            self.next = next(self.batches)
+            self.next = next(self._opened())
             self.meter.waited += time.perf_counter() - began
         return self.next
 
@@ -73,6 +93,14 @@ class Feed:
             self._open(first, samples, ranks.rank, ranks.size, prefetch=0) as batches,
         ):
             return next(batches)
+
+    def _opened(self) -> Batches:
+        """Returns the stream of this rank's steps, opened at the first call."""
+        if self.batches is None:
+            place = self.mesh.data_rank, self.mesh.data_ranks
+            prefetch = self.job.data.prefetch
+            self.batches = self._open(self.first_sample, self.batch.global_batch, *place, prefetch=prefetch)
+        return self.batches
 
     def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int) -> Batches:
         """Opens the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on."""

@@ -40,6 +40,8 @@ from phalanx.train.guard.guard import Guard, Rewind
 from phalanx.train.milestones import Milestones
 from phalanx.train.peak import peak_flops
 from phalanx.train.recorder import Recorder
+from phalanx.train.requests import Requests, SaveTimer
+from phalanx.train.restarted import report_restart
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.shared import require_shared
 from phalanx.train.state import TrainState
@@ -70,14 +72,15 @@ def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
         devices.keep_freed_memory()
     torch.use_deterministic_algorithms(job.train.deterministic)
     with (
-        StopRequest() as stop,
         Terminal(job.train.steps, visible=ranks.rank == 0) as terminal,
         logging_to(terminal, job.run.log_level, ranks.rank, log_file),
         process_group(ranks, device=device, timeout_s=job.run.timeout_s),
     ):
         on_rank_zero(lambda: None)  # or the error of `refuse`
         watch(job, ranks, log_file)
-        summary = Trainer(job, ranks, device, stop, terminal).run()
+        trainer = Trainer(job, ranks, device, StopRequest(), terminal)
+        with trainer.stop:  # from here on there is something to save
+            summary = trainer.run()
     heartbeat.enter(Phase.DONE)
     return summary
 
@@ -120,6 +123,7 @@ class Trainer:
         self.stepper = Stepper(job, self.mesh, device, index.vocab_size)
         self.state = TrainState(self.stepper, index.fingerprint, index.vocab_size)
         self.milestones = Milestones.of(job)
+        self.save_timer = SaveTimer(0 if ranks.rank else job.checkpoint.every_minutes)
         self._resume()
         self.first_step = self.state.step
         per_node = max(1, job.layout.processes // job.cluster.nodes)
@@ -132,6 +136,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Trains until the job's last step or a request to stop. Returns the summary; raises the errors of `train`."""
         state, milestones, began = self.state, self.milestones, time.perf_counter()
+        self.save_timer.restart()
         self.mesh.ledger.clear()
         experts = ExpertLoads(self.job, self.mesh, self.stepper.routing, self.device, state.step)
         with self._recorder() as recorder:
@@ -141,28 +146,28 @@ class Trainer:
             self.guard = self._guard(recorder)
             while True:
                 try:
-                    step, driver = self._train(recorder, experts)
+                    step, driver, stops = self._train(recorder, experts)
                     break
                 except Rewind as rewind:
                     self._rewind(rewind, experts)
-            self._report(recorder, driver)
-            experts.draw(self.directory)
-        if step.stop and state.step < milestones.last:
+            self._report(recorder, driver, experts)
+        if stops and state.step < milestones.last:
             raise StoppedError(
                 f"stopped by a signal at step {state.step} of {milestones.last}, with a checkpoint in "
                 f"{self.directory.checkpoints}; run the same command again to resume"
             )
         return {**self._summary(step.loss, time.perf_counter() - began), **driver.report()}
 
-    def _train(self, recorder: Recorder, experts: ExpertLoads) -> tuple[Step, StepDriver]:
-        """Trains from the current state. Returns the last step and the driver that took it."""
-        state, milestones, step = self.state, self.milestones, UNKNOWN
+    def _train(self, recorder: Recorder, experts: ExpertLoads) -> tuple[Step, StepDriver, bool]:
+        """Trains from the current state. Returns the last step, the driver that took it, and whether training stops
+        because a signal asked for it."""
+        state, milestones, step, stops = self.state, self.milestones, UNKNOWN, False
         with self._feed(recorder.meter) as feed:
             driver = driver_of(self.stepper)(
                 stepper=self.stepper,
                 feed=feed,
                 milestones=milestones,
-                stop=self.stop,
+                requests=self.requests,
                 lr=self._lr,
                 record=recorder.step,
                 first=state.step,
@@ -172,18 +177,21 @@ class Trainer:
             for number, step in self._with_advice(driver.steps()):
                 state.advance(number, self.batch.global_batch)
                 heartbeat.steps_done(number)
-                ends = step.stop or number == milestones.last
-                experts.after(number, recorder.rows, shown=milestones.shows(number), ends=ends)
-                if milestones.validates(number):
+                report_restart(recorder, self.first_step)
+                stops = step.requests.stop
+                ends = stops or number == milestones.last
+                if not step.requests.void:
+                    experts.after(number, recorder.rows, shown=milestones.shows(number), ends=ends)
+                if milestones.validates(number) and not stops:
                     with heartbeat.within(Phase.VALIDATION):
-                        self._validate(recorder)
-                if step.stop or milestones.saves(number):
+                        stops = self._validate(recorder)
+                if stops or step.requests.save or milestones.saves(number):
                     with heartbeat.within(Phase.SAVE):
-                        self._save(recorder)
-                if ends:
+                        stops = self._save(recorder) or stops
+                if stops or number == milestones.last:
                     break
         heartbeat.enter(Phase.END)
-        return step, driver
+        return step, driver, stops
 
     def _guard(self, recorder: Recorder) -> Guard | None:
         """Returns what judges the run's steps, where they can be judged."""
@@ -209,6 +217,10 @@ class Trainer:
         experts.restart(self.state.step)
         self.mesh.ledger.clear()
         self.first_step = self.state.step
+
+    def requests(self) -> Requests:
+        """Returns what this rank asks of all ranks after the step that begins."""
+        return Requests(stop=self.stop.requested, save=self.save_timer.due)
 
     def _recorder(self) -> Recorder:
         """Returns the rank's recorder: it writes metrics.jsonl on rank 0, nothing on the others."""
@@ -289,9 +301,10 @@ class Trainer:
         log.info("model: %s parameters, %d layers, vocabulary %d", f"{count(model, vocab):,}", model.n_layers, vocab)
         log.info("batch: %s; %s training samples", self.batch.equation(), f"{self.train_data.sample_count:,}")
 
-    def _validate(self, recorder: Recorder) -> None:
+    def _validate(self, recorder: Recorder) -> bool:
+        """Validates. Returns whether a request to stop came meanwhile, which ends the validation without a result."""
         if self.val_data is None:
-            return
+            return False
         began = time.perf_counter()
         batches = evaluation_batches(
             self.val_data,
@@ -302,23 +315,37 @@ class Trainer:
         )
         tensors = (self.stepper.tensors(micro, self.state.step, validates=True) for micro in batches)
         with self.mesh.ledger.untracked():
-            loss = validation_loss(self.stepper.replica, self.mesh, tensors, self.device)
+            loss = validation_loss(self.stepper.replica, self.mesh, tensors, self.device, lambda: self.stop.requested)
+        if loss is None:
+            return True
         self.state.validated(loss)
         recorder.validation(self.state.step, loss, time.perf_counter() - began)
+        return False
 
-    def _save(self, recorder: Recorder) -> None:
+    def _save(self, recorder: Recorder) -> bool:
+        """Writes a checkpoint. Returns whether a request to stop came meanwhile, to any rank: another step and another
+        checkpoint might take longer than the time that is left."""
         began = time.perf_counter()
         if self.guard is not None:
             self.guard.check_state(self.state.step)
+        stopping = torch.zeros(1, device=self.device)
         with self.mesh.ledger.untracked():
             path = self.state.save(self.directory.checkpoints)
+            stopping += self.stop.requested
+            self.mesh.axis("world").all_reduce(stopping).wait()
+        self.save_timer.restart()
         recorder.checkpoint(self.state.step, path, time.perf_counter() - began)
+        return bool(stopping.item())
 
-    def _report(self, recorder: Recorder, driver: StepDriver) -> None:
-        """Records the traffic of this attempt, and the driver's measurements."""
+    def _report(self, recorder: Recorder, driver: StepDriver, experts: ExpertLoads) -> None:
+        """Records the traffic of this attempt and the driver's measurements, and draws its experts, if it took a
+        step."""
+        if self.state.step == self.first_step:
+            return
         recorder.traffic(self.state.step, self.mesh.ledger, self.state.step - self.first_step)
         if staleness := driver.report().get("staleness"):
             recorder.staleness(self.state.step, staleness)
+        experts.draw(self.directory)
 
     def _summary(self, loss: float, elapsed: float) -> dict[str, Any]:
         return {

@@ -58,6 +58,12 @@ class Recorder:
         self.rows.write("guard", step=step, text=text, **values)
         log.warning("step: %d  guard: %s", step, text)
 
+    def restart(self, resumed: int, attempt: int, reason: str, seconds: float) -> None:
+        """Records that attempt `attempt` continued from step `resumed` after a failure, and took its first step so many
+        seconds after that."""
+        self.rows.write("restart", step=resumed, attempt=attempt, reason=reason, down_s=seconds)
+        log.info("restart: attempt %d resumed from step %d, %s down: %s", attempt, resumed, as_time(seconds), reason)
+
     def traffic(self, step: int, ledger: Ledger, steps: int) -> None:
         """Records the bytes that this rank sent per step, over the last `steps` steps, by axis and collective."""
         self.rows.write("traffic", step=step, steps=steps, traffic_bytes=ledger.traffic(steps))

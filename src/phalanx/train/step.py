@@ -28,6 +28,7 @@ from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition.sequence import rank_positions
 from phalanx.train.memory import Memory
 from phalanx.train.optimizer import AdamW
+from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.sync.diloco import DiLoCo
 from phalanx.train.sync.local import LocalSGD
 
@@ -39,8 +40,8 @@ class Step:
     loss: float
     """Mean over the global batch's tokens, in nats; over its part of them for an independent replica."""
     grad_norm: float
-    stop: bool
-    """True if some rank was asked to stop; independent replicas know it only when they synchronize."""
+    requests: Requests = NO_REQUESTS
+    """Requests of any rank; independent replicas know them only when they synchronize."""
 
 
 @dataclass
@@ -61,6 +62,11 @@ class Computed:
         """Waits for the sums, which are the same on all ranks."""
         self.everywhere.wait()
         self.square = self.status[1]
+
+    @property
+    def requests(self) -> Requests:
+        """The requests of any rank, of a settled step."""
+        return Requests.decode(self.status[2].item())
 
     @property
     def loss(self) -> float:
@@ -104,7 +110,7 @@ class Stepper:
             kind = LocalSGD if job.layout.sync == "local_sgd" else DiLoCo
             self.sync = kind(job, mesh, self.optimizer, device)
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int) -> Tensor:
+    def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: float) -> Tensor:
         """Runs forward and backward over this rank's micro-batches. Returns the loss summed over them, in fp64.
 
         Afterwards the shards' gradients are those of the mean loss over `global_tokens`, times the loss scale."""
@@ -113,30 +119,38 @@ class Stepper:
         with self.memory.allocating("activations", "logits", "gradients"):
             return self.replica.gradients(tensors, self.factor(global_tokens))
 
-    def factor(self, global_tokens: int) -> float:
+    def factor(self, global_tokens: float) -> float:
         """Returns the factor of a backward pass's loss, summed over tokens, and passes it to the routers' penalties."""
         self.routing.factor = self.loss_scale.value / global_tokens
         return self.routing.factor
 
     def step(
-        self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, lr: float, stop: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        global_tokens: int,
+        lr: float,
+        requests: Requests = NO_REQUESTS,
     ) -> Step:
         """Takes optimizer step `step`, whose global batch has `global_tokens` valid tokens. Independent replicas assume
         that their parts of them are equal.
 
-        `stop` on any rank is seen on all. Raises NotFiniteError, before the optimizer writes anything, if loss or
-        gradients are not finite (with fp16, if a smaller loss scale cannot help); independent replicas raise it when
-        they synchronize. Raises RunError if memory is short. With sync=asp the parameter server takes the steps
-        (train/sync/asp.py)."""
+        `requests` of any rank are seen on all; a void step changes nothing. Raises NotFiniteError, before the optimizer
+        writes anything, if loss or gradients are not finite (with fp16, if a smaller loss scale cannot help);
+        independent replicas raise it when they synchronize. Raises RunError if memory is short. With sync=asp the
+        parameter server takes the steps (train/sync/asp.py)."""
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
-        return self.finish(self.compute(micro_batches, step, global_tokens, stop), step, lr)
+        return self.finish(self.compute(micro_batches, step, global_tokens, requests), step, lr)
 
-    def compute(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, stop: bool) -> Computed:
+    def compute(
+        self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, requests: Requests
+    ) -> Computed:
         """Computes the gradients of step `step`, and starts summing what decides about it."""
         tokens = global_tokens // self.independent_replicas
-        loss = self.gradients(micro_batches, step, tokens)
+        # Where ranks hold whole gradients, the optimizer does not wait for the requests: NaN keeps it from writing.
+        loss = self.gradients(micro_batches, step, math.nan if requests.void else tokens)
         heartbeat.enter(Phase.EXCHANGE)
-        return Computed(loss, tokens, *self.status(loss, stop))
+        return Computed(loss, tokens, *self.status(loss, requests))
 
     def finish(self, computed: Computed, step: int, lr: float) -> Step:
         """Updates the parameters with a step's gradients, or raises as `step` does."""
@@ -150,28 +164,28 @@ class Stepper:
                 self.optimizer.step(lr, norm)
             self.loss_scale.fine()
         computed.everywhere.wait()  # if ranks hold whole gradients, it overlaps with the optimizer
-        mean, stop = computed.loss, bool(computed.status[2].item())
+        mean, requests = computed.loss, computed.requests
         problem = ""
-        if not math.isfinite(grad_norm) and not self.loss_scale.overflow():
+        if not math.isfinite(grad_norm) and not requests.void and not self.loss_scale.overflow():
             bad = self.name_first(self.optimizer.first_bad_gradient())
             problem = f"step {step + 1}: loss {mean:g}, gradient norm {grad_norm:g}{bad}"
         if self.sync:
-            stop = self.sync.after_update(step, stop, problem)
+            requests = self.sync.after_update(step, requests, problem)
         elif problem:
             raise NotFiniteError(problem)
         heartbeat.enter(Phase.EXCHANGE)
         self.replica.publish()
         self.discard()
         heartbeat.enter(Phase.RECORD)
-        return Step(mean, grad_norm, stop)
+        return Step(mean, grad_norm, requests)
 
     def discard(self) -> None:
         """Discards the gradients."""
         self.optimizer.clear()
         self.replica.clear()
 
-    def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:
-        """Starts summing loss, squared gradient norm and the request to stop over the ranks.
+    def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
+        """Starts summing loss, squared gradient norm and requests over the ranks.
 
         Returns the square of the norm of this rank's gradients, the tensor (3,) that becomes the three sums, and the
         pending collective. The gradients then belong to the optimizer."""
@@ -181,7 +195,8 @@ class Stepper:
         # One rank counts each value: a loss, one of those that read the same samples, a gradient's element, one of
         # those that hold it.
         first_replica = self.independent_replicas > 1 or self.mesh.coordinates["dp_replicate"] == 0
-        status = torch.stack((loss * self.mesh.owns_loss, square * first_replica, loss.new_tensor(stop)))
+        counted = square * (math.nan if requests.void else first_replica)
+        status = torch.stack((loss * self.mesh.owns_loss, counted, loss.new_tensor(requests.encode())))
         return square, status, self._reduce(status)
 
     def restart(self) -> None:

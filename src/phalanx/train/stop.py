@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+from phalanx.launch.supervisor import SAME_REQUEST_S
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequest:
-    """Set by SIGINT, SIGTERM or SIGUSR1; a second SIGINT acts as it always does. A context manager."""
+    """Set by SIGINT, SIGTERM, SIGUSR1 or SIGHUP; a second signal ends the process at once. A context manager.
+
+    Outside its `with` block the signals act as they always do: before the first step there is nothing to save."""
 
     def __init__(self) -> None:
         self.signal: int = 0
+        self.time = 0.0
+        """When the signal came, by the monotonic clock."""
 
     @property
     def requested(self) -> bool:
@@ -20,7 +28,9 @@ class StopRequest:
         return self.signal != 0
 
     def __enter__(self) -> StopRequest:
-        self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        # A signal that is ignored stays so: SIGHUP under nohup.
+        taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self._note) for number in taken}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -28,6 +38,11 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = number
+        now = time.monotonic()
+        if not self.signal:
+            self.signal, self.time = number, now
+        elif now - self.time > SAME_REQUEST_S:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt  # a terminal gets its cursor back
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -19,6 +19,7 @@ from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipedream import PipeDream
+from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Step, Stepper
 
 
@@ -42,7 +43,7 @@ class UnflushedSteps:
         self.unknown: _UnknownStep | None = None
         self.known: list[tuple[int, Step]] = []
         self.problem = ""
-        self.stopping = False
+        self.requests = NO_REQUESTS
 
     def step(
         self,
@@ -50,15 +51,15 @@ class UnflushedSteps:
         step: int,
         global_tokens: int,
         lr: float,
-        stop: bool,
+        requests: Requests,
         more: Callable[[], Sequence[MicroBatch]] | None,
     ) -> list[tuple[int, Step]]:
         """Finishes step `step`'s micro-batches, and starts those of the next one that `more` returns, if any.
 
         Returns the steps whose results became known, with their numbers: the previous one, and without `more` also this
-        one. After a request to stop, seen one step later, `more` is not asked. Raises as Stepper.step."""
+        one. After a request, seen one step later, `more` is not asked. Raises as Stepper.step."""
         stepper, batch = self.stepper, self.pipeline.batch
-        if self.stopping:
+        if self.requests.pauses:
             more = None
 
         def tensors(micros: Sequence[MicroBatch], number: int) -> list[MicroTensors]:
@@ -76,7 +77,7 @@ class UnflushedSteps:
         for own, shard in zip(stepper.optimizer.shards, stepper.replica.shards, strict=True):
             own.gradient = None if shard.gradient is None else shard.gradient.clone()
         stepper.replica.clear()
-        _, status, everywhere = stepper.status(loss, stop)
+        _, status, everywhere = stepper.status(loss, requests)
         self.unknown = _UnknownStep(step, batch, status, everywhere, global_tokens, lr)
         if more is None:
             self._settle()
@@ -86,8 +87,8 @@ class UnflushedSteps:
         steps, self.known = self.known, []
         if more is None and steps:
             number, final = steps[-1]
-            steps[-1] = number, replace(final, stop=self.stopping)
-            self.stopping = False
+            steps[-1] = number, replace(final, requests=self.requests)
+            self.requests = NO_REQUESTS
         return steps
 
     def _due(self, batch: int) -> None:
@@ -101,7 +102,7 @@ class UnflushedSteps:
             return
         unknown, stepper, self.unknown = self.unknown, self.stepper, None
         unknown.everywhere.wait()
-        total, square, stops = unknown.status.tolist()
+        total, square, encoded = unknown.status.tolist()
         loss, norm = total / unknown.tokens, math.sqrt(square) if square >= 0 else math.nan
         if math.isfinite(norm) and math.isfinite(loss):
             stepper.optimizer.step(unknown.lr, unknown.status[1].sqrt())
@@ -109,8 +110,8 @@ class UnflushedSteps:
         else:
             # Not raised here: some ranks are still computing results that others wait for.
             self.problem = f"step {unknown.step + 1}: loss {loss:g}, gradient norm {norm:g}"
-        self.stopping = self.stopping or stops > 0
-        self.known.append((unknown.step + 1, Step(loss, norm, stop=False)))
+        self.requests |= Requests.decode(encoded)
+        self.known.append((unknown.step + 1, Step(loss, norm)))
 
     def _raise(self) -> None:
         if self.problem:

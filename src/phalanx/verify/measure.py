@@ -32,6 +32,7 @@ from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.partition import batch
 from phalanx.train.agreement import agree_on_job
+from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Stepper
 from phalanx.verify.stale import delayed, streamed
 
@@ -187,11 +188,11 @@ class _ObservedStepper(Stepper):
         super().__init__(job, mesh, device, vocab_size)
         self.observe, self.keep, self.seen = observe, keep, 0
 
-    def status(self, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Pending]:
+    def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
         found = {f.name: f.gradient for f in self.optimizer.shards if f.gradient is not None}
         self.show(f"gradient/{self.seen}", found)
         self.seen += 1
-        return super().status(loss, stop)
+        return super().status(loss, requests)
 
     def show(self, kind: str, tensors: dict[str, Tensor]) -> None:
         """Reassembles tensors of the shards' shapes from all ranks, and reports them."""

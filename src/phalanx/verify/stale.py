@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel.pipedream import PipeDream
+from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import Stepper
 from phalanx.train.stream import UnflushedSteps
 
@@ -30,7 +31,7 @@ def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int, lr: 
     for step in range(steps):
         batches, valid = read(step)
         more = (lambda following=step + 1: read(following)[0]) if step < steps - 1 else None
-        losses += [known.loss for _, known in stream.step(batches, step, valid, lr, False, more)]
+        losses += [known.loss for _, known in stream.step(batches, step, valid, lr, NO_REQUESTS, more)]
     return losses
 
 
@@ -44,7 +45,7 @@ def delayed(stepper: Stepper, read: Read, steps: int, lr: float) -> list[float]:
         _put(weights, older)
         loss = stepper.gradients(batches, step, valid)
         _put(weights, newest)
-        square, status, everywhere = stepper.status(loss, stop=False)
+        square, status, everywhere = stepper.status(loss)
         everywhere.wait()
         stepper.optimizer.step(lr, square.sqrt())
         stepper.replica.clear()

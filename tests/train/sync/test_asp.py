@@ -18,6 +18,7 @@ from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
+from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Stepper
 from phalanx.train.sync.asp import Asynchronous
 from phalanx.train.sync.server import Update
@@ -76,23 +77,23 @@ def trained(ranks: Ranks, layout: Layout, slow: float = 0.0, stop_at: int = -1, 
             stepper.replica.forward_backward = lambda micro, factor, *, last: real(micro, factor * math.nan, last=last)
         return read(job, chunk, mesh.coordinates["dp_shard"])
 
-    done, stopped = 0, False
+    done, requests = 0, NO_REQUESTS
     for until in (2, STEPS):
-        if not stopped:
-            done, stopped = asynchronous.round(
+        if not requests.stop:
+            done, requests = asynchronous.round(
                 done,
                 until,
                 read=chunk_of,
                 chunk_tokens=TOKENS,
                 lr=lr,
-                stop=lambda: bool(seen) and 0 <= stop_at <= seen[-1],
+                requests=lambda: Requests(stop=bool(seen) and 0 <= stop_at <= seen[-1]),
                 note=updates.append,
             )
     shards = stepper.replica.shards
     values = {f.name: f.value.detach().clone() for f in shards}
     found = dict(wholes(shards, values, mesh, True))
     sent = mesh.ledger.traffic()["dp_replicate"]["send"]
-    return done, stopped, updates, found, sent
+    return done, requests.stop, updates, found, sent
 
 
 def replayed(layout: Layout, updates: list[Update]) -> dict[str, torch.Tensor]:

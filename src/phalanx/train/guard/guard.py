@@ -22,6 +22,7 @@ from phalanx.launch.watchdog.layout import Phase
 from phalanx.train.guard.attempt import Attempt, OwnGradients, repeats_exactly
 from phalanx.train.guard.history import LIMIT_STEPS, History
 from phalanx.train.guard.replicas import GRADIENT, MASTER, PARAMETER, Difference, Replicas
+from phalanx.train.requests import Requests
 from phalanx.train.step import Computed, Step, Stepper
 
 MOST_ATTEMPTS = 3
@@ -59,8 +60,8 @@ class Guard:
         step: int,
         global_tokens: int,
         lr: float,
+        requests: Requests,
         *,
-        stop: bool,
         samples: range,
     ) -> Step:
         """Takes optimizer step `step` as Stepper.step does; `samples` are those of the global batch.
@@ -70,11 +71,13 @@ class Guard:
 
         def attempt() -> Attempt:
             self.own_gradients.clear()
-            computed = self.stepper.compute(micro_batches, step, global_tokens, stop)
+            computed = self.stepper.compute(micro_batches, step, global_tokens, requests)
             computed.settle()
             return self._judge(computed)
 
         last = attempt()
+        if last.computed.requests.void:
+            return self.stepper.finish(last.computed, step, lr)
         if last.doubt or self._compares(step + 1):
             last = self._investigate(attempt, last, step + 1)
         if last.kind:
@@ -96,6 +99,8 @@ class Guard:
     def _judge(self, computed: Computed) -> Attempt:
         """Returns an attempt with the doubt that its loss and norm raise."""
         loss, norm, scale = computed.loss, computed.grad_norm, self.stepper.loss_scale
+        if computed.requests.void:
+            return Attempt(computed)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             if scale.dynamic and scale.value > 1:
                 return Attempt(computed)  # an overflow of fp16, which a smaller scale answers
@@ -176,7 +181,7 @@ class Guard:
     def _blame(self, odd: Attempt, good: Attempt) -> tuple[str, dict[str, str]]:
         """Returns who computed something else in attempt `odd`, in words and as the hosts by rank. A collective."""
         mine = [platform.node(), odd.agrees(good, exact=self.exact).tolist()]
-        everyone = dict(enumerate(self.world.all_gather_object(mine)))
+        everyone = dict(enumerate(self.world.gather_json(mine)))
         of_own = {rank: host for rank, (host, (loss, own, _)) in everyone.items() if not (loss and own)}
         after_sum = {rank: host for rank, (host, (_, _, summed)) in everyone.items() if not summed}
         hosts = of_own or after_sum
@@ -217,7 +222,7 @@ class Guard:
         if action == "rewind":
             raise Rewind(samples.stop)
         heartbeat.enter(Phase.RECORD)
-        return Step(last.computed.loss, last.computed.grad_norm, bool(last.computed.status[2].item()))
+        return Step(last.computed.loss, last.computed.grad_norm, last.computed.requests)
 
     def _answer_corruption(self, differences: Sequence[Difference], number: int) -> None:
         """Heals the replicas that differ, or raises Rewind or CorruptionError."""
@@ -249,7 +254,7 @@ class Guard:
 
     def _hosts(self, differences: Sequence[Difference]) -> dict[int, str]:
         concerned = {rank for each in differences for rank in each.digests}
-        hosts = self.world.all_gather_object(platform.node())
+        hosts = self.world.gather_json(platform.node())
         return {rank: hosts[rank] for rank in sorted(concerned)}
 
     @staticmethod

@@ -18,6 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel.parameter_shards import ParameterShard, counted
+from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Stepper
 from phalanx.train.sync.flat import join, spread
 from phalanx.train.sync.server import Push, Reply, Server, Update
@@ -50,25 +51,25 @@ class Asynchronous:
         read: Callable[[int], Sequence[MicroBatch]],
         chunk_tokens: int,
         lr: Callable[[int], float],
-        stop: Callable[[], bool] = lambda: False,
+        requests: Callable[[], Requests] = lambda: NO_REQUESTS,
         note: Callable[[Update], None] | None = None,
-    ) -> tuple[int, bool]:
-        """Trains from step `first` to step `until`, or to the one in which some rank was asked to stop.
+    ) -> tuple[int, Requests]:
+        """Trains from step `first` to step `until`, or to the one in which some rank had `requests`.
 
         `read` returns this rank's micro-batches of a chunk, which has `chunk_tokens` valid tokens over the replica's
-        ranks; `lr` the rate of a step; `note` receives every update on rank 0. Returns the steps done and whether to
-        stop. Afterwards all replicas have the server's parameters.
+        ranks; `lr` the rate of a step; `note` receives every update on rank 0. Returns the steps done and the
+        requests. Afterwards all replicas have the server's parameters.
 
         Raises NotFiniteError on every rank after a loss or gradient that is not finite, which the server has not
         applied; RunError if a replica or the server is lost.
         """
-        problem, asked = "", False
+        problem, asked = "", NO_REQUESTS
         reply = Reply(first * self.replicas, first * self.replicas + self.replica)
         if self.server:
             self.server.open(reply.version, until * self.replicas, lr, note if self.leads else None)
         while reply.chunk >= 0:
-            push, gradient, problem = self._compute(read(reply.chunk), reply, chunk_tokens, stop())
-            asked = asked or push.stop
+            push, gradient, problem, own = self._compute(read(reply.chunk), reply, chunk_tokens, requests())
+            asked |= own
             reply, values = self._exchange(push, gradient)
             if reply.chunk >= 0:  # otherwise newer ones come from the synchronization
                 spread(values, self.values)
@@ -79,9 +80,10 @@ class Asynchronous:
         return self._take_over() // self.replicas, asked
 
     def _compute(
-        self, micro_batches: Sequence[MicroBatch], reply: Reply, tokens: int, stop: bool
-    ) -> tuple[Push, Tensor | None, str]:
-        """Computes a part of a batch. Returns the push, the flat gradient (n,), and a problem if there is one."""
+        self, micro_batches: Sequence[MicroBatch], reply: Reply, tokens: int, requests: Requests
+    ) -> tuple[Push, Tensor | None, str, Requests]:
+        """Computes a part of a batch. Returns the push, the flat gradient (n,), a problem if there is one, and the
+        requests of the replica's ranks."""
         stepper, step = self.stepper, reply.chunk // self.replicas
         loss = stepper.gradients(micro_batches, step, tokens)
         gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.shards]
@@ -89,20 +91,21 @@ class Asynchronous:
         # A norm rounded to bf16 would be wrong in the third digit.
         kind = torch.promote_types(self.values[0].dtype, torch.float32)
         square = get_total_norm([of[f.name].to(kind) for f in counted(self.shards)]).double() ** 2
-        status = torch.stack((loss * self.mesh.owns_loss, square.to(loss.device), loss.new_tensor(stop)))
+        status = torch.stack((loss * self.mesh.owns_loss, square.to(loss.device), loss.new_tensor(requests.encode())))
         self.mesh.reduce_replica(status).wait()
-        total, square_norm, stops = status.tolist()
+        total, square_norm, encoded = status.tolist()
+        requests = Requests.decode(encoded)
         mean, norm = total / tokens, math.sqrt(square_norm) if square_norm >= 0 else math.nan
         broken = not (math.isfinite(norm) and math.isfinite(mean))
-        push = Push(reply.chunk, reply.version, mean, norm, stops > 0, broken)
+        push = Push(reply.chunk, reply.version, mean, norm, requests.pauses, broken)
         if broken:
             bad = (n for n, gradient in enumerate(gradients) if not gradient.isfinite().all())
             problem = f"step {step + 1}: loss {mean:g}, gradient norm {norm:g}{stepper.name_first(next(bad, None))}"
             stepper.replica.clear()
-            return push, None, problem
+            return push, None, problem, requests
         flat = join(gradients)
         stepper.replica.clear()
-        return push, flat.to("cpu", self.gradient_dtype), ""
+        return push, flat.to("cpu", self.gradient_dtype), "", requests
 
     def _exchange(self, push: Push, gradient: Tensor | None) -> tuple[Reply, Tensor]:
         """Pushes and pulls. If a replica has several ranks, the first learns the gradient's ticket for the others."""

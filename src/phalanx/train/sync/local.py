@@ -1,7 +1,7 @@
 """Local SGD (Stich 2019, "Local SGD converges fast and communicates little"): replicas train alone, then average.
 
 Every `layout.sync_every` steps, and after the last, the replicas' parameters are averaged. In between they do not
-communicate, not even a loss: a request to stop and a loss that is not finite wait for the next synchronization. The
+communicate, not even a loss: requests and a loss that is not finite wait for the next synchronization. The
 moments of the optimizer stay local. With plain SGD and sync_every=1 this would be bsp, as the average of steps is the
 step of the average. With AdamW it is not, since its step is no linear function of the gradient.
 """
@@ -13,6 +13,7 @@ import torch
 from phalanx.config.job import Job
 from phalanx.parallel.mesh import Mesh
 from phalanx.train.optimizer import AdamW
+from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.sync.flat import join, spread
 from phalanx.train.sync.synchronization import synchronize
 
@@ -31,20 +32,20 @@ class LocalSGD:
         self.values = list(optimizer.masters.values())
         self.problem = ""
 
-    def after_update(self, step: int, stop: bool, problem: str) -> bool:
+    def after_update(self, step: int, requests: Requests, problem: str) -> Requests:
         """Averages if it is due, after the optimizer's `step`-th update (from 0 on), or, with a `problem`, instead of
-        it. Returns whether any replica was asked to `stop`, as far as known: False between synchronizations.
+        it. Returns the `requests` of any replica, as far as known: none between synchronizations.
 
         Raises NotFiniteError on every rank, at the first synchronization after any replica's problem.
         """
         self.problem = self.problem or problem
         if (step + 1) % self.every and step + 1 != self.steps:
-            return False
-        stop = synchronize(self.replicas, self.device, stop, self.problem)
+            return NO_REQUESTS
+        requests = synchronize(self.replicas, self.device, requests, self.problem)
         if any(value.numel() for value in self.values):
             self.agree()
             self.optimizer.write()
-        return stop
+        return requests
 
     @torch.no_grad()
     def agree(self) -> None:

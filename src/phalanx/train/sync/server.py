@@ -33,8 +33,8 @@ class Push:
     """Mean over the chunk's tokens."""
     norm: float
     """The 2-norm of the whole gradient."""
-    stop: bool
-    """True if the replica was asked to stop."""
+    pauses: bool
+    """True if the replica was asked to stop or to save."""
     broken: bool
     """True if loss or gradient is not finite; no gradient follows."""
     ticket: int = -1
@@ -47,8 +47,8 @@ class Push:
     def receive(cls, messages: Axis, replica: int) -> Push:
         fields = torch.empty(7, dtype=torch.float64)
         messages.receive(fields, replica)
-        chunk, based_on, loss, norm, stop, broken, ticket = fields.tolist()
-        return cls(int(chunk), int(based_on), loss, norm, bool(stop), bool(broken), int(ticket))
+        chunk, based_on, loss, norm, pauses, broken, ticket = fields.tolist()
+        return cls(int(chunk), int(based_on), loss, norm, bool(pauses), bool(broken), int(ticket))
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Server:
         """Assigns the next chunk to the replica that asks: a slow one computes fewer. The same at every position."""
         if push.broken:
             self.limit = self.assigned
-        elif push.stop:  # the step that has begun is finished
+        elif push.pauses:  # the step that has begun is finished
             self.limit = min(self.limit, -(-self.assigned // self.replicas) * self.replicas)
         if self.assigned >= self.limit:
             return -1

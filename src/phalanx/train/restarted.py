@@ -1,0 +1,37 @@
+"""What a run that the launcher started again tells about it, and what the launcher reads of a run's progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from phalanx.launch.environment import RESTARTED
+from phalanx.train.recorder import Recorder
+
+_TAIL_BYTES = 1 << 16  # of metrics.jsonl; a row has a few hundred, one about experts some thousands
+
+
+def report_restart(recorder: Recorder, resumed: int) -> None:
+    """Records the restart of this attempt, which continued from step `resumed`, now that its first step is done: the
+    failure before it, and the seconds from there to here. Does nothing in an attempt that follows no failure."""
+    if facts := os.environ.pop(RESTARTED, ""):
+        found = json.loads(facts)
+        recorder.restart(resumed, found["attempt"], found["reason"], time.time() - found["time"])
+
+
+def newest_step(metrics: Path) -> tuple[int, float] | None:
+    """Returns the newest step that metrics.jsonl reports, and when it was done, in seconds since the epoch; None if it
+    reports none in its last rows."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if line.startswith(b'{"event": "step"') and line.endswith(b"}"):
+            row = json.loads(line)
+            return int(row["step"]), float(row["time"])
+    return None

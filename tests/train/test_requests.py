@@ -1,0 +1,161 @@
+"""Requests to stop and to save: how ranks agree on them, and that no phase of a run keeps one waiting."""
+
+import dataclasses
+import os
+import signal
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.data import readahead
+from phalanx.errors import StoppedError
+from phalanx.train import feed, loop
+from phalanx.train.requests import Requests, SaveTimer
+from phalanx.train.stop import StopRequest
+from phalanx.train.terminal import Terminal
+from train.runs import change, rows, train, weights
+
+ONE_RANK = st.builds(Requests, stop=st.booleans(), void=st.booleans())
+
+
+@given(st.booleans(), st.lists(ONE_RANK, min_size=1, max_size=8), st.integers(1, 100_000))
+def test_a_sum_over_the_ranks_has_the_requests_of_any_of_them(saves, ranks, times):
+    """The same few ranks `times` over, because the sum of a million ranks must be exact too."""
+    ranks[0] = dataclasses.replace(ranks[0], save=saves)
+    encoded = torch.tensor([float(each.encode()) for each in ranks], dtype=torch.float64)
+    found = Requests.decode((encoded[1:].sum() * times + encoded[0]).item())
+    assert found == Requests(any(r.stop for r in ranks), saves, any(r.void for r in ranks))
+    assert found.pauses == (found.stop or found.save)
+
+
+def test_the_timer_is_due_until_a_checkpoint_is_written():
+    now = [100.0]
+    timer = SaveTimer(2, lambda: now[0])
+    assert not timer.due
+    now[0] += 120
+    assert timer.due
+    assert timer.due
+    timer.restart()
+    assert not timer.due
+    assert not SaveTimer(0, lambda: now[0] * 1e9).due
+
+
+def timed(ranks, job: Job) -> tuple[int, list[str]]:
+    """Trains by a clock that shows one minute per step. Returns the last step, and the checkpoints that were kept."""
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(job.train.steps, visible=False))
+    trainer.save_timer.clock = lambda: 60.0 * trainer.state.step
+    step = trainer.run()["step"]
+    return step, sorted(path.name for path in (Path(job.run.dir) / job.run.name / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "steps"),
+    [
+        (Layout(dp_replicate=2), [3, 6, 7]),
+        (Layout(dp_shard=2), [3, 6, 7]),
+        (Layout(pp=2, accumulation=3, schedule="pipedream"), [5, 7]),  # a step's requests are known one step later
+        (Layout(dp_replicate=2, sync="diloco", sync_every=4), [4, 7]),
+        (Layout(dp_replicate=2, sync="asp"), [7]),  # rounds end where something is due, and its clock stands until then
+    ],
+    ids=lambda value: value.line() if isinstance(value, Layout) else "",
+)
+def test_all_ranks_save_after_the_same_step_when_rank_0_finds_that_it_is_time(ranks, job, layout, steps):
+    job = dataclasses.replace(change(job, "train", steps=7), layout=layout)
+    for found in ranks(timed, 2, change(job, "checkpoint", every_minutes=2.0)):
+        assert found == (7, [f"step-{step:06d}" for step in steps])
+
+
+def asked_in(ranks, job: Job, where: str) -> str:
+    """Trains; the last rank alone is asked to stop inside its first validation, save, or wait for data after step 2."""
+    stop = StopRequest()
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop, Terminal(job.train.steps, visible=False))
+    never = threading.Event()
+
+    def then_ask(real):
+        def asked(*args, **kwargs):
+            if ranks.rank == ranks.world - 1 and trainer.state.step == 2:
+                stop.signal = signal.SIGTERM
+                if where == "wait for data":
+                    never.wait(60)  # storage that hangs, in the thread that reads ahead
+            return real(*args, **kwargs)
+
+        return asked
+
+    if where == "validation":
+        trainer.stepper.replica.loss = then_ask(trainer.stepper.replica.loss)
+    elif where == "save":
+        trainer.state.save = then_ask(trainer.state.save)
+    else:
+        trainer.train_data.samples = then_ask(trainer.train_data.samples)
+    try:
+        with patch.object(feed, "_PATIENCE_S", 0.3), patch.object(readahead, "_LAST_ITEM_S", 0.1):
+            trainer.run()
+    except StoppedError as stopped:
+        return str(stopped)
+    finally:
+        never.set()
+    return "ran to its end"
+
+
+@pytest.mark.parametrize("where", ["validation", "save"])
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(pp=2, accumulation=3)], ids=Layout.line)
+def test_a_request_in_a_validation_or_a_save_is_not_kept_waiting_for_the_next_step(ranks, job, where, layout):
+    job = dataclasses.replace(change(job, "train", eval_every=2, eval_samples=200), layout=layout)
+    job = change(job, "checkpoint", every=2)
+    messages = ranks(asked_in, 2, job, where)
+    assert all(message.startswith("stopped by a signal at step 2 of 6, with a checkpoint") for message in messages)
+    assert [row["step"] for row in rows(job, "validation")] == ([2] if where == "save" else [])
+
+
+DATA_LAYOUTS = [
+    (Layout(), "fp32"),
+    (Layout(dp_replicate=2), "fp32"),
+    (Layout(dp_replicate=2), "fp16"),
+    (Layout(dp_shard=2, zero=3, accumulation=3), "fp32"),
+    (Layout(tp=2, sp=True), "fp32"),
+    (Layout(pp=2, accumulation=3), "fp32"),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision"), DATA_LAYOUTS, ids=lambda v: v if isinstance(v, str) else v.line())
+def test_a_request_while_data_do_not_come_drops_the_step_and_nothing_else(ranks, job, layout, precision):
+    job = dataclasses.replace(change(job, "train", precision=precision), layout=layout)
+    job = change(job, "data", prefetch=1)
+    ranks(train, layout.processes, job)
+    broken = change(job, "run", name="broken")
+    messages = ranks(asked_in, layout.processes, broken, "wait for data")
+    step = [int(message.split()[6]) for message in messages]  # those read before step 2 may be two steps
+    assert set(step) <= {2, 3, 4}
+    assert len(set(step)) == 1
+    ranks(train, layout.processes, broken)
+    straight, resumed = weights(job), weights(broken)
+    for name, tensor in straight.items():
+        assert torch.equal(tensor, resumed[name]), name
+
+
+def test_signals_ask_once_and_a_second_one_means_now():
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)  # nohup
+            assert not stop.requested
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)  # `timeout` sends it to the process and to its group
+            assert stop.signal == signal.SIGUSR1
+            stop.time -= 1
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            child = os.fork()
+            if child == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
