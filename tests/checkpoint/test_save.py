@@ -19,6 +19,8 @@ from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.save import Save, save_tensors
 from phalanx.checkpoint.validity import check, newest_valid
 from phalanx.errors import RunError
+from phalanx.launch import generation
+from phalanx.launch.environment import GENERATION
 
 TENSORS = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -226,3 +228,19 @@ def test_nothing_is_pickled(root):
 
 def test_without_checkpoints_there_is_none(tmp_path):
     assert newest_valid(tmp_path) is None
+
+
+def test_an_earlier_attempt_that_wakes_up_cannot_commit_or_clean_up(root, monkeypatch):
+    root.mkdir(parents=True)
+    monkeypatch.setenv(GENERATION, generation.claim(root.parent))
+    save(root, 10)
+    zombie = begin(root, 20)
+    for rank in (0, 1):
+        zombie.write(rank, rows(rank))
+    generation.claim(root.parent)
+    with pytest.raises(RunError, match="a later attempt has taken over"):
+        zombie.commit({}, Retention())
+    with pytest.raises(RunError, match="a later attempt has taken over"):
+        begin(root, 30)
+    assert (root.parent / "latest").read_text() == "checkpoints/step-000010\n"
+    assert zombie.directory.is_dir(), "the later attempt may be writing beside it"

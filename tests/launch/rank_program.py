@@ -83,6 +83,18 @@ def killed(directory: Path) -> int:
     return 0
 
 
+def flaky(directory: Path) -> int:
+    """In the first attempt rank 1 kills itself as soon as `go` is there; the second ends well."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        ready(directory)
+        while RANK == 0 or not (directory / "go").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ready(directory, modules=sorted(sys.modules), argv=sys.argv[1:], environment=dict(os.environ), parent=os.getppid())
+    print(f"out of {RANK}")
+    return 0
+
+
 def abrupt(directory: Path) -> int:
     if RANK == 1:
         print("the last thing it said", file=sys.stderr)

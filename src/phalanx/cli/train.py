@@ -25,7 +25,6 @@ from phalanx.train.append import AppendedFile
 from phalanx.train.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
-
 _PRELOAD = (
     *("phalanx.cli.train", "phalanx.train.loop", "phalanx.generate.load", "safetensors.torch"),
     *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"),

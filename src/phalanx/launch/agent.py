@@ -69,8 +69,7 @@ class LoneNode(RendezvousHandler):
 class RankAgent(SimpleElasticAgent):
     """The elastic agent, which leaves watching the ranks, judging their end and the decision to restart to `Attempts`.
 
-    torch's own LocalElasticAgent would answer any non-zero exit with SIGTERM to all, and restart whatever the
-    reason."""
+    torch's own LocalElasticAgent would answer any exit but 0 with SIGTERM to all, and restart whatever the reason."""
 
     def __init__(self, command: Sequence[str], processes: int, logs: AttemptLogs, attempts: Attempts):
         spec = WorkerSpec(
@@ -91,7 +90,7 @@ class RankAgent(SimpleElasticAgent):
         common = self._attempts.begin()
         environments = {w.local_rank: {**self._variables(worker_group, w), **common} for w in worker_group.workers}
         destination = self._logs.reify(environments)
-        self._processes = RankProcesses(self._command, environments, destination, self._attempts.standby)
+        self._processes = RankProcesses(self._command, environments, destination, self._attempts.standby())
         return dict(self._processes.pids)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

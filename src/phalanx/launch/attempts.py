@@ -54,10 +54,10 @@ class Attempts:
         if self._standby is not None:
             self._standby.close()
 
-    @property
     def standby(self) -> Standby | None:
-        """The standby process, if there is one that has imported everything."""
-        return self._standby if self._standby is not None and self._standby.ready else None
+        """Returns the standby process, once it has imported everything; None if there is none."""
+        is_ready = self._standby is not None and self._standby.wait(lambda: bool(self.signals.requests))
+        return self._standby if is_ready else None
 
     def begin(self) -> dict[str, str]:
         """Begins an attempt. Returns variables for its ranks."""
@@ -87,7 +87,8 @@ class Attempts:
         if decision.sentence:
             say(decision.sentence)
         noticed = min(ended.time for ended in supervisor.exits.values())
-        self._restarted = {"attempt": self.count, "reason": message.partition("\n")[0], "time": noticed}
+        reason = message.partition("\n")[0].removesuffix(" Its standard error ends:")
+        self._restarted = {"attempt": self.count, "reason": reason, "time": noticed}
         return decision.restart
 
     def _judge(self, supervisor: Supervisor) -> tuple[int, str, Failure | None]:

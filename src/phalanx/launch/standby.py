@@ -21,14 +21,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from phalanx.launch.environment import LAUNCHER_PID
 from phalanx.launch.lifeline import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_IMPORT_S = 60.0
 _ANSWER_S = 5.0
+_POLL_S = 0.1
 _ADOPTION_S = 5.0
 _READY = b"ready\n"
 
@@ -52,15 +54,19 @@ class Standby:
         self._answers = self._socket.makefile("rb")
         self._is_ready = False
 
+    def wait(self, give_up: Callable[[], bool]) -> bool:
+        """Waits until the modules are imported, for at most a minute or until `give_up` holds; returns whether they
+        are. A rank started afresh would not be there sooner."""
+        end = time.monotonic() + _IMPORT_S
+        self._socket.settimeout(_POLL_S)
+        while not self._is_ready and self._lives and time.monotonic() < end and not give_up():
+            with suppress(TimeoutError):
+                self._is_ready = self._socket.recv(len(_READY)) == _READY
+        return self._is_ready and self._lives
+
     @property
-    def ready(self) -> bool:
-        """True once the modules are imported, and as long as the process lives."""
-        if not self._is_ready:
-            with suppress(BlockingIOError):
-                self._is_ready = self._socket.recv(len(_READY), socket.MSG_DONTWAIT | socket.MSG_PEEK) == _READY
-                if self._is_ready:
-                    self._answers.readline()
-        return self._is_ready and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    def _lives(self) -> bool:
+        return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> int:
         """Starts a rank that runs `python -m COMMAND...` in that environment, as the leader of a session, with its
@@ -77,10 +83,10 @@ class Standby:
 
     def close(self) -> None:
         """Ends the process."""
-        self._answers.close()
-        self._socket.close()
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
+        self._answers.close()
+        self._socket.close()
         _adopt_orphans(False)
 
 

@@ -55,10 +55,11 @@ class Feed:
         """Reads the same as `take`; returns None if the data are still not there some seconds after `give_up` began to
         hold: slow storage must not keep a run from stopping."""
         began, patience = time.perf_counter(), _PATIENCE_S
-        while not self._opened().wait(_POLL_S):
-            patience -= _POLL_S * give_up()
-            if patience <= 0:
-                return None
+        with heartbeat.within(Phase.DATA):
+            while not self._opened().wait(_POLL_S):
+                patience -= _POLL_S * give_up()
+                if patience <= 0:
+                    return None
         self.meter.waited += time.perf_counter() - began
         return self.take()
 

@@ -159,8 +159,7 @@ class Trainer:
         return {**self._summary(step.loss, time.perf_counter() - began), **driver.report()}
 
     def _train(self, recorder: Recorder, experts: ExpertLoads) -> tuple[Step, StepDriver, bool]:
-        """Trains from the current state. Returns the last step, the driver that took it, and whether training stops
-        because a signal asked for it."""
+        """Trains from the current state. Returns the last step, its driver, and whether the run was asked to stop."""
         state, milestones, step, stops = self.state, self.milestones, UNKNOWN, False
         with self._feed(recorder.meter) as feed:
             driver = driver_of(self.stepper)(

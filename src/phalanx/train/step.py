@@ -55,18 +55,13 @@ class Computed:
     square: Tensor
     """The square of the gradients' norm: of this rank's until the step is settled, then of all ranks'."""
     status: Tensor
-    """Loss, squared norm and requests to stop, (3,) in fp64: the sums over all ranks once `everywhere` has arrived."""
+    """Loss, squared norm and requests, (3,) in fp64: the sums over all ranks once `everywhere` has arrived."""
     everywhere: Pending
 
     def settle(self) -> None:
         """Waits for the sums, which are the same on all ranks."""
         self.everywhere.wait()
         self.square = self.status[1]
-
-    @property
-    def requests(self) -> Requests:
-        """The requests of any rank, of a settled step."""
-        return Requests.decode(self.status[2].item())
 
     @property
     def loss(self) -> float:
@@ -77,6 +72,11 @@ class Computed:
     def grad_norm(self) -> float:
         """The norm of the gradients, of a settled step."""
         return self.square.sqrt().item()
+
+    @property
+    def requests(self) -> Requests:
+        """The requests of any rank, of a settled step."""
+        return Requests.decode(self.status[2].item())
 
 
 class Stepper:
@@ -143,7 +143,7 @@ class Stepper:
         return self.finish(self.compute(micro_batches, step, global_tokens, requests), step, lr)
 
     def compute(
-        self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, requests: Requests
+        self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, requests: Requests = NO_REQUESTS
     ) -> Computed:
         """Computes the gradients of step `step`, and starts summing what decides about it."""
         tokens = global_tokens // self.independent_replicas

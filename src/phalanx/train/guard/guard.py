@@ -22,7 +22,7 @@ from phalanx.launch.watchdog.layout import Phase
 from phalanx.train.guard.attempt import Attempt, OwnGradients, repeats_exactly
 from phalanx.train.guard.history import LIMIT_STEPS, History
 from phalanx.train.guard.replicas import GRADIENT, MASTER, PARAMETER, Difference, Replicas
-from phalanx.train.requests import Requests
+from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Computed, Step, Stepper
 
 MOST_ATTEMPTS = 3
@@ -60,7 +60,7 @@ class Guard:
         step: int,
         global_tokens: int,
         lr: float,
-        requests: Requests,
+        requests: Requests = NO_REQUESTS,
         *,
         samples: range,
     ) -> Step:
@@ -99,8 +99,6 @@ class Guard:
     def _judge(self, computed: Computed) -> Attempt:
         """Returns an attempt with the doubt that its loss and norm raise."""
         loss, norm, scale = computed.loss, computed.grad_norm, self.stepper.loss_scale
-        if computed.requests.void:
-            return Attempt(computed)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             if scale.dynamic and scale.value > 1:
                 return Attempt(computed)  # an overflow of fp16, which a smaller scale answers
