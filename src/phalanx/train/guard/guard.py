@@ -176,7 +176,7 @@ class Guard:
     def _blame(self, odd: Attempt, good: Attempt) -> tuple[str, dict[str, str]]:
         """Returns who computed something else in attempt `odd`, in words and as the hosts by rank. A collective."""
         mine = [platform.node(), odd.agrees(good, exact=self.exact).tolist()]
-        everyone = dict(enumerate(self.world.all_gather_object(mine)))
+        everyone = dict(enumerate(self.world.gather_json(mine)))
         of_own = {rank: host for rank, (host, (loss, own, _)) in everyone.items() if not (loss and own)}
         after_sum = {rank: host for rank, (host, (_, _, summed)) in everyone.items() if not summed}
         hosts = of_own or after_sum
@@ -249,7 +249,7 @@ class Guard:
 
     def _hosts(self, differences: Sequence[Difference]) -> dict[int, str]:
         concerned = {rank for each in differences for rank in each.digests}
-        hosts = self.world.all_gather_object(platform.node())
+        hosts = self.world.gather_json(platform.node())
         return {rank: hosts[rank] for rank in sorted(concerned)}
 
     @staticmethod
