@@ -52,6 +52,7 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.pipeline $(ARGS)
 	$(BIN)/python -m benchmarks.context $(ARGS)
 	$(BIN)/python -m benchmarks.experts $(ARGS)
+	$(BIN)/python -m benchmarks.guard $(ARGS)
 	$(BIN)/python -m benchmarks.heartbeat $(ARGS)
 
 accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write benchmarks/results
