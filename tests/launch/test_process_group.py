@@ -46,8 +46,13 @@ def test_a_lone_process_leaves_the_group_after_an_error(error: Exception) -> Non
     assert not dist.is_initialized()
 
 
+def leave_the_pools_group() -> None:
+    dist.barrier()  # or another rank would still be connecting to this one
+    dist.destroy_process_group()
+
+
 def in_a_group_after(ranks: Ranks, store: str, error: Exception) -> bool:
-    dist.destroy_process_group()  # the pool's own
+    leave_the_pools_group()
     os.environ[STORE] = store
     with pytest.raises(type(error)), process_group(ranks, device=CPU, timeout_s=10):
         fail_together(error)
@@ -93,8 +98,7 @@ def test_one_machine_stays_on_loopback(ranks: Callable[..., list[Any]]) -> None:
 def answer_the_roll(ranks: Ranks, port: int, rank: list[int], world: list[int], timeout_s: float) -> str:
     """Joins over a TCP store, as under srun: this process as `rank` of a `world`. Returns the sum of the ranks that
     joined, or the error."""
-    dist.barrier()  # or another rank would still be connecting to this one
-    dist.destroy_process_group()  # the pool's own
+    leave_the_pools_group()
     for name in (STORE, "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

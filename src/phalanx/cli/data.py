@@ -9,7 +9,7 @@ from phalanx.errors import JobError
 
 VERB = JobVerb(
     "data prepare",
-    "Prepares a job's corpus: tokenizes it into memory-mapped shards with an index and checksums. `phalanx train` does "
+    "Prepares a job's corpus: tokenizes it into shards with an index and checksums. `phalanx train` does "
     "this too if it has not been done. A stopped preparation resumes where it was.",
     {
         "force": "Rebuild all shards, including existing ones.",

@@ -21,7 +21,7 @@ VERBS = {
     "train": "train a job: start its processes, train, validate, save checkpoints; resumes an existing run",
     "verify": "check that every layout computes what one process computes, in float64",
     "generate": "generate text from the newest checkpoint of a run",
-    "data": "prepare a corpus: tokenize it into memory-mapped shards",
+    "data": "prepare a corpus: tokenize it into shards",
     "plan": "choose the layout of a job: the fastest that fits, and why",
     "predict": "time, memory and traffic of a step on any machine, without it",
     "simulate": "a step as a timeline: every pass and message, slow devices, failures",

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.comm import blocking
 from phalanx.comm.agree import broadcast_json, gather_json
 
 Facts = Mapping[str, Any]
@@ -78,10 +79,10 @@ def clock_skew(limit_s: float) -> str:
     than `limit_s` seconds. A collective of all ranks with the same result on each."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ""
-    dist.all_reduce(torch.zeros(1))  # brings the ranks together, within the latency of a message
+    blocking.all_reduce(torch.zeros(1))  # brings the ranks together, within the latency of a message
     mine = time.time_ns()
     extremes = torch.tensor([mine, -mine])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    blocking.all_reduce(extremes, dist.ReduceOp.MAX)
     if int(extremes.sum()) <= limit_s * 1e9:
         return ""
     every = gather_json([mine, platform.node()])
@@ -98,7 +99,7 @@ def _all_equal(digest: bytes) -> bool:
     """Returns whether all ranks have the same digest, by its largest and its smallest words."""
     words = torch.frombuffer(bytearray(digest), dtype=torch.int64)
     extremes = torch.cat((words, ~words))  # the maximum of ~x is ~ the minimum of x
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    blocking.all_reduce(extremes, dist.ReduceOp.MAX)
     largest, smallest = extremes.chunk(2)
     return torch.equal(largest, ~smallest)
 
