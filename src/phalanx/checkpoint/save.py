@@ -178,8 +178,11 @@ class Save:
         return self.final
 
     def discard(self) -> None:
-        """Deletes what was written of a checkpoint that failed, on rank 0, once no rank writes any more."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Deletes what was written of a checkpoint that failed, on rank 0. Ranks that still write find no directory."""
+        hidden = self.directory.with_name(f"{files.REMOVED}{self.directory.name}")
+        with contextlib.suppress(OSError):
+            self.directory.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def _shard(self, rank: int) -> Path:
         return self.directory / f"rank-{rank:05d}.safetensors"
