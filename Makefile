@@ -54,6 +54,7 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.experts $(ARGS)
 	$(BIN)/python -m benchmarks.guard $(ARGS)
 	$(BIN)/python -m benchmarks.heartbeat $(ARGS)
+	$(BIN)/python -m benchmarks.checkpoints $(ARGS)
 
 accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write benchmarks/results
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)

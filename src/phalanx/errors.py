@@ -22,6 +22,10 @@ class RunError(PhalanxError):
     """The run failed (a rank died, an operation was refused by the machine)."""
 
 
+class SupersededError(RunError):
+    """A later attempt of the run has taken over, and this one must not write."""
+
+
 class JobError(PhalanxError):
     """The job or the command line is wrong; `problems` lists every problem that was found, up to MOST_PROBLEMS."""
 

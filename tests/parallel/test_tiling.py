@@ -17,8 +17,10 @@ from phalanx.config.train import Train
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fsdp_private import is_whole
 from phalanx.parallel.tiling import Tile
+from phalanx.train.saving import Saving
 from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
+from phalanx.train.stop import StopRequest
 
 VOCAB = 13
 GPT = ModelConfig(n_layers=2, d_model=8, n_heads=2, seq_len=6, d_ff=48, dropout=0.1)
@@ -154,7 +156,8 @@ def save_and_load(ranks, root, first: Layout, second: Layout):
             batches, valid = micro_batches(this, step, mesh.data_rank, VOCAB)
             shown = stepper.step(batches, step, valid, 1e-2)
             state.step += 1
-            path = state.save(folder)
+            Saving(state, folder, StopRequest()).save(last=True)
+            path = folder / f"step-{state.step:06d}"
         found.append((shown.loss, shown.grad_norm, path))
     return found
 

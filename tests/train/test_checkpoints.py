@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def root(job):
 
 def spoiled(ranks, job, rank, at, kind):
     """The message with which a run ends, one of whose ranks has an infinity in one of its elements after step `at`."""
+    job = change(job, "checkpoint", background=False)
     trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
     stepper, advance = trainer.stepper, trainer.state.advance
 
@@ -131,13 +133,13 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_goes_on_and_writes_it_a
 
 
 def failing(ranks, job):
-    """Trains with one rank that cannot write its second checkpoint."""
+    """Trains with one rank that cannot write its last checkpoint."""
     calls, write = iter(range(10)), shard_file.write
 
-    def no_space(path, tensors):
-        if next(calls) == 1 and ranks.rank == 1:
+    def no_space(path, tensors, progress):
+        if next(calls) == 2 and ranks.rank == 1:
             raise OSError(28, "No space left on device")
-        return write(path, tensors)
+        return write(path, tensors, progress)
 
     shard_file.write = no_space
     try:
@@ -151,9 +153,13 @@ def failing(ranks, job):
 def test_if_one_rank_cannot_write_the_save_fails_on_all(ranks, saving, root):
     first, *others = ranks(failing, 3, dataclasses.replace(saving, layout=Layout(dp_replicate=3)))
     assert others == [first] * 2
-    assert first.startswith(f"checkpoint {root}/step-000004 could not be written: rank 1 on ")
-    assert first.endswith("No space left on device; earlier checkpoints are untouched")
-    assert names(root) == ["step-000002"]
+    assert first.startswith(f"checkpoint {root}/step-000006 could not be written: rank 1 on ")
+    assert re.search(
+        r"No space left on device \(.* are free\); earlier checkpoints are untouched: free some space, lower "
+        "checkpoint.keep, or choose another run.dir$",
+        first,
+    )
+    assert names(root) == ["step-000002", "step-000004"]
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,15 @@ class HeldTensor:
     """This rank's place among the replicas that hold the same elements."""
     replicas: int = 1
 
-    def parts(self, start: int = 0, stop: int | None = None) -> Iterator[Part]:
-        """Yields elements `start` to `stop` - 1 of the shard as boxes of the whole tensor; padding is left out."""
-        tensor_slice, first = self.shard.tensor_slice, self.shard.start
-        flat = self.value.detach().view(-1)
-        position = start
-        for box in flat_boxes(tensor_slice.shape, first + start, first + (flat.numel() if stop is None else stop)):
+    def parts(self) -> Iterator[Part]:
+        """Yields the shard as boxes of the whole tensor; padding is left out."""
+        return Share(self, 0, self.value.numel()).parts()
+
+    def boxes(self, start: int, flat: Tensor) -> Iterator[Part]:
+        """Yields the elements of the shard from `start` on, of which `flat` are the values, as `parts` does."""
+        tensor_slice, first = self.shard.tensor_slice, self.shard.start + start
+        position = 0
+        for box in flat_boxes(tensor_slice.shape, first, first + flat.numel()):
             view = flat[position : position + box.elements].view(box.sizes)
             position += box.elements
             dim = tensor_slice.dim
@@ -81,14 +84,41 @@ def held(
         yield HeldTensor(prefix + shard.whole_name, shard, tensors[shard.name], replica, replicas)
 
 
-def owned(state: Iterable[HeldTensor]) -> Iterator[Part]:
-    """Yields the parts that this rank writes. Over all ranks they are every element of the state, once.
+@dataclass(frozen=True)
+class Share:
+    """What one of several ranks writes of a tensor that it holds: elements `start` to `stop` - 1 of the shard."""
+
+    tensor: HeldTensor
+    start: int
+    stop: int
+
+    @property
+    def flat(self) -> Tensor:
+        """The elements, a view of this rank's memory (stop - start,)."""
+        return self.tensor.value.detach().view(-1)[self.start : self.stop]
+
+    @property
+    def all(self) -> list[Tensor]:
+        """All elements of the shard, as up to three flat views: those that other ranks write may differ by mistake."""
+        flat = self.tensor.value.detach().view(-1)
+        return [part for part in (flat[: self.start], self.flat, flat[self.stop :]) if part.numel()]
+
+    def parts(self, values: Tensor | None = None) -> Iterator[Part]:
+        """Yields the share as boxes of the whole tensor, views of `values`, a copy of `flat`, if it is given."""
+        return self.tensor.boxes(self.start, self.flat if values is None else values)
+
+
+def shares(state: Iterable[HeldTensor]) -> Iterator[Share]:
+    """Yields what this rank writes of every tensor that it holds, which may be nothing. Over all ranks it is every
+    element of the state, once.
 
     `state` is all that this rank holds; ranks that hold the same list it in the same order. Copies on other ranks of a
     pipeline (ParameterShard.copy) are left to the rank that counts the parameter."""
     streams: dict[tuple[int, int], list[HeldTensor]] = {}
     for tensor in state:
-        if not tensor.shard.copy:
+        if tensor.shard.copy:
+            yield Share(tensor, 0, 0)
+        else:
             streams.setdefault((tensor.replicas, tensor.shard.tensor_slice.copies), []).append(tensor)
     for (replicas, copies), tensors in streams.items():
         total = sum(tensor.value.nbytes for tensor in tensors)
@@ -97,7 +127,7 @@ def owned(state: Iterable[HeldTensor]) -> Iterator[Part]:
             writers = replicas * copies
             writer = tensor.replica * copies + tensor.shard.tp_rank % copies
             first, end = (total * number // writers - position for number in (writer, writer + 1))
-            yield from tensor.parts(tensor.cut(first), tensor.cut(end))
+            yield Share(tensor, tensor.cut(first), tensor.cut(end))
             position += tensor.value.nbytes
 
 
@@ -111,7 +141,15 @@ def whole_parts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
 def is_finite(tensor: Tensor) -> Tensor:
     """Returns, as a tensor without dimensions, whether all elements are finite: one pass, and no memory of the tensor's
     size."""
-    if not tensor.numel() or not tensor.is_floating_point():
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    least, most = torch.aminmax(tensor.detach())
-    return least.isfinite() & most.isfinite()
+    return all_finite([tensor])[0]
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns by tensor whether all of its elements are finite, a bool tensor (n,) on their device."""
+    extremes: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel() and tensor.is_floating_point():
+            extremes += [extreme.double() for extreme in torch.aminmax(tensor.detach())]
+        else:
+            extremes += [torch.zeros((), dtype=torch.float64, device=tensor.device)] * 2
+    return torch.stack(extremes).view(-1, 2).isfinite().all(dim=1) if extremes else torch.ones(0, dtype=torch.bool)

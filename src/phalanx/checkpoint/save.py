@@ -1,7 +1,7 @@
 """Writing a checkpoint: each rank writes its parts, then rank 0 commits them all.
 
-Nothing here communicates, so that a thread may do it while training goes on; the caller tells rank 0 when every rank
-has written (or `Save.missing` does, on a shared file system). The order on the disk:
+Nothing here communicates except through the directory, so that threads may do it while training goes on
+(`checkpoint/writer.py`): ranks tell rank 0 that they have written, or failed, by a file. The order on the disk:
 
 1. Rank 0 creates the directory `.step-NNNNNN.tmp-TOKEN`.
 2. Each rank writes rank-NNNNN.safetensors there, waits until it is on the disk, and then writes rank-NNNNN.json with
@@ -14,11 +14,15 @@ Whenever a machine dies, every directory named step-NNNNNN is whole, and `latest
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
+import os
 import platform
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +35,19 @@ from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, ShardFile, StoredTensor
 from phalanx.checkpoint.parts import Part, whole_parts
 from phalanx.checkpoint.retention import DAMAGED, Retention, remove_expired, remove_leftovers
-from phalanx.checkpoint.validity import check, directory_of
-from phalanx.data.files import write_atomic
-from phalanx.errors import CheckpointError, RunError
+from phalanx.checkpoint.validity import by_age, check, directory_of
+from phalanx.data.files import TEMPORARY, write_atomic
+from phalanx.errors import CheckpointError, NotFiniteError, PhalanxError, RunError
 from phalanx.launch import generation
 from phalanx.units import gib
 
+log = logging.getLogger(__name__)
+
 LATEST = "latest"
+KEEP_ALL = Retention()
+MAKE_ROOM = "free some space, lower checkpoint.keep, or choose another run.dir"
+_MODE = 0o775  # less what the umask takes: colleagues may read, and not everybody may write
+_FAILED = "failed-"
 
 
 @dataclass(frozen=True)
@@ -53,16 +63,25 @@ class Save:
     """Number of ranks that write."""
 
     @classmethod
-    def begin(cls, root: Path, step: int, ranks: int, need: int) -> Save | None:
+    def named(cls, root: Path, step: int, ranks: int, token: str) -> Save:
+        """Returns the save whose directory all ranks know by a token that they have agreed on."""
+        return cls(root, step, root / f".{directory_of(root, step).name}.tmp-{token}", ranks)
+
+    @classmethod
+    def begin(
+        cls, root: Path, step: int, ranks: int, need: int, token: str = "", retention: Retention = KEEP_ALL
+    ) -> Save | None:
         """Prepares the temporary directory, on rank 0, for a state of `need` bytes. Returns None if the checkpoint of
         this step exists and is whole; a damaged one is renamed first.
 
         One save at a time works in `root`: remains of interrupted ones are deleted. Raises RunError if there is too
-        little space, the directory cannot be written, or a later attempt has taken over the run."""
+        little space, the directory cannot be written, or a later attempt has taken over the run; warns if there is too
+        little for all that `retention` keeps."""
         final = directory_of(root, step)
+        save = cls.named(root, step, ranks, token or secrets.token_hex(4))
         with _failing(final):
             generation.check(root.parent)
-            root.mkdir(parents=True, exist_ok=True)
+            root.mkdir(_MODE, parents=True, exist_ok=True)
             remove_leftovers(root)
             if final.exists():
                 try:
@@ -71,42 +90,67 @@ class Save:
                     files.set_aside(final, DAMAGED)
                 else:
                     return None
-            _require_space(root, need)
-            directory = root / f".{final.name}.tmp-{secrets.token_hex(4)}"
-            directory.mkdir()
-        return cls(root, step, directory, ranks)
+            _require_space(root, need, retention)
+            save.directory.mkdir(_MODE)
+        return save
 
     @property
     def final(self) -> Path:
         return directory_of(self.root, self.step)
 
-    def write(self, rank: int, parts: Iterable[Part]) -> None:
-        """Writes this rank's parts and then its report. Raises RunError, with the rank and its host."""
-        with _failing(self.final, f"rank {rank} on {platform.node()}: "):
+    def write(self, rank: int, parts: Iterable[Part], progress: Callable[[], None] = lambda: None) -> None:
+        """Writes this rank's parts and then its report; calls `progress` after every chunk. Raises RunError, with the
+        rank and its host."""
+        tensors: dict[str, Tensor] = {}
+        boxes: dict[str, list[Any]] = {}
+        for part in parts:
+            tensors[part.box.key(part.tensor, part.shape)] = part.value
+            dtype = shard_file.DTYPES[part.value.dtype]
+            boxes.setdefault(part.tensor, [part.shape, dtype]).append((part.box.offsets, part.box.sizes))
+        size = gib(sum(tensor.nbytes for tensor in tensors.values()))
+        with _failing(self.final, f"rank {rank} on {platform.node()}, which writes {size}: "):
             if not self.directory.is_dir():
                 raise OSError(
                     f"{self.directory} is not there; all ranks need the same directory, on storage they share"
                 )
-            tensors: dict[str, Tensor] = {}
-            boxes: dict[str, list[Any]] = {}
-            for part in parts:
-                tensors[part.box.key(part.tensor, part.shape)] = part.value
-                dtype = shard_file.DTYPES[part.value.dtype]
-                boxes.setdefault(part.tensor, [part.shape, dtype]).append((part.box.offsets, part.box.sizes))
             written = {}
             if tensors:
-                file = self.directory / f"rank-{rank:05d}.safetensors"
-                facts = shard_file.write(file, tensors)
+                file = self._shard(rank)
+                facts = shard_file.write(file, tensors, progress)
                 written = {"file": file.name, "bytes": facts.bytes, "sha256": facts.sha256}
-            write_atomic(self._report(rank), json.dumps({**written, "tensors": boxes}).encode())
+            _write_visibly(self._report(rank), json.dumps({**written, "tensors": boxes}).encode())
 
     def missing(self) -> list[int]:
         """Returns the ranks that have not finished writing, as far as this machine sees."""
         return [rank for rank in range(self.ranks) if not self._report(rank).is_file()]
 
-    def commit(self, meta: dict[str, Any], retention: Retention) -> Path:
+    def fail(self, rank: int, error: PhalanxError) -> None:
+        """Tells rank 0 why a rank failed to write, as far as the file system allows."""
+        with contextlib.suppress(OSError):
+            self._shard(rank).unlink(missing_ok=True)  # on a full disk it makes room for the message
+            content = json.dumps({"error": type(error).__name__, "message": str(error)})
+            _write_visibly(self.directory / f"{_FAILED}{rank:05d}", content.encode())
+
+    def failure(self) -> PhalanxError | None:
+        """Returns the error of the first rank that failed to write. Raises RunError if the directory cannot be read."""
+        with _failing(self.final):
+            failed = min(self.directory.glob(f"{_FAILED}*"), default=None)
+            if failed is None:
+                return None
+            found = json.loads(failed.read_text(encoding="utf-8"))
+            kind = NotFiniteError if found["error"] == "NotFiniteError" else RunError
+            return kind(found["message"])
+
+    def bytes_seen(self) -> int:
+        """Returns the bytes that all ranks have written so far, as far as this machine sees. Raises RunError."""
+        with _failing(self.final), os.scandir(self.directory) as entries:
+            return sum(entry.stat().st_size for entry in entries if not entry.name.endswith(TEMPORARY))
+
+    def commit(
+        self, meta: dict[str, Any], retention: Retention, still_wanted: Callable[[], bool] = lambda: True
+    ) -> Path:
         """Makes the checkpoint valid, on rank 0, after all ranks have written; moves `latest`; removes old checkpoints.
-        Returns its path. Raises RunError."""
+        Returns its path. `still_wanted` is asked last of all. Raises RunError."""
         with _failing(self.final):
             if missing := self.missing():
                 raise OSError(
@@ -117,15 +161,31 @@ class Save:
             for rank in range(self.ranks):
                 self._report(rank).unlink()
             write_atomic(self.directory / MANIFEST, manifest.text().encode())
+            if not still_wanted():
+                raise OSError("it was given up")
             generation.check(self.root.parent)
             files.rename(self.directory, self.final)
+        try:
             write_atomic(self.root.parent / LATEST, f"{self.root.name}/{self.final.name}\n".encode())
+        except OSError as error:
+            log.warning(
+                "checkpoint %s is whole, but the pointer %s could not be moved to it: %s; resuming does not need it",
+                self.final,
+                self.root.parent / LATEST,
+                error,
+            )
         remove_expired(self.root, retention)
         return self.final
 
     def discard(self) -> None:
-        """Deletes what was written of a checkpoint that failed, on rank 0, once no rank writes any more."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Deletes what was written of a checkpoint that failed, on rank 0. Ranks that still write find no directory."""
+        hidden = self.directory.with_name(f"{files.REMOVED}{self.directory.name}")
+        with contextlib.suppress(OSError):
+            self.directory.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def _shard(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank:05d}.safetensors"
 
     def _report(self, rank: int) -> Path:
         return self.directory / f"rank-{rank:05d}.json"
@@ -161,10 +221,21 @@ def save_tensors(
         return directory_of(root, step)
     try:
         save.write(0, whole_parts(tensors))
-        return save.commit(meta, retention or Retention())
+        return save.commit(meta, retention or KEEP_ALL)
     except RunError:
         save.discard()
         raise
+
+
+def _write_visibly(path: Path, content: bytes) -> None:
+    """Writes a message to rank 0, whole or not at all. It need not survive a power cut: then there is no rank 0."""
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+class _TooLittleSpaceError(OSError):
+    """The checkpoint would not fit; nothing was written."""
 
 
 @contextmanager
@@ -173,12 +244,27 @@ def _failing(final: Path, where: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        free, advice = "", ""
+        if isinstance(error, _TooLittleSpaceError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = f": {MAKE_ROOM}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with contextlib.suppress(OSError):
+                free = f" ({gib(shutil.disk_usage(final.parent).free)} are free)"
         raise RunError(
-            f"checkpoint {final} could not be written: {where}{error}; earlier checkpoints are untouched"
+            f"checkpoint {final} could not be written: {where}{error}{free}; earlier checkpoints are untouched{advice}"
         ) from error
 
 
-def _require_space(root: Path, need: int) -> None:
+def _require_space(root: Path, need: int, retention: Retention) -> None:
+    """Raises OSError if a checkpoint of `need` bytes does not fit. Warns if it is the first one, and those kept at the
+    same time will not fit: the `keep` newest, and the next one while it is written."""
     free = shutil.disk_usage(root).free
     if free < need * 1.01 + 2**20:
-        raise OSError(f"it needs {gib(need)}, and {root} has {gib(free)} free")
+        raise _TooLittleSpaceError(f"it needs {gib(need)}, and {root} has {gib(free)} free")
+    kept = retention.keep + 1
+    if retention.keep and free < kept * need * 1.01 and not by_age(root):
+        log.warning(
+            "checkpoints: %s has %s free, and checkpoint.keep=%d needs %s: %d × %s, the next one while it is written "
+            "included; %s",
+            *(root, gib(free), retention.keep, gib(kept * need), kept, gib(need), MAKE_ROOM),
+        )

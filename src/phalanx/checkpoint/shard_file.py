@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import ShardFile
-from phalanx.launch.watchdog import heartbeat
+from phalanx.data.files import open_regular
 
 DTYPES = {
     torch.float64: "F64",
@@ -30,29 +31,54 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 CHUNK_BYTES = 8 * 2**20
-"""Bytes that are hashed and written at a time."""
+"""Bytes that are hashed or written at a time."""
+SYNC_BYTES = 2**30
+"""Bytes after which the writer waits for the disk, so that a slow disk shows progress before the end."""
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> ShardFile:
-    """Writes tensors, on any device, to a new safetensors file and waits until it is on the disk. One tensor at a time
-    is copied to the host. Returns size and digest. Raises OSError."""
+def write(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None] = lambda: None) -> ShardFile:
+    """Writes tensors to a new safetensors file and waits until it is on the disk. Returns size and digest.
+
+    A second thread hashes the same memory meanwhile; neither holds the interpreter's lock. `progress` is called after
+    every chunk that was written. Raises OSError."""
     # The widest types first, so that every tensor is aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    buffers = [memoryview(_header(ordered)), *map(_bytes, ordered.values())]
     digest = hashlib.sha256()
-    with path.open("xb") as file:
-        header = _header(ordered)
-        digest.update(header)
-        file.write(header)
-        for tensor in ordered.values():
-            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            for start in range(0, len(data), CHUNK_BYTES):
-                chunk = data[start : start + CHUNK_BYTES]
-                digest.update(chunk)
+    hashing = threading.Thread(target=_hash, args=(digest, buffers), name="checkpoint digest", daemon=True)
+    hashing.start()
+    try:
+        with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            since_sync = 0
+            for chunk in _chunks(buffers):
                 file.write(chunk)
-                heartbeat.beat()
-        file.flush()
-        os.fsync(file.fileno())
-        return ShardFile(file.tell(), digest.hexdigest())
+                since_sync += len(chunk)
+                if since_sync >= SYNC_BYTES:
+                    os.fdatasync(file.fileno())
+                    since_sync = 0
+                progress()
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+    finally:
+        hashing.join()
+    return ShardFile(size, digest.hexdigest())
+
+
+def _hash(digest: hashlib._Hash, buffers: Iterable[memoryview]) -> None:
+    for chunk in _chunks(buffers):
+        digest.update(chunk)
+
+
+def _chunks(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+    for buffer in buffers:
+        for start in range(0, len(buffer), CHUNK_BYTES):
+            yield buffer[start : start + CHUNK_BYTES]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Returns a tensor's elements in host memory; they are copied only from a device, or if they have gaps."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:

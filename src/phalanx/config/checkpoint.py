@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
-from phalanx.config.constraints import AtLeast
+from phalanx.config.constraints import Above, AtLeast
 
 
 @dataclass(frozen=True)
@@ -24,3 +24,9 @@ class Checkpoint:
     """Keep the checkpoint with the lowest validation loss, too."""
     verify: bool = True
     """Check every file's digest when loading."""
+    background: bool = True
+    """Write checkpoints while training goes on, from a copy in host memory; each rank needs as much as it writes."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """If a checkpoint cannot be written: warn and train on while there is an earlier one, or stop."""
+    timeout_s: Annotated[float, Above(0)] = 300.0
+    """Seconds without progress after which storage is said to hang, and a checkpoint is given up."""

@@ -17,14 +17,15 @@ TEMPORARY = ".tmp"
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Opens a regular file with `flags` of os.open and returns its descriptor.
+    """Opens a regular file with `flags` of os.open and returns its descriptor. A new one has the mode that the umask
+    allows, but is never written by everybody.
 
     Raises RunError if the path is a link, a FIFO or a device: whoever can create names in a shared folder could make a
     program write to any file of its user, or wait for ever. Raises OSError as os.open does.
     """
     try:
         # O_NONBLOCK: a FIFO without a reader must not block; regular files ignore it.
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o664)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise RunError(_not_regular(path)) from None

@@ -13,7 +13,7 @@ import re
 import secrets
 from pathlib import Path
 
-from phalanx.errors import RunError
+from phalanx.errors import SupersededError
 from phalanx.launch.environment import GENERATION
 
 FILE = ".generation"
@@ -36,12 +36,12 @@ def claim(directory: Path) -> str:
 
 
 def check(directory: Path) -> None:
-    """Raises RunError if this process belongs to an attempt whose generation is no longer the directory's.
+    """Raises SupersededError if this process belongs to an attempt whose generation is no longer the directory's.
 
     Call it right before a checkpoint becomes visible. Processes without a generation (tests) are not checked."""
     own = os.environ.get(GENERATION)
     if own is not None and (newest := _read(directory)) != own:
-        raise RunError(
+        raise SupersededError(
             f"this process belongs to generation {own.split()[0]} of {directory}, which is now at generation "
             f"{newest.split()[0] if newest else 'none'}: a later attempt has taken over, and this one must not write"
         )

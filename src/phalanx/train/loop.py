@@ -43,6 +43,7 @@ from phalanx.train.recorder import Recorder
 from phalanx.train.requests import Requests, SaveTimer
 from phalanx.train.restarted import report_restart
 from phalanx.train.run_directory import RunDirectory
+from phalanx.train.saving import Saving
 from phalanx.train.shared import require_shared
 from phalanx.train.state import TrainState
 from phalanx.train.step import Step, Stepper
@@ -124,6 +125,7 @@ class Trainer:
         self.state = TrainState(self.stepper, index.fingerprint, index.vocab_size)
         self.milestones = Milestones.of(job)
         self.save_timer = SaveTimer(0 if ranks.rank else job.checkpoint.every_minutes)
+        self.saving = Saving(self.state, self.directory.checkpoints, stop)
         self._resume()
         self.first_step = self.state.step
         per_node = max(1, job.layout.processes // job.cluster.nodes)
@@ -139,7 +141,7 @@ class Trainer:
         self.save_timer.restart()
         self.mesh.ledger.clear()
         experts = ExpertLoads(self.job, self.mesh, self.stepper.routing, self.device, state.step)
-        with self._recorder() as recorder:
+        with self._recorder() as recorder, self.saving:
             peak = {"peak_flops": self.peak.flops, "peak_source": self.peak.source, "peak_spread": self.peak.spread}
             layout = self.job.layout
             recorder.rows.write("start", step=state.step, layout=layout.line(), devices=layout.world, **peak)
@@ -152,8 +154,9 @@ class Trainer:
                     self._rewind(rewind, experts)
             self._report(recorder, driver, experts)
         if stops and state.step < milestones.last:
+            reason = on_rank_zero(lambda: self.stop.reason)
             raise StoppedError(
-                f"stopped by a signal at step {state.step} of {milestones.last}, with a checkpoint in "
+                f"stopped {reason} at step {state.step} of {milestones.last}, with a checkpoint in "
                 f"{self.directory.checkpoints}; run the same command again to resume"
             )
         return {**self._summary(step.loss, time.perf_counter() - began), **driver.report()}
@@ -176,6 +179,7 @@ class Trainer:
             for number, step in self._with_advice(driver.steps()):
                 state.advance(number, self.batch.global_batch)
                 heartbeat.steps_done(number)
+                self.saving.poll()
                 report_restart(recorder, self.first_step)
                 stops = step.requests.stop
                 ends = stops or number == milestones.last
@@ -186,7 +190,7 @@ class Trainer:
                         stops = self._validate(recorder)
                 if stops or step.requests.save or milestones.saves(number):
                     with heartbeat.within(Phase.SAVE):
-                        stops = self._save(recorder) or stops
+                        stops = self._save(recorder, stops or number == milestones.last) or stops
                 if stops or number == milestones.last:
                     break
         heartbeat.enter(Phase.END)
@@ -273,6 +277,7 @@ class Trainer:
     def _resume(self) -> bool:
         """Loads the newest checkpoint that is whole; one that proves damaged while it is read gives way to the one
         before it. Returns whether there is one."""
+        self.saving.forget()
         damage: DamagedCheckpointError | None = None
         before: int | None = None
 
@@ -288,6 +293,7 @@ class Trainer:
                 damage = error
                 log.warning("%s; trying the one before it", error)
             else:
+                self.saving.newest = Path(path)
                 log.info("resumed at step %d from %s", self.state.step, path)
                 return True
         if damage:
@@ -321,19 +327,20 @@ class Trainer:
         recorder.validation(self.state.step, loss, time.perf_counter() - began)
         return False
 
-    def _save(self, recorder: Recorder) -> bool:
-        """Writes a checkpoint. Returns whether a request to stop came meanwhile, to any rank: another step and another
+    def _save(self, recorder: Recorder, last: bool) -> bool:
+        """Saves the state. Returns whether a request to stop came meanwhile, to any rank: another step and another
         checkpoint might take longer than the time that is left."""
-        began = time.perf_counter()
         if self.guard is not None:
             self.guard.check_state(self.state.step)
         stopping = torch.zeros(1, device=self.device)
         with self.mesh.ledger.untracked():
-            path = self.state.save(self.directory.checkpoints)
+            blocked = self.saving.save(last)
             stopping += self.stop.requested
             self.mesh.axis("world").all_reduce(stopping).wait()
+            if stopping.item():
+                self.saving.finish()
         self.save_timer.restart()
-        recorder.checkpoint(self.state.step, path, time.perf_counter() - began)
+        recorder.meter.pause(blocked)  # it is not training
         return bool(stopping.item())
 
     def _report(self, recorder: Recorder, driver: StepDriver, experts: ExpertLoads) -> None:

@@ -48,11 +48,6 @@ class Recorder:
         self.rows.write("validation", step=step, val_loss=loss, seconds=seconds)
         log.info("step: %d  val_loss: %.4f  (%s)", step, loss, as_time(seconds))
 
-    def checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        """Logs a checkpoint after step `step`. Its time is not training."""
-        self.meter.pause(seconds)
-        log.info("step: %d  checkpoint: %s  (%s)", step, path, as_time(seconds))
-
     def guard(self, step: int, text: str, values: dict[str, Any]) -> None:
         """Records what the guard found in step `step`, and what it did."""
         self.rows.write("guard", step=step, text=text, **values)

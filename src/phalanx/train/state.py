@@ -12,13 +12,11 @@ import torch
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.show import as_dict
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.parts import HeldTensor, held, is_finite, owned
+from phalanx.checkpoint.parts import HeldTensor, Share, held, is_finite, shares
 from phalanx.checkpoint.reader import Reader
-from phalanx.checkpoint.retention import Retention
-from phalanx.checkpoint.save import Save
-from phalanx.checkpoint.validity import check, check_digests, directory_of, newest_valid
-from phalanx.comm.agree import on_every_rank, on_rank_zero
-from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFiniteError, RunError
+from phalanx.checkpoint.validity import check, check_digests
+from phalanx.comm.agree import on_every_rank
+from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.train.guard.history import History
 from phalanx.train.optimizer import MOMENTS
@@ -56,26 +54,18 @@ class TrainState:
         """Records the validation loss of the current step."""
         self.val_loss, self.val_step = loss, self.step
 
-    def save(self, root: Path) -> Path:
-        """Writes a checkpoint, together with all other ranks: each its own part. Returns its path.
+    def shares(self) -> list[Share]:
+        """Returns what this rank writes of the state, of every tensor that it holds."""
+        return list(shares(self._held()))
 
-        Raises NotFiniteError if a parameter or a moment holds NaN or infinity, and RunError if any rank fails to
-        write; both leave earlier checkpoints as they are."""
-        world = self.stepper.mesh.axis("world")
-        size = self._require_finite(root)
-        directory = on_rank_zero(lambda: _begin(root, self.step, world.size, size))
-        if directory is None:
-            return directory_of(root, self.step)
-        save = Save(root, self.step, Path(directory), world.size)
-        config = self.stepper.job.checkpoint
-        retention = Retention(config.keep, config.keep_every, config.keep_best)
-        try:
-            on_every_rank(lambda: save.write(world.rank, owned(self._held())))
-            return Path(on_rank_zero(lambda: str(save.commit(self._meta(), retention))))
-        except RunError:
-            if world.rank == 0:
-                save.discard()
-            raise
+    def names(self) -> list[str]:
+        """Returns the names of all tensors of the state on all ranks, the parameters first."""
+        stepper = self.stepper
+        kinds = [*MOMENTS, "master", *(stepper.sync.state_tensors() if stepper.sync else ())]
+        prefixes = ["", *(f"{kind}/" for kind in kinds)]
+        prefixes += [_of_replica(replica, kind) for replica in range(1, self.replicas) for kind in MOMENTS]
+        names = parameter_shapes(stepper.job.model, self.vocab_size)
+        return [prefix + name for prefix in prefixes for name in names]
 
     def load(self, path: Path) -> None:
         """Restores the state from a checkpoint, together with all other ranks: each reads the boxes that it holds.
@@ -102,7 +92,8 @@ class TrainState:
         """The number of replicas whose moments differ."""
         return self.stepper.independent_replicas if self.stepper.sync else 1
 
-    def _meta(self) -> dict[str, Any]:
+    def meta(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of the state beside tensors."""
         stepper = self.stepper
         return {
             "job": as_dict(stepper.job),
@@ -133,38 +124,10 @@ class TrainState:
         for kind, tensors in stepper.sync.state_tensors().items() if stepper.sync else ():
             yield from held(stepper.optimizer.shards, tensors, f"{kind}/", *same)
 
-    def _require_finite(self, root: Path) -> int:
-        """Returns the bytes of the state, of all ranks together. Raises NotFiniteError on all ranks, naming the first
-        tensor that holds NaN or infinity on any of them."""
-        world, device = self.stepper.mesh.axis("world"), self.stepper.device
-        state, order = list(self._held()), self._names()
-        size = sum(part.value.nbytes for part in owned(state))
-        finite = torch.stack([is_finite(tensor.value) for tensor in state]).tolist()  # one wait for the device
-        bad = [order.index(tensor.name) for tensor, good in zip(state, finite, strict=True) if not good]
-        first = min(bad, default=len(order))
-        every = torch.empty(world.size, 2, dtype=torch.int64, device=device)
-        world.all_gather(every.view(-1), torch.tensor([size, first], device=device)).wait()
-        first = int(every[:, 1].min().item())
-        if first == len(order):
-            return int(every[:, 0].sum().item())
-        raise NotFiniteError(
-            f"step {self.step}: {order[first]} holds NaN or infinity, so this state was not saved; "
-            + on_rank_zero(lambda: _newest_good(root))
-        )
-
-    def _names(self) -> list[str]:
-        """Returns the names of all tensors of the state on all ranks, the parameters first."""
-        stepper = self.stepper
-        kinds = [*MOMENTS, "master", *(stepper.sync.state_tensors() if stepper.sync else ())]
-        prefixes = ["", *(f"{kind}/" for kind in kinds)]
-        prefixes += [_of_replica(replica, kind) for replica in range(1, self.replicas) for kind in MOMENTS]
-        names = parameter_shapes(stepper.job.model, self.vocab_size)
-        return [prefix + name for prefix in prefixes for name in names]
-
     def _read(self, manifest: Manifest) -> None:
         """Reads this rank's part of a checkpoint. Ranks share the verification of the digests."""
         world, meta = self.stepper.mesh.axis("world"), manifest.meta
-        if missing := sorted(self._meta().keys() - meta.keys()):
+        if missing := sorted(self.meta().keys() - meta.keys()):
             raise CheckpointError(f"checkpoint {manifest.path} is not of a training run: it lacks {', '.join(missing)}")
         if meta["data"] != self.data_fingerprint:
             raise CheckpointError(
@@ -202,20 +165,6 @@ def _fill(tensor: HeldTensor, tensors: Reader) -> None:
         if not is_finite(found):
             raise DamagedCheckpointError(f"checkpoint {tensors.manifest.path}: {part.tensor} holds NaN or infinity")
         part.value.copy_(found)
-
-
-def _begin(root: Path, step: int, ranks: int, size: int) -> str | None:
-    save = Save.begin(root, step, ranks, size)
-    return str(save.directory) if save else None
-
-
-def _newest_good(root: Path) -> str:
-    """Names the newest good checkpoint, for the message of a run that ends."""
-    try:
-        manifest = newest_valid(root, report=lambda _: None)
-    except CheckpointError as error:
-        return str(error)
-    return f"the newest good checkpoint is {manifest.path}" if manifest else f"there is no checkpoint in {root}"
 
 
 def _of_replica(replica: int, kind: str) -> str:

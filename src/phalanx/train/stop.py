@@ -13,7 +13,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequest:
-    """Set by SIGINT, SIGTERM, SIGUSR1 or SIGHUP; a second signal ends the process at once. A context manager.
+    """A request to stop: set by `ask`, and by SIGINT, SIGTERM, SIGUSR1 or SIGHUP; a second signal ends the process at
+    once. A context manager.
 
     Outside its `with` block the signals act as they always do: before the first step there is nothing to save."""
 
@@ -21,11 +22,18 @@ class StopRequest:
         self.signal: int = 0
         self.time = 0.0
         """When the signal came, by the monotonic clock."""
+        self.asked = False
+        self.reason = "by a signal"
+        """Why the run stops, behind "stopped "."""
 
     @property
     def requested(self) -> bool:
-        """True once a signal to stop has arrived."""
-        return self.signal != 0
+        """True once a signal to stop has arrived, or the program itself asked for it."""
+        return self.asked or self.signal != 0
+
+    def ask(self, reason: str) -> None:
+        """Requests a stop as a signal would."""
+        self.asked, self.reason = True, reason
 
     def __enter__(self) -> StopRequest:
         # A signal that is ignored stays so: SIGHUP under nohup.

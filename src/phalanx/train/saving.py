@@ -1,0 +1,272 @@
+"""When a run's checkpoints are written, what waits for them, and what their failure means for the run."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.parts import Part, Share, all_finite
+from phalanx.checkpoint.retention import Retention
+from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.writer import Order, Writer
+from phalanx.comm.agree import on_rank_zero
+from phalanx.errors import CheckpointError, NotFiniteError, RunError, SupersededError
+from phalanx.launch.watchdog import heartbeat
+from phalanx.train.state import TrainState
+from phalanx.train.stop import StopRequest
+from phalanx.units import seconds as as_time
+
+log = logging.getLogger(__name__)
+
+_RUNNING, _DONE, _HANGING, _FATAL = range(4)
+_ENDS_THE_RUN = (NotFiniteError, SupersededError)
+"""Errors of a save for which no policy lets the run go on."""
+_LAST_PATIENCE_S = 3.0
+"""Seconds without progress after which a run that ends with an error stops waiting for a checkpoint."""
+
+
+class Saving:
+    """One rank's part in saving a run's checkpoints. A context manager: leaving it waits for a save that goes on."""
+
+    def __init__(self, state: TrainState, root: Path, stop: StopRequest, newest: Path | None = None):
+        self.state, self.root, self.stop = state, root, stop
+        self.newest = newest
+        """The newest whole checkpoint of the run, known on rank 0."""
+        self.world, self.device = state.stepper.mesh.axis("world"), state.stepper.device
+        self.options = state.stepper.job.checkpoint
+        self.snapshot = Snapshot(self.device)
+        self.writer: Writer | None = None
+        self.told = True
+        self.last = False
+        self.blocked = 0.0
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for a save that goes on, as long as it makes progress. No collective: another rank may be lost."""
+        if self.writer is None:
+            return
+        while not self.writer.join(0.1) and time.monotonic() - self.writer.progressed < _LAST_PATIENCE_S:
+            pass
+        self.writer.abandon()
+        self.poll()
+
+    def save(self, last: bool = False) -> float:
+        """Saves the state, together with all other ranks. Returns the seconds for which training was blocked.
+
+        A save that goes on is waited for first. Then training goes on as soon as the state is copied; without
+        `checkpoint.background`, or if some host has no memory for the copy, once the checkpoint is whole. So it does
+        after the `last` save of a run, which raises RunError on all ranks if it fails; other failures are dealt with
+        as `checkpoint.on_failure` says.
+
+        Raises NotFiniteError on all ranks if a parameter or a moment holds NaN or infinity. A copy is checked in the
+        background before it is written; then the run is asked to stop, and its last save raises the error."""
+        began = time.perf_counter()
+        status = self.settle()
+        self.last = last
+        if status and status[0] == _FATAL:
+            on_rank_zero(self._raise_fatal)
+        if hanging := [rank for rank, code in enumerate(status) if code == _HANGING]:
+            self._refuse(hanging)
+            return time.perf_counter() - began
+        shares = self.state.shares()
+        values = self._copied(shares) if self.options.background and not last else None
+        token, need, goes_on = self._agree(shares, copied=values is not None)
+        self.told = False
+        self.writer = Writer(
+            self._order(need, token),
+            self.world.rank,
+            _parts(shares, values),
+            ready=partial(self._check, self.state.step, list(zip(shares, values or [], strict=False))),
+            nice=goes_on,
+        )
+        self.blocked = time.perf_counter() - began
+        if not goes_on:
+            self.settle()
+            self.blocked = time.perf_counter() - began
+        if last:
+            self.finish()
+        return self.blocked
+
+    def finish(self) -> None:
+        """Waits until the newest save is whole, together with all other ranks. Raises on all of them its error if it
+        failed."""
+        self.last = True
+        self.settle()
+        on_rank_zero(self._require_written)
+
+    def poll(self) -> None:
+        """Reports, once, what became of a save in the background. Cheap, and no collective."""
+        writer = self.writer
+        if writer is None or self.told:
+            return
+        if writer.done:
+            self.told = True
+            if isinstance(writer.error, _ENDS_THE_RUN) and self.world.rank == 0:
+                log.warning("%s; the run stops", writer.error)
+                self.stop.ask("since its state must not be saved")
+            elif writer.error:
+                self._fail(str(writer.error))
+            elif writer.path:
+                self.newest = writer.path
+                log.info(
+                    "step: %d  checkpoint: %s  (%s, training waited %s)",
+                    *(writer.order.step, writer.path, as_time(writer.seconds), as_time(self.blocked)),
+                )
+        elif writer.hangs:
+            writer.abandon()
+            self.told = True
+            self._fail(writer.hanging())
+
+    def settle(self) -> list[int]:
+        """Waits, together with all other ranks, until a save that goes on has ended or is given up. Returns the ranks'
+        status, nothing if there was no save.
+
+        The ranks exchange their status again and again, so that none waits long in one collective."""
+        if self.writer is None:
+            return []
+        every = torch.empty(self.world.size, dtype=torch.int64, device=self.device)
+        pause = 0.001
+        while True:
+            mine = torch.tensor([self._status(self.writer)], device=self.device)
+            self.world.all_gather(every, mine).wait()
+            status = every.tolist()
+            if _RUNNING not in status:
+                break
+            if status[0] != _RUNNING:  # the checkpoint is whole, or never will be
+                self.writer.abandon()
+            heartbeat.beat()
+            self.writer.join(pause)
+            pause = min(2 * pause, 0.25)
+        self.poll()
+        return status
+
+    def forget(self) -> None:
+        """Waits as `settle` does, before the run goes back to an older state: what became of the save does not
+        matter."""
+        if _HANGING not in self.settle():
+            self.writer = None
+
+    def _copied(self, shares: list[Share]) -> list[Tensor] | None:
+        """Returns a copy of what this rank writes, or None if there is no memory for one."""
+        try:
+            return self.snapshot.take([share.flat for share in shares])
+        except MemoryError as error:
+            log.warning("no memory for a copy of the state, so training waits for its checkpoint: %s", error)
+            return None
+
+    def _agree(self, shares: list[Share], copied: bool) -> tuple[str, int, bool]:
+        """Returns rank 0's token, the bytes of all ranks' shares, and whether all have a copy of them. Raises
+        NotFiniteError on all ranks, naming the first tensor that holds NaN or infinity on any of them."""
+        size, names = sum(share.flat.nbytes for share in shares), self.state.names()
+        first_bad = len(names)
+        if not copied:
+            # What other ranks write is checked here, too: replicas may differ by mistake.
+            first_bad = _first_not_finite(names, [(share, value) for share in shares for value in share.all])
+        mine = [secrets.randbits(62), size, first_bad, copied]
+        every = torch.empty(self.world.size, len(mine), dtype=torch.int64, device=self.device)
+        self.world.all_gather(every.view(-1), torch.tensor(mine, device=self.device)).wait()
+        tokens, sizes, bad, copies = every.t().tolist()
+        if min(bad) < len(names):
+            newest = on_rank_zero(lambda: _newest_good(self.root))
+            raise NotFiniteError(f"{_not_saved(self.state.step, names[min(bad)])}; {newest}")
+        return f"{tokens[0]:016x}", sum(sizes), all(copies)
+
+    def _check(self, step: int, copies: list[tuple[Share, Tensor]]) -> None:
+        """Waits until the copies are complete, and checks them, in the writer's thread."""
+        self.snapshot.wait()
+        names = self.state.names()
+        if (bad := _first_not_finite(names, copies)) < len(names):
+            raise NotFiniteError(_not_saved(step, names[bad]))
+
+    def _order(self, need: int, token: str) -> Order:
+        return Order(
+            root=self.root,
+            step=self.state.step,
+            ranks=self.world.size,
+            token=token,
+            need=need,
+            meta=copy.deepcopy(self.state.meta()),
+            retention=Retention(self.options.keep, self.options.keep_every, self.options.keep_best),
+            timeout_s=self.options.timeout_s,
+        )
+
+    def _status(self, writer: Writer) -> int:
+        if writer.done:
+            return _FATAL if isinstance(writer.error, _ENDS_THE_RUN) else _DONE
+        if writer.hangs:
+            writer.abandon()
+            return _HANGING
+        return _RUNNING
+
+    def _refuse(self, hanging: list[int]) -> None:
+        message = (
+            f"no checkpoint of step {self.state.step}: the storage of rank {', '.join(map(str, hanging))} still hangs "
+            f"in the one before; earlier checkpoints in {self.root} are untouched"
+        )
+        if self.last:
+            raise RunError(message)
+        self._fail(message)
+
+    def _raise_fatal(self) -> None:
+        assert self.writer is not None
+        assert self.writer.error is not None
+        if isinstance(self.writer.error, NotFiniteError):
+            raise NotFiniteError(f"{self.writer.error}; {_newest_good(self.root)}")
+        raise self.writer.error
+
+    def _require_written(self) -> None:
+        assert self.writer is not None
+        if self.writer.path is None:
+            raise self.writer.error or RunError(self.writer.hanging())
+
+    def _fail(self, message: str) -> None:
+        """Tells of a failure, and on rank 0 decides whether the run goes on."""
+        if self.last:  # the run ends with this message
+            return
+        if self.world.rank:
+            log.info("%s", message)  # for this rank's own log; rank 0 tells it, too
+            return
+        if self.options.on_failure == "continue" and self.newest is not None:
+            log.warning("%s; training goes on, and if it fails, it resumes from %s", message, self.newest)
+            return
+        why = "checkpoint.on_failure=stop" if self.newest is not None else "there is no earlier checkpoint"
+        log.warning("%s; the run stops, since %s", message, why)
+        self.stop.ask(f"since a checkpoint could not be written ({why})")
+
+
+def _parts(shares: list[Share], values: list[Tensor] | None) -> Iterator[Part]:
+    """Yields the boxes of what this rank writes, from copies if there are any."""
+    for share, value in zip(shares, values or [None] * len(shares), strict=True):
+        yield from share.parts(value)
+
+
+def _first_not_finite(names: list[str], values: Sequence[tuple[Share, Tensor]]) -> int:
+    """Returns the place in `names` of the first tensor of which a value holds NaN or infinity; their number if none
+    does."""
+    finite = all_finite([value for _, value in values]).tolist()  # waits for the device
+    bad = {share.tensor.name for (share, _), good in zip(values, finite, strict=True) if not good}
+    return min(map(names.index, bad), default=len(names))
+
+
+def _not_saved(step: int, tensor: str) -> str:
+    return f"step {step}: {tensor} holds NaN or infinity, so this state was not saved"
+
+
+def _newest_good(root: Path) -> str:
+    """Names the newest good checkpoint, for the message of a run that ends."""
+    try:
+        manifest = newest_valid(root, report=lambda _: None)
+    except CheckpointError as error:
+        return str(error)
+    return f"the newest good checkpoint is {manifest.path}" if manifest else f"there is no checkpoint in {root}"

@@ -1,0 +1,176 @@
+"""Checkpoints in the background of whole runs: what is written, what a failure does, and how runs end."""
+
+import dataclasses
+import logging
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from checkpoint.contents import contents
+from phalanx.checkpoint import shard_file
+from phalanx.checkpoint.validity import check
+from phalanx.errors import NotFiniteError, PhalanxError
+from phalanx.train import loop
+from phalanx.train.run_directory import RunDirectory
+from phalanx.train.stop import StopRequest
+from phalanx.train.terminal import Terminal
+from train.runs import change, rows, train
+
+
+@pytest.fixture
+def saving(job):
+    """Six steps on two ranks, with a checkpoint after every second one."""
+    return change(change(job, "checkpoint", every=2), "layout", dp_shard=2, zero=3)
+
+
+@pytest.fixture
+def root(job):
+    return RunDirectory.of(job).checkpoints
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+
+
+def disturbed(ranks, job, disturb, stop_at=0):
+    """Trains while `disturb(trainer, rank, step of the checkpoint)` comes before every shard file is written. Returns
+    the error that ends the run, with its class, and the warnings."""
+    stop, warnings = StopRequest(), []
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop, Terminal(1, visible=False))
+    advance, write, trainer.over = trainer.state.advance, shard_file.write, threading.Event()
+
+    def count(step, global_batch):
+        advance(step, global_batch)
+        if step == stop_at - 1:
+            stop.ask("by a test")
+
+    def disturbed_write(path, tensors, progress):
+        disturb(trainer, ranks.rank, int(path.parent.name.split(".")[1].removeprefix("step-")))
+        return write(path, tensors, progress)
+
+    class Warnings(logging.Handler):
+        def emit(self, record):
+            warnings.append(record.getMessage())
+
+    handler = Warnings(logging.WARNING)
+    logging.getLogger("phalanx").addHandler(handler)
+    trainer.state.advance, shard_file.write = count, disturbed_write
+    try:
+        trainer.run()
+    except PhalanxError as error:
+        return f"{type(error).__name__}: {error}", warnings
+    finally:
+        shard_file.write = write
+        trainer.over.set()
+        logging.getLogger("phalanx").removeHandler(handler)
+    return "", warnings
+
+
+def until(condition):
+    deadline = time.monotonic() + 50
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def wait_for_the_next_step(trainer, rank, step):
+    if step == 2:
+        until(lambda: trainer.state.step >= 3)
+
+
+def test_training_goes_on_while_the_state_before_is_written_and_a_stop_waits_for_it(ranks, saving, root):
+    for error, warnings in ranks(disturbed, 2, saving, wait_for_the_next_step, 3):
+        assert error.startswith("StoppedError: stopped by a ")
+        assert "at step 3 of 6, with a checkpoint in " in error
+        assert not warnings
+    assert names(root) == ["step-000002", "step-000003"]
+    straight = change(change(saving, "checkpoint", background=False), "run", name="straight")
+    ranks(train, 2, straight)
+    expected = contents(RunDirectory.of(straight).checkpoints / "step-000002")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in contents(root / "step-000002").items())
+    ranks(train, 2, saving)
+    expected = contents(RunDirectory.of(straight).checkpoints / "step-000006")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in contents(root / "step-000006").items())
+
+
+def fail_on_rank_one(trainer, rank, step):
+    if (rank, step) == (1, 4):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_failed_checkpoint_is_told_and_neither_the_run_nor_the_next_one_fails(ranks, saving, root):
+    (error, warnings), (other, silent) = ranks(disturbed, 2, saving, fail_on_rank_one)
+    assert (error, other, silent) == ("", "", [])
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"checkpoint {root}/step-000004 could not be written: rank 1 on ")
+    assert warnings[0].endswith(f"; training goes on, and if it fails, it resumes from {root}/step-000002")
+    assert names(root) == ["step-000002", "step-000006"]
+    assert len(rows(saving, "step")) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"every": 4}, "there is no earlier checkpoint"), ({"on_failure": "stop"}, "checkpoint.on_failure=stop")],
+)
+def test_a_failed_checkpoint_stops_the_run_if_that_is_asked_or_none_is_there(ranks, saving, root, options, why):
+    saving = change(change(saving, "checkpoint", **options), "train", steps=40)
+    (error, warnings), _ = ranks(disturbed, 2, saving, fail_on_rank_one)
+    assert error.startswith(f"StoppedError: stopped since a checkpoint could not be written ({why}) at step ")
+    assert warnings[0].endswith(f"the run stops, since {why}")
+    assert "step-000004" not in names(root)
+    check(root / names(root)[-1])
+
+
+def hang(trainer, rank, step):
+    if step == 4:
+        until(lambda: trainer.saving.writer.order.step == 4)
+        trainer.saving.writer.order = dataclasses.replace(trainer.saving.writer.order, timeout_s=0.1)
+        trainer.over.wait()
+
+
+def test_storage_that_hangs_is_named_and_does_not_keep_the_run(ranks, saving, root):
+    (error, warnings), _ = ranks(disturbed, 2, saving, hang)
+    assert warnings[0].startswith(f"checkpoint {root}/step-000004 was given up: storage hangs, nothing was written by")
+    assert error == (
+        "RunError: no checkpoint of step 6: the storage of rank 0, 1 still hangs in the one before; earlier "
+        f"checkpoints in {root} are untouched"
+    )
+    assert names(root) == ["step-000002"]
+
+
+def spoil(ranks, job):
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    advance = trainer.state.advance
+
+    def advance_and_spoil(step, global_batch):
+        advance(step, global_batch)
+        if step == 4 and ranks.rank == 1:
+            moments = trainer.stepper.optimizer.state_tensors()["exp_avg"]
+            next(tensor for tensor in moments.values() if tensor.numel()).view(-1)[-1] = math.nan
+
+    trainer.state.advance = advance_and_spoil
+    with pytest.raises(NotFiniteError):
+        trainer.run()
+
+
+def test_a_copy_that_holds_nan_is_not_written(ranks, saving, root):
+    ranks(spoil, 2, saving)
+    assert names(root) == ["step-000002"]
+
+
+def test_ranks_without_memory_for_a_copy_write_the_state_itself(ranks, saving, root):
+    error, warnings = ranks(disturbed, 2, saving, without_memory)[0]
+    assert not error
+    assert all(text.startswith("no memory for a copy of the state, so training waits") for text in warnings)
+    assert names(root) == ["step-000002", "step-000004", "step-000006"]
+
+
+def without_memory(trainer, rank, step):
+    def refuse(size):
+        raise MemoryError("none is left")
+
+    if rank == 0 and step == 2:
+        trainer.saving.snapshot.memory, trainer.saving.snapshot._allocate = torch.empty(0, dtype=torch.uint8), refuse
