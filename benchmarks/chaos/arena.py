@@ -18,7 +18,7 @@ from benchmarks.chaos.nodes import Nodes
 from benchmarks.chaos.program import JOB, Program, ranks_of
 
 _PLUGIN = Path(__file__).with_name("plugin")
-_TEMPORARY = (".tmp", ".draft", ".partial")
+_TEMPORARY = (".tmp", ".removed-")
 
 
 class Arena:
@@ -94,7 +94,9 @@ class Arena:
         fault = self.fault
         count = {"ranks": ranks_of(self.settings), "nodes": 2}.get(fault.launch, 1)
         commands = [self._command(number, [*words, *self.words.get(number, ())]) for number in range(count)]
-        self.lives.append(Live(commands, self.metrics, self.mark, limit_s or fault.limit_s, fault.terminal))
+        self.lives.append(
+            Live(commands, self.metrics, self.mark, self.mark_file, limit_s or fault.limit_s, fault.terminal)
+        )
         return self.lives[-1]
 
     def _command(self, number: int, words: Sequence[str]) -> Command:

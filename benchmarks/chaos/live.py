@@ -43,6 +43,7 @@ class Live:
     commands: Sequence[Command]
     metrics: Path
     mark: str
+    mark_file: Path
     limit_s: float
     terminal: bool = False
     attempt: Attempt = field(init=False)
@@ -128,6 +129,10 @@ class Live:
     def pid(self, rank: int) -> int:
         """Returns the process id of a rank."""
         pids = processes.rank_pids(self.mark)
+        with suppress(OSError, ValueError):  # the plugin's note, of a rank whose environment does not show its number
+            noted = int(Path(f"{self.mark_file}.rank{rank}").read_text())
+            if any(process.pid == noted for process in processes.marked(self.mark)):
+                return noted
         if rank not in pids:
             raise NotReachedError(f"rank {rank} is not running")
         return pids[rank]

@@ -1,5 +1,6 @@
 /* Faults in file operations of one rank, by LD_PRELOAD. The variables:
  *   CHAOS_FS_PATH   operations on paths that contain this text count (a file descriptor's path is read from /proc)
+ *   CHAOS_FS_OP     only operations of this name: write, fsync, rename, mkdir, unlink, ...; without it, all
  *   CHAOS_FS_RANK   only in the process with this RANK
  *   CHAOS_FS_AT     the operation, counted from 1, at which the fault begins
  *   CHAOS_FS_DO     count | kill | hang | slow | error
@@ -23,7 +24,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static const char *path_part, *action, *mark;
+static const char *path_part, *only, *action, *mark;
 static long at, count, milliseconds, skew;
 static int ready, active;
 
@@ -33,6 +34,7 @@ static void setup(void) {
     const char *rank = getenv("RANK"), *wanted = getenv("CHAOS_FS_RANK");
     if (!rank || !wanted || strcmp(rank, wanted)) return;
     path_part = getenv("CHAOS_FS_PATH");
+    only = getenv("CHAOS_FS_OP");
     action = getenv("CHAOS_FS_DO");
     mark = getenv("CHAOS_FS_MARK");
     at = getenv("CHAOS_FS_AT") ? atol(getenv("CHAOS_FS_AT")) : 1;
@@ -54,7 +56,7 @@ static void write_mark(const char *text) {
 /* Returns 0, or an errno with which the operation fails. */
 static int before(const char *path, const char *operation) {
     setup();
-    if (!active || !path || !strstr(path, path_part)) return 0;
+    if (!active || !path || !strstr(path, path_part) || (only && strcmp(only, operation))) return 0;
     long number = __atomic_add_fetch(&count, 1, __ATOMIC_SEQ_CST);
     char line[PATH_MAX + 64];
     snprintf(line, sizeof line, "%ld %s %s\n", number, operation, path);

@@ -18,20 +18,18 @@ def newest_step(checkpoints: Path) -> int:
 
 def load(checkpoints: Path, step: int) -> State | None:
     """Returns the state in the newest whole checkpoint, or None if that is not of `step`."""
+    from phalanx.checkpoint.reader import Reader
+    from phalanx.checkpoint.validity import newest_valid
     from phalanx.errors import PhalanxError
-    from phalanx.train import checkpoint
 
     try:
-        manifest = checkpoint.newest_valid(checkpoints, report=lambda message: None)
+        manifest = newest_valid(checkpoints, report=lambda message: None)
     except PhalanxError:
         return None
     if manifest is None or manifest.step != step:
         return None
-    state: State = {}
-    for group in ("model", "optimizer"):
-        with checkpoint.Reader(manifest, group) as tensors:
-            state |= {f"{group}/{name}": tensors[name].clone() for name in tensors.names()}
-    return state
+    with Reader(manifest) as tensors:
+        return {name: tensors.read(name).clone() for name in tensors.names()}
 
 
 def difference(state: State | None, control: State) -> float | None:

@@ -52,11 +52,11 @@ def _renewed(arena: Arena, story: Story) -> Sequence[str]:
     """The newest checkpoint is whole again at the end."""
     if arena.program.name != Phalanx.name:
         return []
+    from phalanx.checkpoint.validity import check
     from phalanx.errors import PhalanxError
-    from phalanx.train import checkpoint
 
     try:
-        checkpoint.check(arena.newest())
+        check(arena.newest())
     except PhalanxError as error:
         return [f"the newest checkpoint is still damaged after the run: {error}"]
     return []

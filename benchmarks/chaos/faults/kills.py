@@ -34,6 +34,7 @@ FAULTS = (
     Fault(
         1, "twice", "SIGKILL to rank 1, and to rank 0 after the restart", _RESTARTED,
         during=both(at_step(kill_rank(1)), after_restart(kill_rank(0))), names=_NAMES,
+        plugin={"at": "never"},
     ),
     Fault(
         1, "at-start", "SIGKILL to rank 1 while it imports", _RESTARTED,

@@ -16,8 +16,14 @@ from benchmarks.chaos.machine import remount, tmpfs
 _SMALL = ("root",)
 _SHIM = ("compiler",)
 _FULL = r"(?i)no space|\bfull\b|needs .* (has|free)"
-_KILL_POINTS = (1, 2, 3, 5, 8, 12, 18, 25, 33)
-"""File operations inside checkpoints/ at which rank 0 is killed; a save of this job has about a dozen per rank."""
+_SAVING = r"(?i)storage|checkpoint|saving|save\b"
+_SAVE = "step-000010"
+_KILL_POINTS = (
+    (0, "mkdir", 1), (0, "write", 1), (0, "write", 30), (0, "fsync", 1), (0, "rename", 1), (0, "unlink", 1),
+    (0, "fsync", 3), (0, "rename", 2), (0, "rename", 3), (1, "write", 1), (1, "fsync", 1), (1, "rename", 1),
+)  # fmt: skip
+"""Rank, operation, and how many of that rank have come inside the second save when the rank is killed at the next."""
+_PEER_POINTS = ((0, "write", 1), (0, "rename", 1), (1, "write", 1))
 
 
 def _on_tmpfs(size: str, action: Callable[[Live, Path], None]) -> Callable[[Arena], None]:
@@ -76,18 +82,23 @@ def _stayed_small(arena: Arena, story: object) -> Sequence[str]:
     return [f"{name} is left of a failed save" for name in arena.left_files() if "step-" in name]
 
 
-def _kill_in_save(point: int) -> Fault:
-    shim = {"CHAOS_FS_RANK": 0, "CHAOS_FS_PATH": "/checkpoints/", "CHAOS_FS_AT": point, "CHAOS_FS_DO": "kill"}
+def _kill_in_save(rank: int, operation: str, number: int) -> Fault:
+    shim = {
+        "CHAOS_FS_RANK": rank, "CHAOS_FS_PATH": _SAVE, "CHAOS_FS_OP": operation, "CHAOS_FS_AT": number,
+        "CHAOS_FS_DO": "kill",
+    }  # fmt: skip
+    point = (rank, operation, number)
     return Fault(
-        17, f"operation-{point}", f"rank 0 is killed at its file operation {point} inside checkpoints/",
-        "no checkpoint is chosen that does not load; restart from the newest whole one; same weights",
-        shim=shim, names=r"(?i)rank 0\b.*(SIGKILL|killed)", needs=_SHIM, peer=point in (3, 8), quick=point == 8,
+        17, f"rank-{rank}-{operation}-{number}", f"rank {rank} is killed at {operation} {number} of its second save",
+        "no checkpoint is chosen that does not load; restart from the newest whole one; same weights", shim=shim,
+        names=rf"(?i)rank {rank}\b.*(SIGKILL|killed)", needs=_SHIM, peer=point in _PEER_POINTS,
+        quick=point == (0, "rename", 3),
     )  # fmt: skip
 
 
-def _storage(name: str, what: str, gold: str, rank: int, do: str, **fields: object) -> Fault:
-    shim = {"CHAOS_FS_RANK": rank, "CHAOS_FS_PATH": "/checkpoints/", "CHAOS_FS_AT": 1, "CHAOS_FS_DO": do}
-    shim["CHAOS_FS_MS"] = 100
+def _storage(name: str, what: str, gold: str, do: str, rank: int = 0, **fields: object) -> Fault:
+    shim = {"CHAOS_FS_RANK": rank, "CHAOS_FS_PATH": "/checkpoints/", "CHAOS_FS_DO": do}
+    shim |= {"CHAOS_FS_MS": 20} if do == "slow" else {"CHAOS_FS_OP": "fsync"}
     return Fault(19, name, what, gold, shim=shim, needs=_SHIM, **fields)  # type: ignore[arg-type]
 
 
@@ -110,19 +121,31 @@ FAULTS = (
         prepare=_on_tmpfs("64m", lambda live, runs: remount(runs, "ro")), repair=_writable,
         names=r"(?i)read-only", needs=_SMALL, codes=frozenset({1, RESUMABLE}),
     ),
-    *map(_kill_in_save, _KILL_POINTS),
-    _storage(
-        "slow-writes", "every file operation of rank 0 inside checkpoints/ takes 100 ms",
-        "the run goes on; steps are not blocked beyond the copy to memory", 0, "slow", limit_s=240,
+    *(_kill_in_save(*point) for point in _KILL_POINTS),
+    Fault(
+        17, "removal", "rank 0 is killed while it deletes a checkpoint that is no longer kept",
+        "no half of a checkpoint is left under its name; same weights", extra={"checkpoint.keep": 1},
+        shim={"CHAOS_FS_RANK": 0, "CHAOS_FS_PATH": "step-000005", "CHAOS_FS_OP": "unlink", "CHAOS_FS_AT": 3,
+              "CHAOS_FS_DO": "kill"},
+        names=r"(?i)rank 0\b.*(SIGKILL|killed)", needs=_SHIM,
     ),
     _storage(
-        "hung-write", "a file operation of rank 0 inside checkpoints/ never returns",
-        "found within the time limit, storage and path named; restart or clean stop", 0, "hang",
-        names=r"(?i)storage|checkpoint|saving|save\b", codes=frozenset({*RUN_FAILED, RESUMABLE}),
+        "slow-writes", "every file operation of rank 0 inside checkpoints/ takes 20 ms",
+        "the run goes on; steps are not blocked beyond the copy to memory", "slow", limit_s=240,
     ),
     _storage(
-        "failing-write", "file operations of rank 0 inside checkpoints/ fail with an I/O error",
-        "told with the path; goes on or stops by policy", 0, "error",
+        "hung-sync", "an fsync of rank 0 inside checkpoints/ never returns",
+        "found within the time limit, storage and path named; restart or clean stop", "hang",
+        names=_SAVING, codes=frozenset({*RUN_FAILED, RESUMABLE}),
+    ),
+    _storage(
+        "hung-sync-rank-1", "an fsync of rank 1 inside checkpoints/ never returns",
+        "found within the time limit, storage and path named; restart or clean stop", "hang", 1,
+        names=_SAVING, codes=frozenset({*RUN_FAILED, RESUMABLE}),
+    ),
+    _storage(
+        "failing-sync", "every fsync of rank 0 inside checkpoints/ fails with an I/O error",
+        "told with the path; goes on or stops by policy", "error",
         names=r"(?i)input/output error|could not be written", codes=frozenset({1, RESUMABLE}),
     ),
     Fault(

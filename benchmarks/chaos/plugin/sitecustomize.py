@@ -12,7 +12,6 @@ import os
 import sys
 
 _PLAN = json.loads(os.environ.get("PHALANX_CHAOS_PLUGIN") or "{}")
-_MINE = bool(_PLAN) and os.environ.get("RANK") == str(_PLAN["rank"])
 _BIG = 1000  # elements from which a tensor is a gradient, not a status
 
 
@@ -25,7 +24,8 @@ class _Plan:
 
     def due(self, at):
         """Returns whether the fault belongs here and now. If so, leaves the mark that the bench waits for."""
-        if at != _PLAN["at"] or self.steps < _PLAN.get("step", 0):
+        # The rank is asked for now: a process may become a rank only after its imports.
+        if os.environ.get("RANK") != str(_PLAN.get("rank")) or at != _PLAN["at"] or self.steps < _PLAN.get("step", 0):
             return False
         if _PLAN.get("every"):  # a lasting fault
             self._mark()
@@ -109,8 +109,25 @@ def _hook_reading(module):
     module.memmap.__getitem__ = read
 
 
-if _MINE:
+def _note_process(module):
+    """Leaves each rank's process id beside the mark: its environment in /proc may be older than its rank."""
+    original = module.init_process_group
+
+    def init_process_group(*args, **kwargs):
+        with open(f"{_PLAN['mark']}.rank{os.environ.get('RANK')}", "w", encoding="utf-8") as file:
+            file.write(str(os.getpid()))
+        return original(*args, **kwargs)
+
+    module.init_process_group = init_process_group
+
+
+def _hook_distributed(module):
+    _hook_collectives(module)
+    _note_process(module)
+
+
+if _PLAN:
     sys.path.append(os.path.dirname(__file__))
     _after_import("torch.optim.optimizer", _hook_optimizer)
-    _after_import("torch.distributed", _hook_collectives)
+    _after_import("torch.distributed", _hook_distributed)
     _after_import("numpy", _hook_reading)
