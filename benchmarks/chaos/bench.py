@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -82,17 +83,21 @@ class Bench:
         lacking = [f"{name}: {reason}" for name in fault.needs if (reason := missing(name))]
         if lacking:
             return _result(fault, Verdict(SKIPPED, tuple(lacking)), {})
-        control = self.control(fault.job)
+        try:
+            control = self.control(fault.job)
+        except ControlError as error:
+            return _result(fault, Verdict(INVALID, (str(error),)), {})
         root = self.root / "faults" / fault.key.replace("/", "-")
         shutil.rmtree(root, ignore_errors=True)
         with Arena(root, fault, self.program, self.root) as arena:
             if fault.start != "empty":
                 arena.copy(self.folder(fault.start, fault.job))
-            if fault.prepare:
-                fault.prepare(arena)
             try:
+                if fault.prepare:
+                    fault.prepare(arena)
                 story = self._story(arena, fault)
-            except NotReachedError as error:  # a bench that cannot go on says so, and the next fault has its turn
+            except (NotReachedError, OSError, subprocess.SubprocessError) as error:
+                # The injection itself failed: the bench says so, and the next fault has its turn.
                 return _result(fault, Verdict(INVALID, (str(error),)), {})
             found = self.program.load(arena.folder, arena.settings["train.steps"])
             story.difference = weights.difference(found, control)

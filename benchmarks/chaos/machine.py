@@ -96,9 +96,15 @@ def tmpfs(folder: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
-def remount(folder: Path, mode: str) -> None:
-    """Makes the file system at `folder` read-only (`ro`) or writable (`rw`)."""
-    subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Makes everything in `folder` read-only, also for root, for the length of a `with` block."""
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
 class MemoryGroup:

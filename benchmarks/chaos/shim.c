@@ -5,6 +5,7 @@
  *   CHAOS_FS_AT     the operation, counted from 1, at which the fault begins
  *   CHAOS_FS_DO     count | kill | hang | slow | error
  *   CHAOS_FS_MARK   file: written when the fault begins; if it exists at the start of the process, nothing happens
+ *   CHAOS_FS_ERRNO  error: the error's number
  *   CHAOS_FS_MS     slow: milliseconds per operation
  *   CHAOS_CLOCK_S   seconds by which the wall clock of that rank is wrong
  */
@@ -25,7 +26,7 @@
 #include <unistd.h>
 
 static const char *path_part, *only, *action, *mark;
-static long at, count, milliseconds, skew;
+static long at, count, milliseconds, error, skew;
 static int ready, active;
 
 static void setup(void) {
@@ -39,6 +40,7 @@ static void setup(void) {
     mark = getenv("CHAOS_FS_MARK");
     at = getenv("CHAOS_FS_AT") ? atol(getenv("CHAOS_FS_AT")) : 1;
     milliseconds = getenv("CHAOS_FS_MS") ? atol(getenv("CHAOS_FS_MS")) : 0;
+    error = getenv("CHAOS_FS_ERRNO") ? atol(getenv("CHAOS_FS_ERRNO")) : EIO;
     skew = getenv("CHAOS_CLOCK_S") ? atol(getenv("CHAOS_CLOCK_S")) : 0;
     active = path_part && action && mark && (access(mark, F_OK) != 0 || !strcmp(action, "count"));
 }
@@ -69,7 +71,7 @@ static int before(const char *path, const char *operation) {
     if (!strcmp(action, "kill")) raise(SIGKILL);
     while (!strcmp(action, "hang")) pause();
     if (!strcmp(action, "slow")) usleep(milliseconds * 1000);
-    return strcmp(action, "error") ? 0 : EIO;
+    return strcmp(action, "error") ? 0 : (int)error;
 }
 
 static int before_fd(int fd, const char *operation) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from benchmarks.chaos.arena import Arena
 from benchmarks.chaos.fault import RESUMABLE, RUN_FAILED, Fault
 from benchmarks.chaos.faults.moments import Action, at_step
 from benchmarks.chaos.live import Live
-from benchmarks.chaos.machine import remount, tmpfs
+from benchmarks.chaos.machine import read_only, tmpfs
 
 _SMALL = ("root",)
 _SHIM = ("compiler",)
@@ -55,8 +56,12 @@ def _empty(arena: Arena) -> None:
     (arena.run.parent / "ballast").unlink(missing_ok=True)
 
 
+def _read_only(arena: Arena) -> None:
+    arena.exits.enter_context(read_only(arena.run.parent))
+
+
 def _writable(arena: Arena) -> None:
-    remount(arena.run.parent, "rw")
+    arena.exits.close()
 
 
 def _paused_terminal() -> Action:
@@ -116,10 +121,16 @@ FAULTS = (
         codes=frozenset({1, RESUMABLE}), peer=True,
     ),
     Fault(
-        16, "read-only", "the file system of the run becomes read-only after step 12",
+        16, "read-only", "the run's directory is on a read-only file system when it resumes",
+        "told by name; no traceback", start="half", prepare=_read_only, repair=_writable,
+        names=r"(?i)read-only", needs=_SMALL, codes=frozenset({1, 2, RESUMABLE}),
+    ),
+    Fault(
+        16, "becomes-read-only", "the run's file system becomes read-only for rank 0 while it trains",
         "told by name; no traceback",
-        prepare=_on_tmpfs("64m", lambda live, runs: remount(runs, "ro")), repair=_writable,
-        names=r"(?i)read-only", needs=_SMALL, codes=frozenset({1, RESUMABLE}),
+        shim={"CHAOS_FS_RANK": 0, "CHAOS_FS_PATH": "runs/chaos", "CHAOS_FS_AT": 75, "CHAOS_FS_DO": "error",
+              "CHAOS_FS_ERRNO": errno.EROFS},
+        names=r"(?i)read-only", needs=_SHIM, codes=frozenset({1, RESUMABLE}),
     ),
     *(_kill_in_save(*point) for point in _KILL_POINTS),
     Fault(
