@@ -8,7 +8,7 @@ COUNT ?= 20000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test faults fuzz lint format bench accuracy gpu bench-peers clean
+.PHONY: help setup train verify test faults fuzz lint format bench accuracy gpu chaos bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write
 
 gpu: setup ## parity, memory, throughput on this machine's NVIDIA GPUs: ARGS='--only parity --quick'
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+chaos: setup ## inject faults into real runs and write benchmarks/results/chaos.md: ARGS='--quick'
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 bench-peers: $(PEERS)/.installed ## make .bench-venv, with the peers that `make bench` compares with
 

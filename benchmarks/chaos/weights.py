@@ -1,0 +1,57 @@
+"""The weights of a run's last checkpoint, read by the project's own reader, and how they differ from another run's."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+State = dict[str, Any]
+"""Tensors of model and optimizer by name."""
+
+
+def newest_step(checkpoints: Path) -> int:
+    """Returns the step of the newest checkpoint by name; 0 if there is none."""
+    names = [path.name for path in checkpoints.glob("step-*")] if checkpoints.is_dir() else []
+    return max((int(name[5:]) for name in names if name[5:].isdigit()), default=0)
+
+
+def load(checkpoints: Path, step: int) -> State | None:
+    """Returns the state in the newest whole checkpoint, or None if that is not of `step`."""
+    from phalanx.checkpoint.reader import Reader
+    from phalanx.checkpoint.validity import newest_valid
+    from phalanx.errors import PhalanxError
+
+    try:
+        manifest = newest_valid(checkpoints, report=lambda message: None)
+    except PhalanxError:
+        return None
+    if manifest is None or manifest.step != step:
+        return None
+    with Reader(manifest) as tensors:
+        return {name: tensors.read(name).clone() for name in tensors.names()}
+
+
+def difference(state: State | None, control: State) -> float | None:
+    """Returns the largest |a - b| / max(|b|, the tensor's rms) over all elements; 0.0 only if every bit is equal.
+
+    Infinite if names or shapes differ or a value is not finite; None without a state."""
+    import torch
+
+    if state is None:
+        return None
+    if state.keys() != control.keys():
+        return math.inf
+    largest = 0.0
+    for name, wanted in control.items():
+        found = state[name]
+        if found.shape != wanted.shape or found.dtype != wanted.dtype:
+            return math.inf
+        if torch.equal(found, wanted):
+            continue
+        wanted64, found64 = wanted.double(), found.double()
+        if not torch.isfinite(found64).all():
+            return math.inf
+        scale = wanted64.abs().clamp_min(wanted64.square().mean().sqrt().clamp_min(1e-30))
+        largest = max(largest, float(((found64 - wanted64).abs() / scale).max()))
+    return largest
