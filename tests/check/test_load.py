@@ -196,6 +196,11 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
         ("optimizer: {warmup_steps: 900}", "warmup_steps 900 is more than train.steps 200"),
         ("optimizer: {batch_scaling: sqrt}", "needs the global batch for which lr was chosen"),
         ("optimizer: {betas: [0.9, 1.0]}", "must lie in [0, 1)"),
+        (
+            "run: {timeout_s: 60, hang_s: 90}",
+            "hang_s: is 90, but must be below run.timeout_s 60, after which ranks give",
+        ),
+        ("run: {timeout_s: 60, hang_s: 60}", "nearest legal: hang_s=0, which means 30"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_nearest_legal_choice(tmp_path, text, message):

@@ -15,8 +15,9 @@ import pytest
 
 from phalanx.launch.local import launch_local
 from phalanx.launch.supervisor import Supervisor
-from phalanx.launch.watchdog import layout, node, slow
+from phalanx.launch.watchdog import folder, layout, node, slow
 from phalanx.launch.watchdog.diagnosis import Limits
+from phalanx.launch.watchdog.folder import private_folder
 from phalanx.launch.watchdog.heartbeat import Heartbeat
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.launch.watchdog.slow import SlowRanks
@@ -100,20 +101,20 @@ def test_every_fault(launch: Callable[[str], int], capfd: pytest.CaptureFixture[
 
 
 def test_the_watchdog_of_a_node_ends_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder, reports = tmp_path / "beats", tmp_path / "reports"
-    folder.mkdir()
+    beats, reports = tmp_path / "beats", tmp_path / "reports"
+    beats.mkdir()
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "beating_program", str(folder)]
+    command = [sys.executable, "-m", "beating_program", str(beats)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
-    (folder / node.HOSTS).write_text('["h", "h"]')
-    node.main([str(folder), str(reports), "4", "60", ""])
+    (beats / node.HOSTS).write_text('["h", "h"]')
+    node.main([str(beats), str(reports), "4", "60", ""])
     assert [rank.wait() for rank in ranks] == [-signal.SIGKILL, -signal.SIGKILL]
     assert "native code holds Python's global interpreter lock" in capfd.readouterr().err
     (report,) = reports.glob("hang.*.json")
     found = json.loads(report.read_text())
     assert found["culprits"] == [1]
     assert "in hold_gil" in found["ranks"][1]["stacks"]
-    assert not folder.exists()
+    assert not beats.exists()
 
 
 def test_the_watchdog_of_a_node_names_the_rank_that_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +145,35 @@ def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(
     process.kill()
     process.wait()
     assert f"rank 0 (process {process.pid}) cannot be killed" in capfd.readouterr().err
+
+
+def test_a_watchdog_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Watchdog, "poll", lambda *_: 1 // 0)
+    supervisor = Supervisor(lambda rank: None, 0.0, lambda: Watchdog(tmp_path, Limits(0.0, 0.0), said.append))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert supervisor.watch({0: process.pid})
+        assert supervisor.watch({0: process.pid})
+        process.kill()
+    assert said == ["the watchdog is off, since it failed: ZeroDivisionError: integer division or modulo by zero"]
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_IN_MEMORY", tmp_path)
+    with private_folder() as mine:
+        (mine / "file").touch()
+        left, young, others = (tmp_path / f"{folder.PREFIX}{name}" for name in ("left", "young", "others.txt"))
+        left.mkdir()
+        (left / "lock").touch()
+        young.mkdir()  # its owner has not come to lock it
+        others.mkdir()
+        os.utime(others, (0, 0))
+        with private_folder() as second:
+            assert set(tmp_path.iterdir()) == {mine, young, second}
+            assert second.stat().st_mode & 0o777 == 0o700
+    assert set(tmp_path.iterdir()) == {young}
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from phalanx.launch.restart import Restarts
 from phalanx.launch.supervisor import StopSignals, Supervisor
 from phalanx.launch.verdict import BEFORE_CHECKPOINT
 from phalanx.launch.watchdog.diagnosis import Limits
+from phalanx.launch.watchdog.folder import private_folder
 from phalanx.launch.watchdog.watchdog import Watchdog
 
 UNLIMITED = Limits(0.0, 0.0)
@@ -71,8 +71,8 @@ def launch_local(
     """
     _say_whose_threads(threads)
     environment = {LAUNCHER_PID: str(os.getpid()), **LOOPBACK, **thread_environment(threads, os.environ)}
-    with tempfile.TemporaryDirectory(prefix="phalanx_") as store_dir:  # mode 0700
-        logs = AttemptLogs(log_dir.absolute(), Path(store_dir), environment, all_ranks)
+    with private_folder() as store_dir:
+        logs = AttemptLogs(log_dir.absolute(), store_dir, environment, all_ranks)
 
         def new_supervisor(signals: StopSignals) -> Supervisor:
             def watchdog() -> Watchdog:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
+from phalanx.echo import echo
 from phalanx.errors import StoppedError
 from phalanx.launch.grace import grace_left
 from phalanx.launch.outcome import Outcome
@@ -127,7 +128,11 @@ class Supervisor:
         if self.watchdog is None or not running or self._killed:
             return
         codes = {rank: ended.code for rank, ended in self.exits.items()}
-        self.finding = self.watchdog.poll(running, codes)
+        try:
+            self.finding = self.watchdog.poll(running, codes)
+        except Exception as error:  # what only watches must never end a run
+            self.watchdog.tell(f"the watchdog is off, since it failed: {type(error).__name__}: {error}")
+            self.watchdog = self._new_watchdog = None
         if self.finding is not None:
             self._kill(running, pids)
 
@@ -164,8 +169,8 @@ class Supervisor:
         """Ends the launcher although ranks are left, which the agent would wait for in vain."""
         left = ", ".join(f"rank {rank} (process {pid})" for rank, pid in running.items())
         if self.finding:
-            print(f"phalanx: {self.finding.message}", file=sys.stderr)
-        print(
+            echo(f"phalanx: {self.finding.message}", file=sys.stderr)
+        echo(
             f"phalanx: {left} cannot be killed: its disk or driver does not answer the kernel; it ends when that does",
             file=sys.stderr,
             flush=True,

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from phalanx.echo import echo
 from phalanx.launch.watchdog import layout as at
 from phalanx.launch.watchdog.layout import OWN_PHASES, Phase
 
@@ -223,7 +224,7 @@ def start(directory: Path, rank: int, world: int) -> None:
         faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True, chain=False)
         mine = Heartbeat(directory, rank, world)
     except OSError as error:
-        print(f"phalanx: rank {rank} is not watched for hangs: {error}", file=sys.stderr)
+        echo(f"phalanx: rank {rank} is not watched for hangs: {error}", file=sys.stderr)
         return
     adopt(mine)
     threading.Thread(target=_tick, args=(mine.words,), name="heartbeat", daemon=True).start()

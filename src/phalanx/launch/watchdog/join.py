@@ -8,7 +8,6 @@ import platform
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from phalanx.errors import RunError
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.diagnosis import Limits
+from phalanx.launch.watchdog.folder import new_folder
 from phalanx.launch.watchdog.node import HOSTS
 
 
@@ -42,7 +42,7 @@ def join(ranks: Ranks, hosts: Sequence[str], limits: Limits, reports: Path, metr
     key = f"phalanx/watchdog/{attempt}/{platform.node()}/{_boot_id()}"
     leads = store.add(f"{key}/ranks", 1) == 1
     if leads:
-        directory = Path(tempfile.mkdtemp(prefix="phalanx_watchdog_"))
+        directory = new_folder()
         store.set(f"{key}/folder", str(directory))
     else:
         directory = Path(store.get(f"{key}/folder").decode())

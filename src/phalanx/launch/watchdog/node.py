@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from phalanx.echo import echo
 from phalanx.launch.watchdog import layout as at
 from phalanx.launch.watchdog.diagnosis import Limits
+from phalanx.launch.watchdog.folder import owned
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.launch.watchdog.processes import process_state
 from phalanx.launch.watchdog.reader import HeartbeatFile, RankRecord
@@ -91,7 +93,7 @@ def _runs(record: RankRecord) -> bool:
 
 
 def _say(line: str) -> None:
-    print(f"phalanx: {line}", file=sys.stderr, flush=True)
+    echo(f"phalanx: {line}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -101,7 +103,8 @@ def main(argv: Sequence[str]) -> None:
     try:
         hosts = json.loads((directory / HOSTS).read_text(encoding="utf-8"))
         limits = Limits(float(hang_s), float(start_s))
-        watch(Watchdog(directory, limits, _say, Path(metrics) if metrics else None, hosts), Path(reports))
+        with owned(directory):
+            watch(Watchdog(directory, limits, _say, Path(metrics) if metrics else None, hosts), Path(reports))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
