@@ -101,7 +101,8 @@ def answer_the_roll(ranks: Ranks, port: int, rank: list[int], world: list[int], 
     leave_the_pools_group()
     for name in (STORE, "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    restarts = str(ranks.rank)  # torch's agents count their own: one that joined later has another number
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RESTART_COUNT=restarts)
     me = Ranks(rank[ranks.rank], world[ranks.rank], ranks.rank, ranks.world, 0, "slurm")
     try:
         init(me, device=CPU, timeout_s=timeout_s)

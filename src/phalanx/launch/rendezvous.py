@@ -203,8 +203,9 @@ def _agent_listens() -> bool:
 
 
 def _key(*names: object) -> str:
-    # Attempts of one agent share a store.
-    return "/".join(["phalanx", os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), *map(str, names)])
+    # Attempts share only an agent's store. Elsewhere the count is no help: it differs between agents.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if _agent_listens() else ""
+    return "/".join(["phalanx", attempt, *map(str, names)])
 
 
 def _missing(store: Store, world: int) -> str:
