@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -124,8 +125,15 @@ def main() -> None:
                 )
             )
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
-    result = {"benchmark": "guard", "machine": machine(), "ranks": RANKS, "every": EVERY, "jobs": found}
-    save("guard", result, table, "The cost of the guard")
+    load = os.getloadavg()[0]
+    result = {"benchmark": "guard", "machine": machine(), "load": load, "ranks": RANKS, "every": EVERY, "jobs": found}
+    save(
+        "guard",
+        result,
+        table,
+        "The cost of the guard",
+        f"The machine's load was {load:.1f} at the end, {RANKS} of it ours.",
+    )
     if options.json:
         print(json.dumps(result))
 
