@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.local import launch_local
-from phalanx.launch.supervisor import Supervisor
+from phalanx.launch.supervisor import StopSignals, Supervisor
 from phalanx.launch.watchdog import folder, layout, node, slow
 from phalanx.launch.watchdog.diagnosis import Limits
 from phalanx.launch.watchdog.folder import private_folder
@@ -137,7 +137,7 @@ def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(
     monkeypatch.setattr("phalanx.launch.supervisor._UNKILLABLE_S", 0.0)
     monkeypatch.setattr(os, "killpg", lambda pid, number: None)  # as in uninterruptible wait
     monkeypatch.setattr(os, "_exit", sys.exit)
-    supervisor = Supervisor(lambda rank: None, 0.0)
+    supervisor = Supervisor(lambda rank: None, 0.0, StopSignals())
     supervisor._allow(0.0)
     process = subprocess.Popen(["sleep", "60"])
     with pytest.raises(SystemExit, match="124"):
@@ -150,7 +150,9 @@ def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(
 def test_a_watchdog_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(Watchdog, "poll", lambda *_: 1 // 0)
-    supervisor = Supervisor(lambda rank: None, 0.0, lambda: Watchdog(tmp_path, Limits(0.0, 0.0), said.append))
+    supervisor = Supervisor(
+        lambda rank: None, 0.0, StopSignals(), lambda: Watchdog(tmp_path, Limits(0.0, 0.0), said.append)
+    )
     with subprocess.Popen(["sleep", "60"]) as process:
         assert supervisor.watch({0: process.pid})
         assert supervisor.watch({0: process.pid})

@@ -91,7 +91,7 @@ def asked_in(ranks, job: Job, where: str) -> str:
     if where == "validation":
         trainer.stepper.replica.loss = then_ask(trainer.stepper.replica.loss)
     elif where == "save":
-        trainer.state.save = then_ask(trainer.state.save)
+        trainer.saving.save = then_ask(trainer.saving.save)
     else:
         trainer.train_data.samples = then_ask(trainer.train_data.samples)
     try:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import os
 import threading
 import time
 
@@ -13,6 +14,8 @@ from checkpoint.contents import contents
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.validity import check
 from phalanx.errors import NotFiniteError, PhalanxError
+from phalanx.launch import generation
+from phalanx.launch.environment import GENERATION
 from phalanx.train import loop
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.stop import StopRequest
@@ -40,12 +43,12 @@ def disturbed(ranks, job, disturb, stop_at=0):
     the error that ends the run, with its class, and the warnings."""
     stop, warnings = StopRequest(), []
     trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop, Terminal(1, visible=False))
-    advance, write, trainer.over = trainer.state.advance, shard_file.write, threading.Event()
+    requests, write, trainer.over = trainer.requests, shard_file.write, threading.Event()
 
-    def count(step, global_batch):
-        advance(step, global_batch)
-        if step == stop_at - 1:
+    def asked():
+        if trainer.state.step == stop_at - 1:
             stop.ask("by a test")
+        return requests()
 
     def disturbed_write(path, tensors, progress):
         disturb(trainer, ranks.rank, int(path.parent.name.split(".")[1].removeprefix("step-")))
@@ -57,7 +60,7 @@ def disturbed(ranks, job, disturb, stop_at=0):
 
     handler = Warnings(logging.WARNING)
     logging.getLogger("phalanx").addHandler(handler)
-    trainer.state.advance, shard_file.write = count, disturbed_write
+    trainer.requests, shard_file.write = asked, disturbed_write
     try:
         trainer.run()
     except PhalanxError as error:
@@ -65,6 +68,7 @@ def disturbed(ranks, job, disturb, stop_at=0):
     finally:
         shard_file.write = write
         trainer.over.set()
+        os.environ.pop(GENERATION, None)
         logging.getLogger("phalanx").removeHandler(handler)
     return "", warnings
 
@@ -83,8 +87,7 @@ def wait_for_the_next_step(trainer, rank, step):
 
 def test_training_goes_on_while_the_state_before_is_written_and_a_stop_waits_for_it(ranks, saving, root):
     for error, warnings in ranks(disturbed, 2, saving, wait_for_the_next_step, 3):
-        assert error.startswith("StoppedError: stopped by a ")
-        assert "at step 3 of 6, with a checkpoint in " in error
+        assert error.startswith("StoppedError: stopped by a test at step 3 of 6, with a checkpoint in ")
         assert not warnings
     assert names(root) == ["step-000002", "step-000003"]
     straight = change(change(saving, "checkpoint", background=False), "run", name="straight")
@@ -138,6 +141,21 @@ def test_storage_that_hangs_is_named_and_does_not_keep_the_run(ranks, saving, ro
         "RunError: no checkpoint of step 6: the storage of rank 0, 1 still hangs in the one before; earlier "
         f"checkpoints in {root} are untouched"
     )
+    assert names(root) == ["step-000002"]
+
+
+def supersede(trainer, rank, step):
+    if (rank, step) == (0, 2):
+        os.environ[GENERATION] = generation.claim(trainer.directory.path)
+    if (rank, step) == (0, 4):
+        generation.claim(trainer.directory.path)
+
+
+def test_a_run_that_a_later_attempt_has_taken_over_ends_whatever_the_policy(ranks, saving, root):
+    (error, warnings), (other, _) = ranks(disturbed, 2, saving, supersede)
+    assert error == other
+    assert error.startswith("SupersededError: this process belongs to generation 1 of ")
+    assert warnings[0].endswith("this one must not write; the run stops")
     assert names(root) == ["step-000002"]
 
 

@@ -44,7 +44,7 @@ class AttemptLogs(LogsSpecs):
 
     @property
     def heartbeats(self) -> Path:
-        """The folder of the heartbeat files of the latest attempt; private, on a local disk."""
+        """The folder of the heartbeat files of the latest attempt; private, in memory if it has room."""
         return self._store_dir / f"{self.attempt_dir.name}.heartbeats"
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
