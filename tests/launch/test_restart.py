@@ -185,6 +185,18 @@ def test_a_failure_that_comes_back_is_not_met_again(
     assert len(list((tmp_path / "logs").iterdir())) == 2
 
 
+def test_a_run_that_another_launcher_has_taken_over_is_not_taken_back(
+    launch: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def progress() -> None:
+        if generation.newest_of(tmp_path).startswith("1 "):
+            generation.claim(tmp_path)
+
+    assert launch("bug", Restarts(3, 60.0, progress, tmp_path, ("colorsys",))) == 1
+    assert "Restart" not in capfd.readouterr().err
+    assert generation.newest_of(tmp_path).startswith("2 ")
+
+
 def test_a_request_to_stop_is_not_met_by_a_restart(launch: Callable[..., int], tmp_path: Path) -> None:
     asked: list[int] = []
 

@@ -25,7 +25,7 @@ from phalanx.train.append import AppendedFile
 from phalanx.train.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
-_PRELOAD = (
+PRELOAD = (
     *("phalanx.cli.train", "phalanx.train.loop", "phalanx.generate.load", "safetensors.torch"),
     *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"),
 )
@@ -99,7 +99,7 @@ def _launch(job: Job, directory: RunDirectory, as_json: bool) -> int:
             job.run.restart_window_s,
             lambda: newest_step(directory.metrics),
             directory.path,
-            _PRELOAD,
+            PRELOAD,
         ),
     )
 

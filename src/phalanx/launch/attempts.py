@@ -67,7 +67,7 @@ class Attempts:
         self._progress = self.restarts.progress()
         variables = {RESTARTED: json.dumps(self._restarted)} if self._restarted else {}
         if self.restarts.directory is not None:
-            variables[GENERATION] = generation.claim(self.restarts.directory)
+            self._generation = variables[GENERATION] = generation.claim(self.restarts.directory)
         return variables
 
     def watch(self, pids: Mapping[int, int]) -> bool:
@@ -81,7 +81,7 @@ class Attempts:
         supervisor = self.supervisor
         self.code, message, failure = self._judge(supervisor)
         _tell(self.code, message, self.logs.attempt_dir)
-        if failure is None or self.signals.requests:
+        if failure is None or self.signals.requests or self._superseded:
             return False
         decision = self.policy.decide(failure)
         if decision.sentence:
@@ -118,6 +118,12 @@ class Attempts:
         out_of_memory = memory_kills() > self._memory_kills
         failure = Failure(code, None if finding else first, self._step(), out_of_memory)
         return code, message, failure
+
+    @property
+    def _superseded(self) -> bool:
+        """True if another launcher has claimed the run directory: to claim it back would take it from a live run."""
+        directory = self.restarts.directory
+        return directory is not None and generation.newest_of(directory) != self._generation
 
     def _step(self) -> int | None:
         """Returns the newest step that this attempt has done; None before its first."""

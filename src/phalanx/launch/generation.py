@@ -24,7 +24,7 @@ def claim(directory: Path) -> str:
 
     The random part keeps the first generation of a directory from being that of another directory that was there before
     under the same name."""
-    counted = re.match(r"[0-9]{1,9}", _read(directory))
+    counted = re.match(r"[0-9]{1,9}", newest_of(directory))
     generation = f"{int(counted[0]) + 1 if counted else 1} {secrets.token_hex(4)}"
     temporary = directory / f"{FILE}.{os.getpid()}"
     with temporary.open("w", encoding="ascii") as file:
@@ -40,14 +40,15 @@ def check(directory: Path) -> None:
 
     Call it right before a checkpoint becomes visible. Processes without a generation (tests) are not checked."""
     own = os.environ.get(GENERATION)
-    if own is not None and (newest := _read(directory)) != own:
+    if own is not None and (newest := newest_of(directory)) != own:
         raise SupersededError(
             f"this process belongs to generation {own.split()[0]} of {directory}, which is now at generation "
             f"{newest.split()[0] if newest else 'none'}: a later attempt has taken over, and this one must not write"
         )
 
 
-def _read(directory: Path) -> str:
+def newest_of(directory: Path) -> str:
+    """Returns the directory's generation, empty if none was claimed."""
     try:
         with (directory / FILE).open(encoding="ascii", errors="replace") as file:
             return file.read(100)
