@@ -92,8 +92,8 @@ def main() -> None:
     median = {name: statistics.median(r[name] for r in rounds) for name in contenders}
     result = {"benchmark": "restart", "machine": machine(), "seconds": median, "rounds": rounds}
     table = [("ranks from", "seconds from SIGKILL to the next step"), *((k, f"{v:.1f}") for k, v in median.items())]
-    load = max(os.getloadavg())
-    save("restart", result, table, "How long a restart takes", f"Other work shared the machine: load average {load:.0f}.")
+    note = f"Other work shared the machine: load average {max(os.getloadavg()):.0f}."
+    save("restart", result, table, "How long a restart takes", note)
 
 
 if __name__ == "__main__":

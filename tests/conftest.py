@@ -13,9 +13,10 @@ from hypothesis import settings
 settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")
 
-# A shell without job control starts background commands with Ctrl-C ignored, and programs inherit that: tests that
-# interrupt one would wait in vain.
+# A shell without job control starts background commands with Ctrl-C ignored, nohup with SIGHUP ignored, and programs
+# inherit that: tests that interrupt one would wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
