@@ -164,7 +164,8 @@ class Bench:
         self.commands, self.home, self.code = [], home, code
 
     def __call__(self, argv, **_):
-        self.commands.append(argv[3:])
+        assert argv[:4] == [sys.executable, "-P", "-m", "phalanx"]
+        self.commands.append(argv[4:])
         if not self.code:
             (self.home / "home" / "cluster.yaml").write_text(MACHINE + LINKS)
         return subprocess.CompletedProcess(argv, self.code)
