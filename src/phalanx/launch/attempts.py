@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.echo import shortened, visible
+from phalanx.echo import echo, shortened
 from phalanx.errors import StoppedError
 from phalanx.launch import generation
 from phalanx.launch.environment import GENERATION, RESTARTED
@@ -133,8 +133,9 @@ class Attempts:
 
 def say(line: str) -> None:
     """Prints a line of the launcher on standard error, above rank 0's progress bar, which is drawn again below."""
-    clear = "\r\x1b[2K" if sys.stderr.isatty() else ""
-    print(f"{clear}phalanx: {visible(shortened(line))}", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[2K")  # clears rank 0's progress bar, which is drawn again below
+    echo(f"phalanx: {shortened(line)}", file=sys.stderr, flush=True)
 
 
 def _end(rank: int, ended: Exit, directory: Path, left_early: str) -> End:
