@@ -34,6 +34,7 @@ from phalanx.launch.verdict import End, verdict
 from phalanx.pictures import experts
 from phalanx.schedule import catalogue
 from phalanx.schedule import file as schedule_file
+from phalanx.train.restarted import newest_step
 from phalanx.train.run_directory import job_of
 from phalanx.validation import table
 
@@ -101,20 +102,6 @@ class Loader:
     """Makes a mutation agree with its own digest, so that what lies behind that check is reached, too."""
 
 
-def loaders(folder: Path) -> dict[str, Loader]:
-    """Returns all loaders, each with its files in a folder of its own."""
-    makers = [
-        *(job, json_job, words, cluster, schedule, rows, outcome, metrics, index, shard, jsonl, text, number, char),
-        *(library, manifest, tensors),
-    ]
-    found = {}
-    for maker in makers:
-        own = folder / maker.__name__
-        own.mkdir()
-        found[maker.__name__] = maker(own)
-    return found
-
-
 def job(folder: Path) -> Loader:
     path = folder / "job.yaml"
     return Loader(path, JOB, lambda: as_yaml(load_file(path)))
@@ -179,6 +166,12 @@ def metrics(folder: Path) -> Loader:
     row |= {"max_violation": 0.5, "worst_layer": 0, "idle": 0}
     lines = [row, {"event": "step", "step": 11, "loss": 1.0}, {**row, "step": 20}]
     return Loader(path, "\n".join(map(json.dumps, lines)).encode(), lambda: experts.svg("run", path))
+
+
+def progress(folder: Path) -> Loader:
+    path = folder / "metrics.jsonl"
+    lines = [{"event": "step", "step": step, "time": 1.5, "loss": 1.0} for step in (1, 2)]
+    return Loader(path, "\n".join(map(json.dumps, lines)).encode(), lambda: newest_step(path))
 
 
 def _shards(folder: Path) -> None:
@@ -280,3 +273,13 @@ def tensors(folder: Path) -> Loader:
         return struct.pack("<Q", len(header)) + header + content[8 + size :]
 
     return Loader(path, content[8 : 8 + size], load, with_tensors)
+
+
+MAKERS = {
+    maker.__name__: maker
+    for maker in (
+        *(job, json_job, words, cluster, schedule, rows, outcome, metrics, progress, index, shard, jsonl, text),
+        *(number, char, library, manifest, tensors),
+    )
+}
+"""All loaders; each is made with a folder for its files."""

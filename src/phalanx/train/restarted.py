@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from phalanx.bounded import field, open_regular, parse_json
 from phalanx.launch.environment import RESTARTED
 from phalanx.train.recorder import Recorder
 
@@ -25,13 +27,14 @@ def newest_step(metrics: Path) -> tuple[int, float] | None:
     """Returns the newest step that metrics.jsonl reports, and when it was done, in seconds since the epoch; None if it
     reports none in its last rows."""
     try:
-        with metrics.open("rb") as file:
+        with open_regular(metrics) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().splitlines()
     except OSError:
         return None
     for line in reversed(lines):
-        if line.startswith(b'{"event": "step"') and line.endswith(b"}"):
-            row = json.loads(line)
-            return int(row["step"]), float(row["time"])
+        if line.startswith(b'{"event": "step"'):
+            with suppress(ValueError):  # half a line, left by a rank that was killed
+                row = parse_json(line)
+                return field(row, "step", int), field(row, "time", float)
     return None
