@@ -114,16 +114,16 @@ def trained(ranks, job: Job) -> tuple[plain.Weights, list[plain.Batch], plain.Re
     """A whole run of the project in one process, from initial weights to metrics: the weights it started with, the
     batches it read, and its result."""
     read: list[Sequence[MicroBatch]] = []
-    real = Stepper.step
+    real = Stepper.compute
 
-    def step(self, micro_batches, *args, **kwargs):
+    def compute(self, micro_batches, *args, **kwargs):
         read.append(micro_batches)
         return real(self, micro_batches, *args, **kwargs)
 
     trainer = Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(job.train.steps, visible=False))
     parameters = {shard.name: shard.value.detach() for shard in trainer.stepper.replica.shards}
     weights = {name: value.clone() for name, value in parameters.items()}
-    with mock.patch.object(Stepper, "step", step):
+    with mock.patch.object(Stepper, "compute", compute):
         trainer.run()
     rows = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
     losses, norms, rates = ([row[key] for row in rows if row["event"] == "step"] for key in ("loss", "grad_norm", "lr"))
