@@ -9,6 +9,7 @@ from phalanx.config.job import Job
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipedream import PipeDream, version
+from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import Stepper
 from phalanx.train.stream import UnflushedSteps
 
@@ -28,7 +29,7 @@ def streamed(ranks, job: Job, vocab: int, runs: list[int]):
             more = (
                 (lambda following=step + 1: micro_batches(job, following, mesh.data_rank, vocab)[0]) if left else None
             )
-            shown += stream.step(batches, step, valid, LR, False, more)
+            shown += stream.step(batches, step, valid, LR, NO_REQUESTS, more)
             step += 1
         assert not stream.pipeline.running, "no micro-batch is in flight after a flush"
     shards = stepper.replica.shards

@@ -26,6 +26,7 @@ from phalanx.parallel.pipedream import PipeDream
 from phalanx.partition import batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.pipeline import schedule_of
+from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import Stepper
 from phalanx.train.stream import UnflushedSteps
 
@@ -98,7 +99,9 @@ def stream(job: Job, stepper: Stepper, steps: int) -> None:
     for step in range(steps):
         batches, valid = micro_batches(job, step, stepper.mesh.data_rank, VOCAB)
         following, _ = micro_batches(job, step + 1, stepper.mesh.data_rank, VOCAB)
-        steps_on.step(batches, step, valid, 1e-2, False, (lambda more=following: more) if step + 1 < steps else None)
+        steps_on.step(
+            batches, step, valid, 1e-2, NO_REQUESTS, (lambda more=following: more) if step + 1 < steps else None
+        )
 
 
 def job_of(model: ModelConfig, layout: Layout, precision: Precision = "fp32", gradients: Gradients = "same") -> Job:
