@@ -38,6 +38,7 @@ def problems_of(job: Job) -> list[Problem]:
         *_checkpoint(job),
         *_optimizer(job),
         *_run(job.run),
+        *_nodes(job),
     ]
 
 
@@ -166,6 +167,21 @@ def _run(run: RunOptions) -> Iterator[Problem]:
             "run.hang_s",
             f"is {run.hang_s:g}, but must be below run.timeout_s {run.timeout_s:g}, after which ranks give up without "
             f"a diagnosis; nearest legal: hang_s=0, which means {run.timeout_s / 2:g}",
+        )
+
+
+def _nodes(job: Job) -> Iterator[Problem]:
+    run = job.run
+    if bool(run.nnodes) != bool(run.rdzv_endpoint):
+        given, missing = ("nnodes", "rdzv_endpoint") if run.nnodes else ("rdzv_endpoint", "nnodes")
+        yield f"run.{missing}", f"run.{given} is set: nodes need both, such as nnodes=2 rdzv_endpoint=HOST:29400"
+    if run.least_nodes > run.most_nodes:
+        yield "run.nnodes", f"is {run.nnodes}; nearest legal: {run.most_nodes}:{run.least_nodes}"
+    elif not job.layout.auto and job.layout.processes % run.most_nodes:
+        yield (
+            "run.nnodes",
+            f"the layout's {job.layout.processes} ranks are not divisible by {run.most_nodes} nodes; nearest legal: "
+            f"{nearest_divisors(job.layout.processes, run.most_nodes)}",
         )
 
 

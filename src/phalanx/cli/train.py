@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.check.load import LoadedJob
 from phalanx.cli.job_words import JobVerb
@@ -23,6 +23,9 @@ from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import SINGLE, Ranks, detect
 from phalanx.train.append import AppendedFile
 from phalanx.train.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from phalanx.launch.nodes.join import Nodes
 
 log = logging.getLogger(__name__)
 PRELOAD = (
@@ -58,6 +61,8 @@ def run(argv: Sequence[str]) -> int:
     ranks = detect(os.environ)
     if ranks is not None:
         return _be_a_foreign_rank(loaded, ranks, "fresh" in words.switches, as_json)
+    if job.run.nnodes and not _is_host(job):
+        return 0 if _is_finished(directory, job, as_json) else _launch(loaded, directory, as_json)
     with directory.lock(fresh="fresh" in words.switches) as renamed:
         if renamed:
             echo(f"{directory.path} was renamed to {renamed}", file=sys.stderr)
@@ -66,24 +71,37 @@ def run(argv: Sequence[str]) -> int:
         with stderr_progress() as progress:
             prepare(job.data, progress=progress)
         directory.start(loaded)
-        if job.layout.processes == 1 and loaded.origins["run.max_restarts"] == "default":
+        if job.layout.processes == 1 and not job.run.nnodes and loaded.origins["run.max_restarts"] == "default":
             return _be_a_rank(job, SINGLE, directory.next_log_dir() / "stderr.log", as_json)
-        return _launch(job, directory, as_json)
+        return _launch(loaded, directory, as_json)
 
 
-def _launch(job: Job, directory: RunDirectory, as_json: bool) -> int:
+def _is_host(job: Job) -> bool:
+    from phalanx.launch.nodes.addresses import is_this_machine
+
+    return is_this_machine(job.run.endpoint[0])
+
+
+def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
+    """Starts this machine's ranks: all of them, or those of one node of `run.nnodes`."""
+    job = loaded.job
+    if job.run.nnodes:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
     from phalanx.launch.local import launch_local
     from phalanx.launch.restart import Restarts
     from phalanx.launch.watchdog.diagnosis import Limits
     from phalanx.train.device import threads_for
     from phalanx.train.restarted import newest_step
 
-    processes = job.layout.processes
-    if job.cluster.nodes > 1:
+    processes = job.layout.processes // job.run.most_nodes
+    if job.cluster.nodes > 1 and not job.run.nnodes:
+        nodes = job.cluster.nodes
         raise JobError(
-            f"cluster.nodes is {job.cluster.nodes}, but no launcher started processes: run this command on every node "
-            f"with torchrun, srun or mpiexec, {processes // job.cluster.nodes} processes each"
+            f"cluster.nodes is {nodes}, but no launcher started processes: run this command on every node, with "
+            f"run.nnodes={nodes} run.rdzv_endpoint=HOST:PORT, or with torchrun, srun or mpiexec, "
+            f"{processes // nodes} processes each"
         )
+    nodes = _nodes(loaded, directory) if job.run.nnodes else None
     argv = ["train", str(directory.config), *(["--json"] if as_json else [])]
     return launch_local(
         argv,
@@ -92,16 +110,27 @@ def _launch(job: Job, directory: RunDirectory, as_json: bool) -> int:
         threads=threads_for(job.run.threads, processes),
         all_ranks=job.run.all_ranks,
         limits=Limits(job.run.hang_limit_s, job.run.timeout_s),
-        metrics=directory.metrics,
+        metrics=directory.metrics if nodes is None or nodes.is_host else None,
         grace_s=job.run.grace_s,
         restarts=Restarts(
             job.run.max_restarts,
             job.run.restart_window_s,
             lambda: newest_step(directory.metrics),
-            directory.path,
+            None if nodes else directory.path,
             PRELOAD,
         ),
+        nodes=nodes,
     )
+
+
+def _nodes(loaded: LoadedJob, directory: RunDirectory) -> Nodes:
+    from phalanx.cli.node_layout import words_for
+    from phalanx.launch.nodes.join import Nodes
+    from phalanx.launch.nodes.membership import Terms
+
+    run = loaded.job.run
+    terms = Terms(run.least_nodes, run.most_nodes, loaded.job.layout.processes // run.most_nodes, run.timeout_s)
+    return Nodes(run.endpoint, terms, run.node_lost_s, lambda nodes: words_for(loaded, nodes), directory.path)
 
 
 def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -102,6 +103,21 @@ class FolderName:
         return printable.encode()[: self.longest].decode(errors="ignore")
 
 
+@dataclass(frozen=True)
+class Matches:
+    """A text of a certain form, or empty."""
+
+    pattern: str
+    """A regular expression for the whole text."""
+    form: str
+    """The form in words, with an example."""
+
+    def problem(self, value: str) -> str:
+        """Returns what is wrong with a value, or nothing."""
+        legal = not value or re.fullmatch(self.pattern, value)
+        return "" if legal else f"must be {self.form}, is {value[:_SHOWN]!r}"
+
+
 _SHOWN = 80  # characters of a wrong text in a message
 
-Constraint = AtLeast | Above | Below | Between | HalfOpen | Printable | FolderName
+Constraint = AtLeast | Above | Below | Between | HalfOpen | Printable | FolderName | Matches

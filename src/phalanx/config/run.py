@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from phalanx.config.constraints import Above, AtLeast, FolderName, Printable
+from phalanx.config.constraints import Above, AtLeast, FolderName, Matches, Printable
+
+_NODES = Matches("[1-9][0-9]{0,4}(:[1-9][0-9]{0,4})?", "a number of nodes, such as 2, or a range of it, such as 1:2")
+_ENDPOINT = Matches(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:.]+\]:[0-9]{1,5}", "HOST:PORT, such as node-a:29400")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,14 @@ class RunOptions:
     checkpoint. A run of one process has no launcher and is restarted only if this is set."""
     restart_window_s: Annotated[float, Above(0)] = 3600.0
     """Seconds after which a restart no longer counts against max_restarts."""
+    nnodes: Annotated[str, _NODES] = ""
+    """Nodes of a run whose nodes each have a launcher of ours: 2, or 1:2 for between one and two. Give every node the
+    same command. Empty: this machine alone, or the processes of another launcher."""
+    rdzv_endpoint: Annotated[str, _ENDPOINT] = ""
+    """HOST:PORT where the nodes meet, with nnodes. The node to which HOST belongs is the host, without which there is
+    no run. Anyone who reaches that port can take part: use a private network."""
+    node_lost_s: Annotated[float, Above(0)] = 10.0
+    """Seconds without a sign of life after which a node is lost, and the others go on without it."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level of rank 0 on the terminal; other ranks write to their own log files."""
     all_ranks: bool = False
@@ -39,6 +50,22 @@ class RunOptions:
     """Tokens of text to generate when training ends; 0 generates none."""
     sample_prompt: str = "\n"
     """Prompt of that text."""
+
+    @property
+    def least_nodes(self) -> int:
+        """Nodes without which the run waits; 1 without nnodes."""
+        return int(self.nnodes.partition(":")[0] or 1)
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that the layout is for; 1 without nnodes."""
+        return int(self.nnodes.rpartition(":")[2] or 1)
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Host and port of rdzv_endpoint."""
+        host, _, port = self.rdzv_endpoint.rpartition(":")
+        return host.removeprefix("[").removesuffix("]"), int(port)
 
     @property
     def hang_limit_s(self) -> float:

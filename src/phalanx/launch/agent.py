@@ -75,7 +75,7 @@ class RankAgent(SimpleElasticAgent):
         spec = WorkerSpec(
             role="rank",
             local_world_size=processes,
-            rdzv_handler=LoneNode(),
+            rdzv_handler=attempts.rendezvous or LoneNode(),
             entrypoint=sys.executable,  # only its name is used, in torch's events
             max_restarts=attempts.policy.most,
             monitor_interval=_POLL_S,
@@ -90,7 +90,8 @@ class RankAgent(SimpleElasticAgent):
         common = self._attempts.begin()
         environments = {w.local_rank: {**self._variables(worker_group, w), **common} for w in worker_group.workers}
         destination = self._logs.reify(environments)
-        self._processes = RankProcesses(self._command, environments, destination, self._attempts.standby())
+        command = [*self._command, *self._attempts.words]
+        self._processes = RankProcesses(command, environments, destination, self._attempts.standby())
         return dict(self._processes.pids)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -102,6 +103,17 @@ class RankAgent(SimpleElasticAgent):
         failed = self._attempts.code != 0
         ended = {worker.global_rank: None for worker in worker_group.workers}
         return RunResult(WorkerState.FAILED) if failed else RunResult(WorkerState.SUCCEEDED, return_values=ended)
+
+    def _exit_barrier(self) -> None:
+        """Does nothing: nodes tell each other through their links (launch/nodes), and a lone one has nobody to tell."""
+
+    def _assign_worker_ranks(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Numbers the ranks by node. All nodes have the same number of them, so no store is needed to agree."""
+        size = spec.local_world_size
+        world, first = group_world_size * size, group_rank * size
+        return [Worker(local_rank, first + local_rank, first + local_rank, world, world) for local_rank in range(size)]
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()

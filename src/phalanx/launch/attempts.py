@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from phalanx.echo import echo, shortened
 from phalanx.errors import StoppedError
@@ -46,6 +48,18 @@ class Attempts:
         self._new_supervisor = new_supervisor
         self._standby: Standby | None = None
         self._restarted: dict[str, object] = {}
+        self.world: int | None = None
+        """Ranks of the attempt, on all nodes; None if all are on this one."""
+
+    @property
+    def rendezvous(self) -> RendezvousHandler | None:
+        """Brings this node together with others; None for a lone node."""
+        return None
+
+    @property
+    def words(self) -> Sequence[str]:
+        """Words that the ranks' command line gets in this attempt."""
+        return ()
 
     def __enter__(self) -> Attempts:
         return self
@@ -80,15 +94,14 @@ class Attempts:
         """Judges the attempt, whose ranks have ended, and tells the user. Returns whether another one follows."""
         supervisor = self.supervisor
         self.code, message, failure = self._judge(supervisor)
-        _tell(self.code, message, self.logs.attempt_dir)
+        tell(self.code, message, self.logs.attempt_dir)
         if failure is None or self.signals.requests or self._superseded:
             return False
         decision = self.policy.decide(failure)
         if decision.sentence:
             say(decision.sentence)
         noticed = min(ended.time for ended in supervisor.exits.values())
-        reason = message.partition("\n")[0].removesuffix(" Its standard error ends:")
-        self._restarted = {"attempt": self.count, "reason": reason, "time": noticed}
+        self._restarted = {"attempt": self.count, "reason": headline(message), "time": noticed}
         return decision.restart
 
     def _judge(self, supervisor: Supervisor) -> tuple[int, str, Failure | None]:
@@ -111,7 +124,7 @@ class Attempts:
             for rank, ended in sorted(exits.items())
         ]
         hang = finding.message if finding else ""
-        code, message = verdict(ends, stop, self.stopped, hang=hang, records=records)
+        code, message = verdict(ends, stop, self.stopped, hang=hang, records=records, world=self.world)
         first = first_failure(ends, stop)
         if not finding and first is None:
             return code, message, None
@@ -138,6 +151,11 @@ def say(line: str) -> None:
     echo(f"phalanx: {shortened(line)}", file=sys.stderr, flush=True)
 
 
+def headline(message: str) -> str:
+    """Returns the first line of a verdict's message."""
+    return message.partition("\n")[0].removesuffix(" Its standard error ends:")
+
+
 def _end(rank: int, ended: Exit, directory: Path, left_early: str) -> End:
     """Returns a rank's end as seen and as reported; also writes its traceback to its own log."""
     outcome, log = Outcome.read(directory), directory / "stderr.log"
@@ -151,7 +169,8 @@ def _end(rank: int, ended: Exit, directory: Path, left_early: str) -> End:
     return End(rank, ended.code, ended.time, ended.killed, outcome, last_words, left_early)
 
 
-def _tell(code: int, message: str, attempt_dir: Path) -> None:
+def tell(code: int, message: str, attempt_dir: Path) -> None:
+    """Prints how an attempt has ended, and where its logs are."""
     if code not in (0, StoppedError.exit_code) and sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h")  # a rank that died inside its progress bar has left the cursor hidden
     if message:

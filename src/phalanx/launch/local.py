@@ -15,6 +15,8 @@ from phalanx.launch.agent import RankAgent
 from phalanx.launch.attempts import Attempts, say
 from phalanx.launch.environment import LAUNCHER_PID, LOOPBACK, thread_environment
 from phalanx.launch.logs import AttemptLogs
+from phalanx.launch.nodes.attempts import NodeAttempts
+from phalanx.launch.nodes.join import Nodes
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.output import unblocked
 from phalanx.launch.restart import Restarts
@@ -43,6 +45,7 @@ def launch_local(
     limits: Limits = UNLIMITED,
     metrics: Path | None = None,
     restarts: Restarts = NO_RESTARTS,
+    nodes: Nodes | None = None,
 ) -> int:
     """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
 
@@ -60,6 +63,7 @@ def launch_local(
         limits: when a silent rank hangs, so that all are killed.
         metrics: file to which rows about slow ranks are appended.
         restarts: when failed ranks are started again.
+        nodes: the run's other nodes, and this one's part; None if all ranks are on this machine.
 
     Returns:
         That of the last attempt: 0, or the code of the rank that failed first, or 75 when the ranks stopped with a
@@ -70,7 +74,8 @@ def launch_local(
         RunError: the ranks could not be started.
     """
     _say_whose_threads(threads)
-    environment = {LAUNCHER_PID: str(os.getpid()), **LOOPBACK, **thread_environment(threads, os.environ)}
+    network = nodes.environment if nodes else LOOPBACK
+    environment = {LAUNCHER_PID: str(os.getpid()), **network, **thread_environment(threads, os.environ)}
     with private_folder() as store_dir:
         logs = AttemptLogs(log_dir.absolute(), store_dir, environment, all_ranks)
 
@@ -81,7 +86,8 @@ def launch_local(
             return Supervisor(lambda rank: Outcome.read(logs.rank_dir(rank)), grace_s, signals, watchdog)
 
         try:
-            with Attempts(logs, new_supervisor, stopped, restarts) as attempts:
+            how = (logs, new_supervisor, stopped, restarts)
+            with NodeAttempts(*how, nodes.join) if nodes else Attempts(*how) as attempts:
                 agent = RankAgent([module, *argv], processes, logs, attempts)
                 with _quiet_agent(), attempts.signals.handled():
                     agent.run()

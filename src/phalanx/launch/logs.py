@@ -15,7 +15,7 @@ _TERMINAL = ""  # means "inherit the launcher's stream" to the agent
 class AttemptLogs(LogsSpecs):
     """Creates the directories of an attempt when the agent starts one, and sets the ranks' environment.
 
-    Local rank 0 keeps the terminal for its progress bar; the others write to files.
+    Rank 0 keeps the terminal for its progress bar; the others write to files.
 
     Args:
         log_dir: parent of the attempts; a resumed run finds the next number, so older logs stay.
@@ -32,6 +32,9 @@ class AttemptLogs(LogsSpecs):
         self._all_ranks = all_ranks
         self.attempt_dir = log_dir
         """Directory of the latest attempt."""
+        self.shared_attempt = ""
+        """Name of the next attempt's directory if all nodes share it, whose ranks do not meet through a file; empty for
+        the next that is free."""
 
     @property
     def root_log_dir(self) -> str:
@@ -49,17 +52,19 @@ class AttemptLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Creates an attempt's directories. The agent passes the variables of each local rank, to which it may add."""
-        self.attempt_dir = next_attempt(Path(self.root_log_dir))
+        shared = self.shared_attempt
+        self.attempt_dir = Path(self.root_log_dir, shared) if shared else next_attempt(Path(self.root_log_dir))
         self.heartbeats.mkdir()
         destination = LogsDest()
         for local_rank, env in envs.items():
             directory = self.rank_dir(int(env["RANK"]))
-            directory.mkdir()
+            directory.mkdir(parents=True)
             env.update(self.environment)
             env[LOG_DIR] = str(directory)
             env[HEARTBEATS] = str(self.heartbeats)
-            env[STORE] = str(self._store_dir / self.attempt_dir.name)
-            to_file = local_rank > 0
+            if not shared:
+                env[STORE] = str(self._store_dir / self.attempt_dir.name)
+            to_file = int(env["RANK"]) > 0
             destination.stdouts[local_rank] = str(directory / "stdout.log") if to_file else _TERMINAL
             destination.stderrs[local_rank] = str(directory / "stderr.log") if to_file else _TERMINAL
             destination.error_files[local_rank] = str(directory / "error.json")

@@ -109,12 +109,20 @@ class Supervisor:
         self._deadline = float("inf")
         self._killed: set[int] = set()
         self._killed_at = float("inf")
+        self._running: Mapping[int, int] = {}
+
+    def end(self, *, saves: bool) -> None:
+        """Ends the ranks although none of them failed: at once, or, if they can stop with a checkpoint (`saves`), as a
+        signal does."""
+        if saves:
+            self._signal(signal.SIGTERM)
+        self._allow(grace_left(self._grace_s, os.environ, time.time()) if saves else 0)
 
     def watch(self, pids: Mapping[int, int]) -> bool:
         """Polls the ranks once, `pids` by rank; returns whether one of them is running."""
         self._note_exits(pids)
-        running = {rank: pid for rank, pid in pids.items() if rank not in self.exits}
-        self._pass_signal_on(running)
+        running = self._running = {rank: pid for rank, pid in pids.items() if rank not in self.exits}
+        self._pass_signal_on()
         self._look_for_hangs(running, pids)
         if running and time.monotonic() >= self._deadline and not self._killed:
             self._kill(running, pids)
@@ -155,15 +163,18 @@ class Supervisor:
             return _SILENT_PEER_GRACE_S
         return _PEER_GRACE_S if outcome.traceback else self._grace_s
 
-    def _pass_signal_on(self, running: Mapping[int, int]) -> None:
+    def _pass_signal_on(self) -> None:
         if self._requests and self.stop_signal is None:
             self.stop_signal = FORWARDED[self._requests[0][0]]
-            for pid in running.values():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, self.stop_signal)
+            self._signal(self.stop_signal)
             self._allow(grace_left(self._grace_s, os.environ, time.time()))
         if len(self._requests) > 1:
             self._allow(0)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._running.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _leave(self, running: Mapping[int, int]) -> NoReturn:
         """Ends the launcher although ranks are left, which the agent would wait for in vain."""

@@ -67,18 +67,19 @@ def verdict(
     *,
     hang: str = "",
     records: str = "",
+    world: int | None = None,
 ) -> tuple[int, str]:
     """Returns the exit code of the launch and the message for the user (empty on success).
 
     `stopped` ends the sentence "Stopped by SIGNAL ..." if ranks did not finish. `hang` is the watchdog's message if it
     had the ranks killed. `records` says what the ranks' heartbeats show: it comes first where no rank's own error is
-    the cause."""
+    the cause. `world` is the number of ranks if there are more than `ends`, on other nodes."""
     if hang:
         return WATCHDOG_CODE, hang
     failures = _failures(ends, stop_signal)
     if failures:
         first = failures[0]
-        message = _failure(first, failures, ends)
+        message = _failure(first, failures, ends, world or len(ends))
         only_a_victim = first.lost_peer or first.code == 128 + signal.SIGABRT
         return first.code or 1, f"{records}\n{message}" if records and only_a_victim else message
     unfinished = [end for end in ends if end.killed or end.code not in (0, StoppedError.exit_code)]
@@ -106,12 +107,12 @@ def _failures(ends: Sequence[End], stop_signal: signal.Signals | None) -> list[E
     return [] if outrun else failures
 
 
-def _failure(first: End, failures: Sequence[End], ends: Sequence[End]) -> str:
+def _failure(first: End, failures: Sequence[End], ends: Sequence[End], world: int) -> str:
     report = first.report
     same = [end for end in failures if report and end.report and end.report.message == report.message]
     if report and report.traceback is None and len(same) == len(ends):
         return report.message  # every rank found the user's mistake: no rank needs to be named
-    lines = [_reason(first, len(ends))]
+    lines = [_reason(first, world)]
     if len(same) > 1:
         lines.append(f"{_others(len(same) - 1)} stopped by the same error.")
     if rest := len(ends) - max(1, len(same)):

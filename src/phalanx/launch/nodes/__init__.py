@@ -1,0 +1,1 @@
+"""Runs on several nodes, each with a launcher of its own: who takes part, and what happens when that changes."""
