@@ -19,14 +19,15 @@ def words_for(loaded: LoadedJob, nodes: int) -> tuple[str, ...]:
     job = loaded.job
     most = job.run.most_nodes
     per_node = job.layout.processes // most
-    words = [f"cluster.nodes={nodes}"]
+    words = [f"run.nnodes={nodes}", f"cluster.nodes={nodes}"]
     if job.cluster.devices_per_node:
         words.append(f"cluster.devices_per_node={per_node}")
     if nodes == most:
         return tuple(words)
     batch = batch_equation.solve(job.train.global_batch, job.layout).global_batch
     cluster = replace(job.cluster, nodes=nodes, devices_per_node=job.cluster.devices_per_node and per_node)
-    smaller = replace(job, cluster=cluster, train=replace(job.train, global_batch=batch))
+    train, run = replace(job.train, global_batch=batch), replace(job.run, nnodes=str(nodes))
+    smaller = replace(job, cluster=cluster, train=train, run=run)
     planned = loaded.origins["layout.auto"] != "default"
     layout = (None if planned else _with_fewer_data_ranks(smaller, nodes, most)) or _planned(
         LoadedJob(smaller, loaded.origins), per_node

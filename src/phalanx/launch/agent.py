@@ -99,8 +99,9 @@ class RankAgent(SimpleElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self._stop_workers(worker_group)
         # torch counts down; here the policy decides, and a restart long ago may not count any more.
-        self._remaining_restarts = int(self._attempts.finish())
-        failed = self._attempts.code != 0
+        again = self._attempts.finish()
+        self._remaining_restarts = int(again)
+        failed = again or self._attempts.code != 0  # a round that others end is no failure of these ranks
         ended = {worker.global_rank: None for worker in worker_group.workers}
         return RunResult(WorkerState.FAILED) if failed else RunResult(WorkerState.SUCCEEDED, return_values=ended)
 

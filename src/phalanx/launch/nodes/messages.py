@@ -10,7 +10,7 @@ from phalanx.bounded import parse_json
 
 MOST_BYTES = 1 << 16
 """Bytes of a line."""
-WORDS = ("layout", "layout.bucket_mb", "train.global_batch", "cluster.nodes", "cluster.devices_per_node")
+WORDS = ("run.nnodes", "layout", "layout.bucket_mb", "train.global_batch", "cluster.nodes", "cluster.devices_per_node")
 """Fields of the job that depend on the number of nodes: a host may set these and no others."""
 
 
