@@ -95,6 +95,15 @@ def flaky(directory: Path) -> int:
     return 0
 
 
+def until_go(directory: Path) -> int:
+    """Says what it was started with, and ends well as soon as `go` is there."""
+    names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "PHALANX_GENERATION", "PHALANX_STORE")
+    ready(directory, words=sys.argv[3:], **{name: os.environ.get(name) for name in names})
+    while not (directory / "go").exists():
+        time.sleep(0.01)
+    return 0
+
+
 def abrupt(directory: Path) -> int:
     if RANK == 1:
         print("the last thing it said", file=sys.stderr)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -27,6 +31,7 @@ from phalanx.launch.nodes.messages import (
     encode,
 )
 
+HERE = Path(__file__).parent
 A, B, C = (NodeState(f"node-{name}", 2) for name in "abc")
 
 
@@ -179,7 +184,9 @@ STATES = st.builds(
 )
 
 
-@given(STATES, st.integers(0, 9), st.none() | st.builds(Ending, st.text(max_size=5), st.booleans(), st.none() | st.just(1)))
+@given(
+    STATES, st.integers(0, 9), st.none() | st.builds(Ending, st.text(max_size=5), st.booleans(), st.none() | st.just(1))
+)
 def test_messages_arrive_as_they_were_sent(state: NodeState, slot: int, ending: Ending | None) -> None:
     assert decode_state(encode(state)) == state
     notice = Notice(slot, plan(3, (0, 2), "why"), ending)
@@ -244,3 +251,39 @@ def test_the_addresses_of_this_machine() -> None:
     assert interface_towards("127.0.0.1") == "lo"
     with pytest.raises(RunError, match="no.such.host.invalid is no known host"):
         is_this_machine("no.such.host.invalid")
+
+
+def test_two_launchers_run_a_round_and_one_goes_on_alone(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = str(HERE)
+
+    def start(role: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(HERE / "node_program.py"), role, port, str(tmp_path), "until_go"]
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def facts(rank: int) -> dict[str, object]:
+        path = tmp_path / f"rank_{rank}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    with start("guest") as guest, start("host") as host:
+        try:
+            soon(lambda: all(facts(rank).get("WORLD_SIZE") == "2" for rank in (0, 1)), 90)
+            assert [facts(rank)["GROUP_RANK"] for rank in (0, 1)] == ["0", "1"]
+            assert facts(0)["PHALANX_GENERATION"] == facts(1)["PHALANX_GENERATION"]
+            assert facts(1)["words"] == ["cluster.nodes=2"]
+            assert facts(1)["PHALANX_STORE"] is None, "ranks of several nodes do not meet in a file"
+            guest.kill()
+            soon(lambda: facts(0)["WORLD_SIZE"] == "1", 60)
+            assert facts(0)["words"] == ["cluster.nodes=1"]
+            (tmp_path / "go").touch()
+            _, shown = host.communicate(timeout=60)
+        finally:
+            guest.kill()
+            host.kill()
+    assert host.returncode == 0, shown
+    assert "phalanx: round 1 on 2 nodes, this is node 0, cluster.nodes=2" in shown
+    assert "phalanx: the round ends: node " in shown
+    assert "phalanx: round 2 on 1 node, this is node 0, cluster.nodes=1" in shown
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["attempt_0", "attempt_1"]

@@ -30,6 +30,8 @@ from phalanx.units import seconds
 BY_HAND = "`phalanx bench compute` and `phalanx bench comm`"
 MEASUREMENTS = {"comm": "intra.gbs", "compute": "accelerator.name"}
 """The measurements of `phalanx bench`, each with a field of the machine's file that it writes."""
+PLANNED, CHECKPOINT = "planned", "the checkpoint of"
+"""Beginnings of the origin of a layout that was left open."""
 OPEN_AT_ZERO = ("micro_batch", "accumulation")
 """Layout fields that are derived if they are 0, so that a 0 fixes nothing."""
 
@@ -56,12 +58,17 @@ def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
     prints = ranks is None or ranks.rank == 0
     if not fresh and (kept := _of_checkpoint(loaded, worlds)):
         layout, step = kept
-        where = f"the checkpoint of {RunDirectory.of(loaded.job).path} at step {step}"
+        where = f"{CHECKPOINT} {RunDirectory.of(loaded.job).path} at step {step}"
         if prints:
             echo(f"layout: {layout.line()}  (from {where}; layout=LINE resumes in another)", file=sys.stderr)
         return _with_layout(loaded, layout, worlds, where)
     check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=prints)
     return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), prints)
+
+
+def was_planned(loaded: LoadedJob) -> bool:
+    """Returns whether the layout was left open, so that the planner chose it, now or when the run began."""
+    return loaded.origins["layout.auto"].startswith((PLANNED, CHECKPOINT))
 
 
 def worlds_of(job: Job) -> tuple[int, ...]:
@@ -88,7 +95,7 @@ def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool
         )
         for note in (note for note in plan.notes if note.startswith(NO_HEADROOM)):
             echo(note, file=sys.stderr)
-    return _with_layout(loaded, best.layout, worlds, "planned")
+    return _with_layout(loaded, best.layout, worlds, PLANNED)
 
 
 def _step(value: float) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob
+from phalanx.cli import auto_layout
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.partition import batch as batch_equation
@@ -28,10 +29,8 @@ def words_for(loaded: LoadedJob, nodes: int) -> tuple[str, ...]:
     cluster = replace(job.cluster, nodes=nodes, devices_per_node=job.cluster.devices_per_node and per_node)
     train, run = replace(job.train, global_batch=batch), replace(job.run, nnodes=str(nodes))
     smaller = replace(job, cluster=cluster, train=train, run=run)
-    planned = loaded.origins["layout.auto"] != "default"
-    layout = (None if planned else _with_fewer_data_ranks(smaller, nodes, most)) or _planned(
-        LoadedJob(smaller, loaded.origins), per_node
-    )
+    fewer = None if auto_layout.was_planned(loaded) else _with_fewer_data_ranks(smaller, nodes, most)
+    layout = fewer or _planned(LoadedJob(smaller, loaded.origins), per_node)
     words += [f"train.global_batch={batch}", f"layout={layout.line()}"]
     if layout.bucket_mb != Layout().bucket_mb:
         words.append(f"layout.bucket_mb={layout.bucket_mb}")
@@ -52,8 +51,6 @@ def _with_fewer_data_ranks(job: Job, nodes: int, most: int) -> Layout | None:
 
 
 def _planned(loaded: LoadedJob, per_node: int) -> Layout:
-    from phalanx.cli import auto_layout
-
     cluster = replace(loaded.job.cluster, devices_per_node=per_node)
     job = replace(loaded.job, layout=Layout(auto=True), cluster=cluster)
     origins = {path: "default" if path.startswith("layout.") else origin for path, origin in loaded.origins.items()}
