@@ -14,7 +14,7 @@ NUMBERS = {path: kind for path, kind in leaves().items() if kind in (int, float,
 
 
 def test_every_number_has_a_range():
-    assert set(constraints()) == {*NUMBERS, "run.name", "run.dir"}
+    assert set(constraints()) == {*NUMBERS, "run.name", "run.dir", "run.nnodes", "run.rdzv_endpoint"}
 
 
 @pytest.mark.parametrize("path", NUMBERS)
