@@ -117,7 +117,7 @@ ADVICE = {
     "group_query_attention": "model.n_kv_heads says it: fewer of them than n_heads",
     **dict.fromkeys(("use_wandb", "wandb_log", "wandb_project"), "metrics go to metrics.jsonl in the run directory"),
     **dict.fromkeys(
-        ("local_rank", "master_addr", "master_port", "node_rank", "rdzv_backend", "rdzv_endpoint"),
+        ("local_rank", "master_addr", "master_port", "node_rank", "rdzv_backend"),
         "start the command with torchrun, srun or mpiexec, which say it",
     ),
 }
