@@ -128,13 +128,13 @@ class Peer(Program):
 
 
 def torchrun(launch: str, settings: Settings, nodes: Nodes | None) -> list[str]:
-    """Returns torchrun with its options: at most 3 restarts, as `phalanx train` has them by default."""
-    base = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
-    if launch == "nodes":
+    """Returns torchrun with its options: on one machine at most 3 restarts."""
+    base = [sys.executable, "-m", "torch.distributed.run"]
+    if launch == "nodes":  # with restarts, torchrun waits ten minutes for a node that is gone
         assert nodes is not None
         where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{nodes.addresses[0]}:{29400 + os.getpid() % 1000}"]
         return [*base, "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "chaos", *where]
-    return [*base, "--standalone", "--nproc-per-node", str(ranks_of(settings))]
+    return [*base, "--standalone", "--max-restarts", "3", "--nproc-per-node", str(ranks_of(settings))]
 
 
 def ranks_of(settings: Settings) -> int:

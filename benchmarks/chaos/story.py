@@ -72,6 +72,7 @@ class Story:
             "exit_code": self.first.code,
             "seconds": round(self.first.ended - self.first.began, 1),
             "detect_s": _rounded(self.detect_s(fault)),
+            "told": self.told(fault)[1][:300],
             "back_s": _rounded(self.back_s()),
             "steps_lost": self.steps_lost(),
             "difference": self.difference,
@@ -85,10 +86,15 @@ class Story:
         """Seconds from the injection to the first line that tells of it, to a restart, or to the end of the command."""
         if not self.injected:
             return None
-        told = [time for time, line in self.first.lines if time >= self.injected and _tells(line, fault.names)]
+        told = [time for time, line in [self.told(fault)] if line]
         restarts = [time for time, row in self.first.rows if time > self.injected and row["event"] == "start"]
         ends = [self.first.ended] if self.first.code else []
         return min([*told, *restarts, *ends]) - self.injected if told or restarts or ends else None
+
+    def told(self, fault: Fault) -> tuple[float, str]:
+        """Returns the first line that tells of the fault, with its time; empty if there is none."""
+        lines = ((time, line) for time, line in self.first.lines if time >= self.injected)
+        return next((told for told in lines if _tells(told[1], fault.names)), (0.0, ""))
 
     def back_s(self) -> float | None:
         """Seconds from the injection to the first step after the restart; None if the command did not restart."""

@@ -30,7 +30,7 @@ FAULTS = (
         job={"layout.dp_replicate": 1, "layout.tp": 2}, during=at_step(stop_rank(1, None)), names=_NAMES,
     ),
     Fault(
-        5, "gil", "rank 1 sleeps in C with the GIL held", _RESTARTED,
+        5, "gil", "rank 1 waits in C for a lock, with the GIL held", _RESTARTED,
         plugin={"rank": 1, "at": "step", "step": 12, "do": "gil"}, names=_NAMES, peer=True,
     ),
     Fault(
@@ -40,6 +40,6 @@ FAULTS = (
     Fault(
         6, "1.5x", "every step of rank 1 takes 1.5 times as long", "the run goes on; the slow rank is named",
         plugin={"rank": 1, "at": "step", "step": 5, "do": "slow", "factor": 1.5, "every": True}, names=_NAMES,
-        limit_s=240, job={"train.steps": 80},
+        limit_s=240, job={"train.steps": 450, "checkpoint.every": 50},
     ),
 )  # fmt: skip

@@ -41,6 +41,13 @@ def _slow(plan, last=[0.0]):  # noqa: B006 - the state of the one injection
     last[0] = time.perf_counter()
 
 
+def _deadlock(plan):
+    """Waits in C for a lock that this thread holds, with the GIL held (PyDLL): no Python thread of the process runs."""
+    library, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # zeros: a pthread mutex that is free
+    library.pthread_mutex_lock(lock)
+    library.pthread_mutex_lock(lock)
+
+
 def _spin(plan):
     while True:
         pass
@@ -66,8 +73,7 @@ PROCESS = {
     "segv": lambda plan: ctypes.string_at(0),
     "exit": lambda plan: os._exit(0),
     "raise": _raise,
-    # PyDLL keeps the GIL during the call: no other Python thread of this process runs.
-    "gil": lambda plan: ctypes.PyDLL(None).sleep(100_000),
+    "gil": _deadlock,
     "spin": _spin,
     "slow": _slow,
     "sleep": lambda plan: time.sleep(plan["seconds"]),
