@@ -97,7 +97,7 @@ class Fault:
     limit_s: float = 120.0
     """Seconds after which everything of the fault is killed."""
     needs: tuple[str, ...] = ()
-    """What the machine must have: names of benchmarks.chaos.machine.CAPABILITIES."""
+    """Needs of the fault: names of benchmarks.chaos.machine.CAPABILITIES."""
     terminal: bool = False
     """True: standard error is a terminal."""
     peer: bool = False

@@ -1,4 +1,4 @@
-"""What this machine can do for the bench, and the mounts, groups and libraries that faults need."""
+"""The capabilities of this machine, and the mounts, groups and libraries that faults need."""
 
 from __future__ import annotations
 

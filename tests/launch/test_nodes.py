@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError, RunError
+from phalanx.launch.nodes import key
 from phalanx.launch.nodes.addresses import interface_towards, is_this_machine
 from phalanx.launch.nodes.link import GuestLink, HostLink
 from phalanx.launch.nodes.membership import FIRST_CALL_S, HOST, Membership, Terms
@@ -45,7 +46,7 @@ class Nodes:
 
     def __init__(self, least: int, most: int, *states: NodeState):
         self.now = 0.0
-        self.membership = Membership(Terms(least, most, 2, 600.0), plan, lambda: self.now)
+        self.membership = Membership(Terms(least, most, 2, 600.0), plan, clock=lambda: self.now)
         self.states = {self.membership.join(state).slot: state for state in states}
 
     def tell(self, slot: int, **changes) -> Notice:
@@ -134,6 +135,22 @@ def test_a_node_with_another_number_of_ranks_is_refused() -> None:
     assert "would start 4 ranks, and the host asks for 2" in nodes.membership.join(NodeState("b", 4)).refusal
 
 
+def test_a_node_without_the_key_of_the_run_is_refused(tmp_path: Path) -> None:
+    assert key.known(tmp_path) == "", "a disk of its own"
+    own = key.make(tmp_path)
+    assert key.make(tmp_path) == key.known(tmp_path) == own
+    assert (tmp_path / key.FILE).stat().st_mode & 0o777 == 0o600
+    membership = Membership(Terms(1, 2, 2, 600.0), plan, own)
+    assert membership.join(dataclasses.replace(A, key=own)).slot == HOST
+    for other in ("", "Ä", own[:-1]):
+        assert "the same run directory" in membership.join(dataclasses.replace(B, key=other)).refusal
+    assert list(membership.nodes) == [HOST]
+    (tmp_path / key.FILE).unlink()
+    (tmp_path / key.FILE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="is a link"):
+        key.make(tmp_path)
+
+
 def test_a_job_without_a_layout_for_the_nodes_that_are_left_ends_on_all() -> None:
     def refuse(*_) -> Round:
         raise JobError("no layout")
@@ -181,6 +198,7 @@ STATES = st.builds(
     st.booleans(),
     st.booleans(),
     st.none() | st.builds(NodeFailure, st.integers(0, 255), st.text(max_size=5), st.booleans()),
+    st.text(max_size=5),
 )
 
 
@@ -198,6 +216,7 @@ def test_messages_arrive_as_they_were_sent(state: NodeState, slot: int, ending: 
     [
         {"round": {"members": [0], "words": ["run.dir=/elsewhere"]}},
         {"round": {"members": [True], "words": []}},
+        {"round": {"attempt": "../../elsewhere"}},
         {"slot": "0"},
         {"extra": 1},
     ],

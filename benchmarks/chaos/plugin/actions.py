@@ -1,4 +1,4 @@
-"""What a fault does inside the rank that it hits. `collective` returns the tensor that goes on into the collective."""
+"""The actions of faults inside the rank that they hit. `collective` returns the tensor that goes on."""
 
 import ctypes
 import os

@@ -86,7 +86,7 @@ def held(
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several ranks writes of a tensor that it holds: elements `start` to `stop` - 1 of the shard."""
+    """Elements `start` to `stop` - 1 of a shard that several ranks hold: those that this rank writes."""
 
     tensor: HeldTensor
     start: int

@@ -32,7 +32,7 @@ PRELOAD = (
     *("phalanx.cli.train", "phalanx.train.loop", "phalanx.generate.load", "safetensors.torch"),
     *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"),
 )
-"""What a rank imports until its first step, some of it at its first use."""
+"""The modules that a rank imports until its first step, some of them at their first use."""
 
 VERB = JobVerb(
     "train",

@@ -39,7 +39,7 @@ class RunOptions:
     same command. Empty: this machine alone, or the processes of another launcher."""
     rdzv_endpoint: Annotated[str, _ENDPOINT] = ""
     """HOST:PORT where the nodes meet, with nnodes. The node to which HOST belongs is the host, without which there is
-    no run. Anyone who reaches that port can take part: use a private network."""
+    no run. Its port asks for the key in the run directory; nothing is encrypted: use a private network."""
     node_lost_s: Annotated[float, Above(0)] = 10.0
     """Seconds without a sign of life after which a node is lost, and the others go on without it."""
     log_level: Literal["debug", "info", "warning"] = "info"

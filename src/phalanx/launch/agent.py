@@ -17,53 +17,22 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from phalanx.launch.attempts import Attempts
+from phalanx.launch.handler import QuietHandler
 from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.processes import RankProcesses
 
 _POLL_S = 0.1
 
 
-class LoneNode(RendezvousHandler):
-    """A rendezvous of a single agent.
-
-    torch's rendezvous backends listen on all interfaces, pickle their state, or wait for other nodes; one machine needs
-    none of that. The ranks meet through their own file (environment.STORE), not through the agent.
-    """
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Returns False: the workers get no store from the agent."""
-        return False
-
-    def get_backend(self) -> str:
-        """Returns the name of this rendezvous backend."""
-        return "lone-node"
+class LoneNode(QuietHandler):
+    """The rendezvous of a single agent. The ranks meet through their own file (environment.STORE), not through it."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Returns node 0 of 1, with a store inside this process. Port 0: nothing listens."""
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
-
-    def is_closed(self) -> bool:
-        """Returns False: no other node could close it."""
-        return False
-
-    def set_closed(self) -> None:
-        """Does nothing: there is no other node."""
-
-    def num_nodes_waiting(self) -> int:
-        """Returns 0: no node joins late."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Returns the id that workers see as TORCHELASTIC_RUN_ID."""
-        return "phalanx"
-
-    def shutdown(self) -> bool:
-        """Returns True: there is nothing to close."""
-        return True
 
 
 class RankAgent(SimpleElasticAgent):

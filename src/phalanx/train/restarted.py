@@ -1,4 +1,4 @@
-"""What a run that the launcher started again tells about it, and what the launcher reads of a run's progress."""
+"""The report of a run that the launcher has started again, and the progress that the launcher reads of a run."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class TrainState:
     val_step: int | None = None
     """Steps done when it was measured."""
     history: History = field(init=False)
-    """What the guard remembers."""
+    """The guard's record of recent steps."""
 
     def __post_init__(self) -> None:
         self.history = History(self.stepper.job.guard)

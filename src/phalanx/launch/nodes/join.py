@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.launch import generation
 from phalanx.launch.attempts import say
 from phalanx.launch.logs import next_attempt
+from phalanx.launch.nodes import key
 from phalanx.launch.nodes.addresses import free_port, interface_towards, is_this_machine
 from phalanx.launch.nodes.link import GuestLink, HostLink
 from phalanx.launch.nodes.membership import Membership, Terms
@@ -50,10 +51,11 @@ class Nodes:
         """Opens this node's link. Raises RunError if the endpoint cannot be used."""
         state = NodeState(platform.node(), self.terms.processes)
         if self.is_host:
-            membership = Membership(self.terms, self._plan)
-            link = HostLink(self.endpoint, membership, state, self.silence_s)
+            own = key.make(self.directory)
+            membership = Membership(self.terms, self._plan, own)
+            link = HostLink(self.endpoint, membership, replace(state, key=own), self.silence_s)
         else:
-            link = GuestLink(self.endpoint, state, self.silence_s)
+            link = GuestLink(self.endpoint, state, self.silence_s, lambda: key.known(self.directory))
 
         def stops() -> int | None:
             return signals.requests[0][0] if signals.requests else None

@@ -10,6 +10,7 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -149,10 +150,13 @@ class GuestLink:
         address: the host's name and port.
         state: of this node.
         silence_s: seconds for which the host may be silent.
+        key: returns the key of the run as this node sees it.
     """
 
-    def __init__(self, address: tuple[str, int], state: NodeState, silence_s: float):
-        self._address, self._state, self._silence_s = address, state, silence_s
+    def __init__(
+        self, address: tuple[str, int], state: NodeState, silence_s: float, key: Callable[[], str] = lambda: ""
+    ):
+        self._address, self._state, self._silence_s, self._key = address, state, silence_s, key
         self._said = state
         self._notice = Notice(-1)
         self._heard = time.monotonic()
@@ -199,11 +203,11 @@ class GuestLink:
                 self._changed.wait_for(lambda: self._closed, _RETRY_S)
 
     def _talk(self, connection: socket.socket) -> None:
-        lines = connection.makefile("rb")
+        lines, key = connection.makefile("rb"), self._key()
         while not self._closed:
             with self._changed:
                 self._said = self._state
-            connection.sendall(encode(self._said))
+            connection.sendall(encode(replace(self._said, key=key)))
             line = lines.readline(MOST_BYTES)
             if not line:
                 return

@@ -7,6 +7,7 @@ there is no round, so that two halves of a cut network can never both go on.
 
 from __future__ import annotations
 
+import hmac
 import threading
 import time
 from collections.abc import Callable
@@ -41,8 +42,8 @@ Plan = Callable[[int, tuple[int, ...], str], Round]
 class Membership:
     """The nodes of a run, and their rounds. Several threads may use it."""
 
-    def __init__(self, terms: Terms, plan: Plan, clock: Callable[[], float] = time.monotonic):
-        self.terms, self.plan, self.clock = terms, plan, clock
+    def __init__(self, terms: Terms, plan: Plan, key: str = "", clock: Callable[[], float] = time.monotonic):
+        self.terms, self.plan, self.key, self.clock = terms, plan, key, clock
         self.nodes: dict[int, NodeState] = {}
         """The nodes that are there, by slot."""
         self.round: Round | None = None
@@ -54,6 +55,12 @@ class Membership:
 
     def join(self, state: NodeState) -> Notice:
         """Adds a node, and returns its slot. The first one is the host."""
+        if not hmac.compare_digest(state.key.encode(), self.key.encode()):
+            return Notice(
+                -1,
+                refusal="this node does not see the key of the run that the host has written to its run directory: "
+                "all nodes need the same run directory, on storage that they share",
+            )
         with self._changed:
             if state.processes != self.terms.processes:
                 return Notice(

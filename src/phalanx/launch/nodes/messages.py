@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -41,6 +42,8 @@ class NodeState:
     """True once its ranks have ended well: it does not take part in another round."""
     failure: NodeFailure | None = None
     """Why its ranks failed in that round, if they did by themselves."""
+    key: str = ""
+    """The key of the run (key.py), which is asked for when it joins."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ def decode_notice(line: bytes) -> Notice:
         if any(word.partition("=")[0] not in WORDS for word in words):
             raise ValueError("words that do not adapt a job to the number of nodes")
         round_ = Round(**_typed(Round, values), members=members, words=words)
+        if not re.fullmatch("attempt_[0-9]+", round_.attempt):
+            raise ValueError("an attempt whose logs would lie elsewhere")
     if ending is not None:
         values = _fields(Ending, ending)
         code = values.pop("code")

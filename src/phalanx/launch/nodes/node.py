@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import HashStore  # torch.distributed.HashStore, which the type stubs do not know
 from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
 
 from phalanx.errors import StoppedError
 from phalanx.launch.environment import GENERATION
+from phalanx.launch.handler import QuietHandler
 from phalanx.launch.nodes.link import POLL_S, NodeLink
 from phalanx.launch.nodes.messages import Ending, NodeFailure, Round
 
@@ -30,7 +30,7 @@ class Over:
     message: str
 
 
-class NodeRendezvous(RendezvousHandler):
+class NodeRendezvous(QuietHandler):
     """Lets a node's launcher take part in one round after the other.
 
     Args:
@@ -121,33 +121,3 @@ class NodeRendezvous(RendezvousHandler):
     def _end(self, code: int, message: str) -> None:
         self.over = Over(code, message)
         raise RendezvousGracefulExitError(message)
-
-    # The rest of torch's interface.
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Returns False: the ranks of every round meet at a port of their own."""
-        return False
-
-    def get_backend(self) -> str:
-        """Returns the name of this rendezvous backend."""
-        return "phalanx-nodes"
-
-    def is_closed(self) -> bool:
-        """Returns whether no round follows."""
-        return self.over is not None
-
-    def set_closed(self) -> None:
-        """Does nothing: the host decides."""
-
-    def num_nodes_waiting(self) -> int:
-        """Returns 0: a node that joins ends the round like any other change (`ending`)."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Returns the id that workers see as TORCHELASTIC_RUN_ID."""
-        return "phalanx"
-
-    def shutdown(self) -> bool:
-        """Returns True: `close` of the link ends the connection."""
-        return True

@@ -1,4 +1,4 @@
-"""What the kernel says about a process: its state, where it waits, and whether it is the one that was meant."""
+"""Facts of the kernel about a process: its state, where it waits, and whether it is the one that was meant."""
 
 from __future__ import annotations
 

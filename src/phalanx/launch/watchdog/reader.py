@@ -168,7 +168,7 @@ class HeartbeatFile:
 
 
 class _Names:
-    """What the numbers in a file stand for."""
+    """The names and places that the numbers in a file stand for."""
 
     def __init__(self, words: memoryview, data: bytes):
         rank, self.main_thread = words[at.RANK], words[at.MAIN_THREAD]

@@ -53,7 +53,8 @@ class Attempt:
     differences: list[Difference] = field(default_factory=list)
     """Gradients whose replicas differ."""
     result: Tensor | None = None
-    """What this rank computed, (3,): its loss, its gradients before, and those after they were summed over ranks."""
+    """This rank's loss, its gradients before, and those after they were summed over ranks, (3,): digests where kernels
+    repeat exactly, otherwise the loss and norms."""
 
     def agrees(self, other: Attempt, *, exact: bool) -> Tensor:
         """Returns where this rank's result is that of another attempt, (3,) of bool."""

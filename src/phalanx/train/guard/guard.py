@@ -247,7 +247,7 @@ class Guard:
             raise Rewind(None)
         raise CorruptionError(
             f"step {number}: {text}{limit}. Checkpoints are from before; the same command resumes from the newest. "
-            " Test the memory of the host first"
+            "Test the memory of the host first"
         )
 
     def _hosts(self, differences: Sequence[Difference]) -> dict[int, str]:
