@@ -60,6 +60,13 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     return content
 
 
+def read_tail(path: Path, most: int) -> bytes:
+    """Returns the last bytes of a regular file, at most `most`. Raises OSError."""
+    with open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read(most)
+
+
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
     """Returns the text of a regular UTF-8 file of at most `most` bytes. Raises OSError, and UnicodeDecodeError."""
     return read_bytes(path, most).decode()

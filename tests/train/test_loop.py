@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.cli.train import _text as text_of
 from phalanx.config.layout import Layout
 from phalanx.errors import CheckpointError, JobError, NotFiniteError, StoppedError
 from phalanx.launch.ranks import SINGLE
@@ -213,6 +214,14 @@ def test_a_corrupt_newest_checkpoint_gives_way_to_the_one_before(ranks, job):
         path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
         ranks(train, 2, two)
+
+
+def test_a_rank_that_is_restarted_after_the_last_checkpoint_takes_no_step(ranks, job):
+    first = ranks(train, 1, job)[0]
+    again = ranks(train, 1, job)[0]
+    assert (again["step"], again["loss"], again["val_loss"]) == (first["step"], None, first["val_loss"])
+    assert len(losses(job)) == first["step"]
+    assert f"in {first['step']} steps\n" in text_of({**again, "sample": ""})
 
 
 def test_a_job_for_more_processes_than_there_are_is_refused(job):

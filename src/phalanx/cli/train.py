@@ -203,7 +203,8 @@ def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
 
 
 def _text(summary: dict[str, Any]) -> str:
-    lines = [f"trained {summary['tokens']:,} tokens in {summary['step']} steps; training loss {summary['loss']:.4f}"]
+    loss = "" if summary["loss"] is None else f"; training loss {summary['loss']:.4f}"
+    lines = [f"trained {summary['tokens']:,} tokens in {summary['step']} steps{loss}"]
     if summary["val_loss"] is not None:
         lines.append(f"validation loss: {summary['val_loss']:.4f}")
     if summary["sample"]:

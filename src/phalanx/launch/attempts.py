@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
+from phalanx.bounded import read_tail
 from phalanx.echo import echo, shortened
 from phalanx.errors import StoppedError
 from phalanx.launch import generation
@@ -22,7 +23,7 @@ from phalanx.launch.supervisor import Exit, StopSignals, Supervisor
 from phalanx.launch.verdict import End, first_failure, verdict
 from phalanx.launch.watchdog.watchdog import write
 
-_LAST_LINES = 10
+_LAST_LINES, _LAST_BYTES = 10, 1 << 14
 
 
 class Attempts:
@@ -163,9 +164,10 @@ def _end(rank: int, ended: Exit, directory: Path, left_early: str) -> End:
     if outcome and outcome.traceback:
         with suppress(OSError), log.open("a", encoding="utf-8") as file:  # the verdict shows it, too
             file.write(f"{outcome.traceback}\n")
-    elif log.exists():
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        last_words = "\n".join(lines[-_LAST_LINES:])
+    else:
+        with suppress(OSError):
+            lines = read_tail(log, _LAST_BYTES).decode(errors="replace").splitlines()
+            last_words = "\n".join(lines[-_LAST_LINES:])
     return End(rank, ended.code, ended.time, ended.killed, outcome, last_words, left_early)
 
 

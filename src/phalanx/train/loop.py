@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -357,7 +358,7 @@ class Trainer:
         return {
             "run": str(self.directory.path),
             "step": self.state.step,
-            "loss": loss,
+            "loss": None if math.isnan(loss) else loss,  # a run that ended with its last checkpoint may take no step
             "val_loss": self.state.val_loss,
             "tokens": self.state.samples * self.job.model.seq_len,
             "seconds": elapsed,

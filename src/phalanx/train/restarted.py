@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.bounded import field, open_regular, parse_json
+from phalanx.bounded import field, parse_json, read_tail
 from phalanx.launch.environment import RESTARTED
 from phalanx.train.recorder import Recorder
 
@@ -27,9 +27,7 @@ def newest_step(metrics: Path) -> tuple[int, float] | None:
     """Returns the newest step that metrics.jsonl reports, and when it was done, in seconds since the epoch; None if it
     reports none in its last rows."""
     try:
-        with open_regular(metrics) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
+        lines = read_tail(metrics, _TAIL_BYTES).splitlines()
     except OSError:
         return None
     for line in reversed(lines):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 from pathlib import Path
 
 from phalanx.comm.agree import gather_json, on_rank_zero
@@ -23,4 +24,5 @@ def watch(job: Job, ranks: Ranks, log_file: Path | None) -> None:
         return
     reports = Path(on_rank_zero(lambda: str(log_file.parents[1] if log_file else RunDirectory.of(job).logs)))
     limits = Limits(job.run.hang_limit_s, job.run.timeout_s)
-    join(ranks, gather_json(platform.node()), limits, reports, RunDirectory.of(job).metrics)
+    token = on_rank_zero(lambda: secrets.token_hex(8))
+    join(ranks, gather_json(platform.node()), token, limits, reports, RunDirectory.of(job).metrics)

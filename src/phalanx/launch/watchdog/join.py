@@ -21,7 +21,7 @@ from phalanx.launch.watchdog.folder import new_folder
 from phalanx.launch.watchdog.node import HOSTS
 
 
-def join(ranks: Ranks, hosts: Sequence[str], limits: Limits, reports: Path, metrics: Path) -> None:
+def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports: Path, metrics: Path) -> None:
     """Starts this rank's heartbeat; the first rank that comes on a node also starts the node's watchdog.
 
     All ranks call it, in their process group.
@@ -29,6 +29,7 @@ def join(ranks: Ranks, hosts: Sequence[str], limits: Limits, reports: Path, metr
     Args:
         ranks: this rank's place.
         hosts: the host of every rank.
+        token: of this attempt, the same on all ranks: the store may still know those of older attempts.
         limits: when a silent rank hangs.
         reports: the folder for the watchdog's reports.
         metrics: metrics.jsonl, to which rank 0's node appends slow ranks.
@@ -37,9 +38,7 @@ def join(ranks: Ranks, hosts: Sequence[str], limits: Limits, reports: Path, metr
         RunError: the folder of the node's heartbeats is not private to this user.
     """
     store = dist.distributed_c10d._get_default_store()
-    # Of the attempts of one torchrun, the store may know older ones.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"phalanx/watchdog/{attempt}/{platform.node()}/{_boot_id()}"
+    key = f"phalanx/watchdog/{token}/{platform.node()}/{_boot_id()}"
     leads = store.add(f"{key}/ranks", 1) == 1
     if leads:
         directory = new_folder()
