@@ -39,7 +39,7 @@ def order(root, step=10, ranks=2, need=24, timeout_s=60.0):
 
 def start(what, rank, ready=lambda: None):
     """The thread of one of two ranks, each with one row of w."""
-    return Writer(what, rank, [Part("w", (2, 3), Box((rank, 0), (1, 3)), W[rank : rank + 1])], ready, nice=True)
+    return Writer(what, rank, [Part("w", (2, 3), Box((rank, 0), (1, 3)), W[rank : rank + 1])], lambda: None, ready, nice=True)
 
 
 def until(condition):
@@ -177,6 +177,7 @@ def test_a_snapshot_uses_its_memory_again_and_keeps_values_and_types():
     for _ in range(2):
         copies = snapshot.take(values)
         place = snapshot.memory.data_ptr()
+        snapshot.fill()
         snapshot.wait()
         for copy, value in zip(copies, values, strict=True):
             torch.testing.assert_close(copy, value, rtol=0, atol=0)

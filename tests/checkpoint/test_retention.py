@@ -80,7 +80,7 @@ def test_one_that_was_set_aside_goes_once_it_is_old(root):
 
 def test_checkpoints_of_another_version_are_not_touched(root):
     path = save(root, 10, Retention())
-    (path / MANIFEST).write_text((path / MANIFEST).read_text().replace('"version": 2', '"version": 3'))
+    (path / MANIFEST).write_text((path / MANIFEST).read_text().replace('"version": 3', '"version": 4'))
     save(root, 20, Retention(keep=1))
     save(root, 30, Retention(keep=1))
     assert left(root) == ["step-000010", "step-000030"]

@@ -50,7 +50,7 @@ def forge(path, **changes):
 
 BOXES = {"shape": [2, 3], "dtype": "F32", "boxes": [[SHARDS, [0, 0], [1, 3]]]}
 DAMAGE = {
-    "flipped bit": (lambda p: flip_a_bit(p / SHARDS), f"{SHARDS} does not match its sha256"),
+    "flipped bit": (lambda p: flip_a_bit(p / SHARDS), f"{SHARDS} does not match its digest"),
     "truncated": (lambda p: os.truncate(p / SHARDS, 20), f"{SHARDS} has 20 bytes"),
     "empty": (lambda p: os.truncate(p / SHARDS, 0), f"{SHARDS} has 0 bytes"),
     "missing file": (lambda p: (p / SHARDS).unlink(), f"{SHARDS} is missing"),
@@ -59,13 +59,13 @@ DAMAGE = {
     "nested": (lambda p: (p / "manifest.json").write_text("[" * 100_000), "manifest.json is damaged"),
     "edited": (lambda p: edit(p, step=11), "does not match its own digest"),
     "foreign": (lambda p: edit(p, format="x"), "is not the manifest of a Phalanx checkpoint"),
-    "earlier version": (lambda p: edit(p, version=1), "format version 1, written by a Phalanx whose rank 0 wrote"),
-    "later version": (lambda p: edit(p, version=3, phalanx="9.0"), "format version 3, written by Phalanx 9.0; this"),
+    "earlier version": (lambda p: edit(p, version=1), "format version 1, written by Phalanx 0"),
+    "later version": (lambda p: edit(p, version=4, phalanx="9.0"), "format version 4, written by Phalanx 9.0; this"),
     "not checked": (lambda p: forge(p, finite=False), "was not checked for NaN"),
-    "outside": (lambda p: forge(p, files={"../x": {"bytes": 1, "sha256": ""}}), "a file outside its directory"),
+    "outside": (lambda p: forge(p, files={"../x": {"bytes": 1, "xxh3_128": ""}}), "a file outside its directory"),
     "no tensors": (lambda p: forge(p, tensors=[]), "lacks what every manifest has"),
     "half a tensor": (lambda p: forge(p, tensors={"w": BOXES}), "does not account for all of w"),
-    "negative size": (lambda p: forge(p, files={SHARDS: {"bytes": -1, "sha256": ""}}), "-1 is no size"),
+    "negative size": (lambda p: forge(p, files={SHARDS: {"bytes": -1, "xxh3_128": ""}}), "-1 is no size"),
     "half removed": (lambda p: [file.unlink() for file in p.iterdir()], "has no manifest.json"),
 }
 

@@ -13,6 +13,7 @@ import torch
 from checkpoint.contents import contents
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.validity import check
+from phalanx.config.layout import Layout
 from phalanx.errors import NotFiniteError, PhalanxError
 from phalanx.launch import generation
 from phalanx.launch.environment import GENERATION
@@ -97,6 +98,49 @@ def test_training_goes_on_while_the_state_before_is_written_and_a_stop_waits_for
     ranks(train, 2, saving)
     expected = contents(RunDirectory.of(straight).checkpoints / "step-000006")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in contents(root / "step-000006").items())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp_shard": 2, "zero": 3},
+        {"dp_replicate": 2, "zero": 0},
+        {"pp": 2, "schedule": "pipedream", "accumulation": 3},
+        {"dp_replicate": 2, "zero": 0, "sync": "local_sgd", "sync_every": 1},
+        {"dp_replicate": 2, "zero": 0, "sync": "asp"},
+    ],
+    ids=lambda layout: layout.get("sync") or layout.get("schedule") or f"zero-{layout['zero']}",
+)
+def test_the_state_does_not_change_while_it_is_copied(ranks, job, root, layout):
+    job = dataclasses.replace(change(job, "checkpoint", every=2, keep=0), layout=Layout(**layout))
+    for filled, error in ranks(copied_late, 2, job):
+        assert not error
+        assert filled
+        assert all(same for same in filled)
+
+
+def copied_late(ranks, job):
+    """Trains with copies that begin late, and returns of each whether it is what the state was when it was taken."""
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    snapshot, filled = trainer.saving.snapshot, []
+    take, fill = snapshot.take, snapshot.fill
+
+    def taken(values):
+        snapshot.expected = [value.clone() for value in values]
+        snapshot.copies = take(values)
+        return snapshot.copies
+
+    def filled_late():
+        time.sleep(0.3)
+        fill()
+        filled.append(all(map(torch.equal, snapshot.copies, snapshot.expected)))
+
+    snapshot.take, snapshot.fill = taken, filled_late
+    try:
+        trainer.run()
+    except PhalanxError as error:
+        return filled, str(error)
+    return filled, ""
 
 
 def fail_on_rank_one(trainer, rank, step):

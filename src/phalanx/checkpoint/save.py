@@ -117,7 +117,7 @@ class Save:
             if tensors:
                 file = self._shard(rank)
                 facts = shard_file.write(file, tensors, progress)
-                written = {"file": file.name, "bytes": facts.bytes, "sha256": facts.sha256}
+                written = {"file": file.name, "bytes": facts.bytes, "xxh3_128": facts.digest}
             _write_visibly(self._report(rank), json.dumps({**written, "tensors": boxes}).encode())
 
     def missing(self) -> list[int]:
@@ -198,7 +198,7 @@ class Save:
             report: Mapping[str, Any] = json.loads(self._report(rank).read_text(encoding="utf-8"))
             name = report.get("file", "")
             if name:
-                shards[name] = ShardFile(report["bytes"], report["sha256"])
+                shards[name] = ShardFile(report["bytes"], report["xxh3_128"])
                 size = (self.directory / name).stat().st_size
                 if size != report["bytes"]:
                     raise OSError(f"rank {rank} wrote {report['bytes']} bytes to {name}, rank 0 sees {size}")

@@ -1,4 +1,4 @@
-"""Writes safetensors files with their sha256 in one pass, from memory to the disk.
+"""Writes safetensors files with their digest in one pass, from memory to the disk.
 
 The library's own writer gives no digest, which would take a second pass over the file. The format is 8 bytes with the
 header's length, the header (JSON: each tensor's type, shape and place), and the tensors' bytes, little-endian and
@@ -7,14 +7,14 @@ without gaps (https://github.com/huggingface/safetensors#format). The library re
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import ShardFile
@@ -31,7 +31,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 CHUNK_BYTES = 8 * 2**20
-"""Bytes that are hashed or written at a time."""
+"""Bytes that are hashed and written at a time."""
 SYNC_BYTES = 2**30
 """Bytes after which the writer waits for the disk, so that a slow disk shows progress before the end."""
 
@@ -39,35 +39,28 @@ SYNC_BYTES = 2**30
 def write(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None] = lambda: None) -> ShardFile:
     """Writes tensors to a new safetensors file and waits until it is on the disk. Returns size and digest.
 
-    A second thread hashes the same memory meanwhile; neither holds the interpreter's lock. `progress` is called after
-    every chunk that was written. Raises OSError."""
+    `progress` is called after every chunk that was written. The interpreter's lock is free meanwhile. Raises OSError.
+    """
     # The widest types first, so that every tensor is aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    buffers = [memoryview(_header(ordered)), *map(_bytes, ordered.values())]
-    digest = hashlib.sha256()
-    hashing = threading.Thread(target=_hash, args=(digest, buffers), name="checkpoint digest", daemon=True)
-    hashing.start()
-    try:
-        with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            since_sync = 0
-            for chunk in _chunks(buffers):
-                file.write(chunk)
-                since_sync += len(chunk)
-                if since_sync >= SYNC_BYTES:
-                    os.fdatasync(file.fileno())
-                    since_sync = 0
-                progress()
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-    finally:
-        hashing.join()
+    digest, size = xxhash.xxh3_128(), 0
+    with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", buffering=0) as file:
+        for chunk in _chunks([memoryview(_header(ordered)), *map(_bytes, ordered.values())]):
+            digest.update(chunk)
+            _write_whole(file, chunk)
+            # Linux begins to write such pages to the disk: the rest is hashed and copied meanwhile.
+            os.posix_fadvise(file.fileno(), size, len(chunk), os.POSIX_FADV_DONTNEED)
+            if (size + len(chunk)) // SYNC_BYTES > size // SYNC_BYTES:
+                os.fdatasync(file.fileno())
+            size += len(chunk)
+            progress()
+        os.fsync(file.fileno())
     return ShardFile(size, digest.hexdigest())
 
 
-def _hash(digest: hashlib._Hash, buffers: Iterable[memoryview]) -> None:
-    for chunk in _chunks(buffers):
-        digest.update(chunk)
+def _write_whole(file: io.FileIO, chunk: memoryview) -> None:
+    while len(chunk):
+        chunk = chunk[file.write(chunk) :]
 
 
 def _chunks(buffers: Iterable[memoryview]) -> Iterator[memoryview]:

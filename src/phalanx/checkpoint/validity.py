@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import xxhash
+
 from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.echo import echo
@@ -42,15 +44,15 @@ def check(path: Path, verify: bool = True) -> Manifest:
 def check_digests(manifest: Manifest, names: Iterable[str]) -> None:
     """Checks the digests of some of a checkpoint's shard files. Raises DamagedCheckpointError that names the file."""
     for name in names:
-        file, expected = manifest.path / name, manifest.files[name].sha256
+        file, expected = manifest.path / name, manifest.files[name].digest
         try:
             with file.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
         except OSError as error:
             raise DamagedCheckpointError(f"checkpoint file {file} cannot be read: {error}") from None
         if digest != expected:
             raise DamagedCheckpointError(
-                f"checkpoint file {file} does not match its sha256 {expected[:12]}…: it is corrupt"
+                f"checkpoint file {file} does not match its digest {expected[:12]}…: it is corrupt"
             )
 
 

@@ -56,10 +56,20 @@ class Order:
 class Writer:
     """One rank's thread for one checkpoint."""
 
-    def __init__(self, order: Order, rank: int, parts: Iterable[Part], ready: Callable[[], None], nice: bool):
-        """`parts` are read until the thread ends, after `ready` has returned, which may raise NotFiniteError. A `nice`
-        thread gives way to training."""
-        self.order, self.rank, self.parts, self.ready, self.nice = order, rank, parts, ready, nice
+    def __init__(
+        self,
+        order: Order,
+        rank: int,
+        parts: Iterable[Part],
+        copy: Callable[[], None],
+        ready: Callable[[], None],
+        nice: bool,
+    ):
+        """`parts` are read until the thread ends, after `copy` and `ready` have returned. The thread first calls
+        `copy`, for which training waits; `ready` may raise NotFiniteError. A `nice` thread then gives way to
+        training."""
+        self.order, self.rank, self.parts = order, rank, parts
+        self.copy, self.ready, self.nice = copy, ready, nice
         self.path: Path | None = None
         """The checkpoint, known on rank 0 once it is whole."""
         self.error: PhalanxError | None = None
@@ -106,10 +116,9 @@ class Writer:
         )
 
     def _run(self) -> None:
-        if self.nice:
-            with contextlib.suppress(OSError, AttributeError):  # a thread has its own niceness on Linux only
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
+            self.copy()
+            self._give_way()
             if self.rank == 0:
                 self._lead()
             else:
@@ -123,6 +132,11 @@ class Writer:
             )
         self.parts, self.ended = (), time.monotonic()
         self._done.set()
+
+    def _give_way(self) -> None:
+        if self.nice:
+            with contextlib.suppress(OSError, AttributeError):  # a thread has its own niceness on Linux only
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
     def _lead(self) -> None:
         """Writes rank 0's part, waits for the others', and commits."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class AdamW:
     def __init__(self, shards: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0):
         """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step."""
         self.shards = shards
+        self.before_write: Callable[[], None] = lambda: None
+        """Called before parameters or moments change in a step."""
         self.config, self.bias_rate = config, bias_rate
         self.masters = {
             f.name: f.value.detach().float().requires_grad_() if needs_master_weights(f.value.dtype) else f.value
@@ -67,6 +69,7 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor) -> None:
         """Clips to the configured norm, updates, and clears the gradients. `norm` is the global norm."""
+        self.before_write()
         # Experts with more than the mean load become less likely to be chosen (DeepSeek-V3, section 2.1.2).
         for bias in self.biases:
             if bias.grad is not None:

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 _RUNNING, _DONE, _HANGING, _FATAL = range(4)
 _ENDS_THE_RUN = (NotFiniteError, SupersededError)
 """Errors of a save for which no policy lets the run go on."""
+_LONGEST_PAUSE_S = 0.05
+"""Seconds between two exchanges of status, at most."""
 _LAST_PATIENCE_S = 3.0
 """Seconds without progress after which a run that ends with an error stops waiting for a checkpoint."""
 
@@ -44,6 +46,7 @@ class Saving:
         self.world, self.device = state.stepper.mesh.axis("world"), state.stepper.device
         self.options = state.stepper.job.checkpoint
         self.snapshot = Snapshot(self.device)
+        state.stepper.optimizer.before_write = self.hold
         self.writer: Writer | None = None
         self.told = True
         self.last = False
@@ -64,8 +67,9 @@ class Saving:
     def save(self, last: bool = False) -> float:
         """Saves the state, together with all other ranks. Returns the seconds for which training was blocked.
 
-        A save that goes on is waited for first. Then training goes on as soon as the state is copied; without
-        `checkpoint.background`, or if some host has no memory for the copy, once the checkpoint is whole. So it does
+        A save that goes on is waited for first. Then training goes on while the state is copied, and the optimizer
+        waits for that (`hold`); without `checkpoint.background`, or if some host has no memory for the copy, training
+        goes on once the checkpoint is whole. So it does
         after the `last` save of a run, which raises RunError on all ranks if it fails; other failures are dealt with
         as `checkpoint.on_failure` says.
 
@@ -87,9 +91,12 @@ class Saving:
             self._order(need, token),
             self.world.rank,
             _parts(shares, values),
+            copy=self.snapshot.fill if values is not None else lambda: None,
             ready=partial(self._check, self.state.step, list(zip(shares, values or [], strict=False))),
             nice=goes_on,
         )
+        if goes_on and self.state.stepper.job.layout.sync != "bsp":
+            self.snapshot.hold()  # replicas average their parameters, or adopt a server's, beside the optimizer
         self.blocked = time.perf_counter() - began
         if not goes_on:
             self.settle()
@@ -97,6 +104,12 @@ class Saving:
         if last:
             self.finish()
         return self.blocked
+
+    def hold(self) -> None:
+        """Waits until the state may change: a copy of it may still be made."""
+        began = time.perf_counter()
+        self.snapshot.hold()
+        self.blocked += time.perf_counter() - began
 
     def finish(self) -> None:
         """Waits until the newest save is whole, together with all other ranks. Raises on all of them its error if it
@@ -147,7 +160,7 @@ class Saving:
                 self.writer.abandon()
             heartbeat.beat()
             self.writer.join(pause)
-            pause = min(2 * pause, 0.25)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
         self.poll()
         return status
 

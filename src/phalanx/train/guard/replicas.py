@@ -136,6 +136,7 @@ class Replicas:
     def heal(self, differences: Sequence[Difference]) -> None:
         """Copies each tensor from the first rank of its majority to the ranks that hold something else. A collective of
         the ranks concerned; every difference has a majority."""
+        self.stepper.optimizer.before_write()
         by_key = {held.key: held for held in self.held}
         world = self.mesh.axis("world")
         with self.mesh.ledger.untracked():
