@@ -49,6 +49,7 @@ def forge(path, **changes):
 
 
 BOXES = {"shape": [2, 3], "dtype": "F32", "boxes": [[SHARDS, [0, 0], [1, 3]]]}
+OVERLAP = BOXES | {"boxes": [[SHARDS, [0, 0], [1, 3]], [SHARDS, [0, 0], [1, 3]]]}
 DAMAGE = {
     "flipped bit": (lambda p: flip_a_bit(p / SHARDS), f"{SHARDS} does not match its digest"),
     "truncated": (lambda p: os.truncate(p / SHARDS, 20), f"{SHARDS} has 20 bytes"),
@@ -64,6 +65,8 @@ DAMAGE = {
     "not checked": (lambda p: forge(p, finite=False), "was not checked for NaN"),
     "outside": (lambda p: forge(p, files={"../x": {"bytes": 1, "xxh3_128": ""}}), "a file outside its directory"),
     "no tensors": (lambda p: forge(p, tensors=[]), "lacks what every manifest has"),
+    "overlap": (lambda p: forge(p, tensors={"w": OVERLAP}), "does not account for all of w"),
+    "unknown type": (lambda p: forge(p, tensors={"w": BOXES | {"dtype": "X"}}), "gives w the type 'X'; there are F64"),
     "half a tensor": (lambda p: forge(p, tensors={"w": BOXES}), "does not account for all of w"),
     "negative size": (lambda p: forge(p, files={SHARDS: {"bytes": -1, "xxh3_128": ""}}), "-1 is no size"),
     "half removed": (lambda p: [file.unlink() for file in p.iterdir()], "has no manifest.json"),
@@ -113,6 +116,20 @@ def test_a_shard_file_with_another_shape_than_the_manifest_says_is_named(root):
     forge(path, tensors={"w": boxes})
     with Reader(check(path)) as tensors, pytest.raises(DamagedCheckpointError, match=r"its shape is not \(3, 2\)"):
         tensors.read("w")
+
+
+def test_a_shard_file_with_another_type_than_the_manifest_says_is_named(root):
+    path = save(root)
+    forge(path, tensors={"w": {"shape": [2, 3], "dtype": "F16", "boxes": [[SHARDS, [0, 0], [2, 3]]]}})
+    with Reader(check(path)) as tensors, pytest.raises(DamagedCheckpointError, match="its type is not F16"):
+        tensors.read("w")
+
+
+def test_a_tensor_without_elements_is_read(root):
+    path = save(root)
+    forge(path, tensors={"w": {"shape": [0, 3], "dtype": "BF16", "boxes": []}})
+    with Reader(check(path)) as tensors:
+        assert (tensors.read("w").shape, tensors.read("w").dtype) == ((0, 3), torch.bfloat16)
 
 
 @pytest.mark.parametrize("content", [None, b"x" * 20], ids=["gone", "no safetensors"])

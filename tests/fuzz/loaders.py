@@ -18,6 +18,7 @@ from model.kinds import KINDS
 from phalanx.check.load import load_file, load_words
 from phalanx.check.show import as_yaml
 from phalanx.checkpoint.manifest import MANIFEST, manifest_digest
+from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.reader import Reader
 from phalanx.checkpoint.validity import check
 from phalanx.config import local_cluster, overrides
@@ -35,7 +36,6 @@ from phalanx.pictures import experts
 from phalanx.schedule import catalogue
 from phalanx.schedule import file as schedule_file
 from phalanx.train.restarted import newest_step
-from phalanx.train.run_directory import job_of
 from phalanx.validation import table
 
 JOB = b"""\

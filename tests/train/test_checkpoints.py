@@ -115,6 +115,16 @@ def test_a_checkpoint_without_the_progress_of_a_run_is_refused(ranks, job, root)
         ranks(train, 1, job)
 
 
+def test_metadata_of_the_wrong_type_are_one_message(ranks, job, root):
+    ranks(train, 1, job)
+    path = root / "step-000006"
+    manifest, tensors = check(path), contents(path)
+    shutil.rmtree(path)
+    save_tensors(root, 6, tensors, manifest.meta | {"samples": "many", "guard": [1]})
+    with pytest.raises(CheckpointError, match="samples is 'many', expected a count; guard is "):
+        ranks(train, 1, job)
+
+
 def test_a_finished_run_whose_last_checkpoint_is_damaged_goes_on_and_writes_it_again(ranks, saving, root, capsys):
     ranks(train, 1, saving)
     last, before = root / "step-000006", weights(saving)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
+
+MOST_DIVIDED = 4
+"""Most dimensions along which boxes divide a tensor. Layouts divide at most three, those of an expert's weight."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,27 @@ class Box:
             return tensor
         places = zip(self.offsets, self.sizes, strict=True)
         return f"{tensor}[{','.join(f'{offset}:{offset + size}' for offset, size in places)}]"
+
+
+def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Returns whether boxes hold every element of a tensor of `shape` exactly once, in time linear in their number.
+
+    The number of boxes that hold an element is a function on the grid. Its mixed difference along all dimensions is not
+    zero only at the corners of boxes, where it is the sum of their signs, and determines the function. So the boxes
+    tile the tensor exactly if their corners add up to those of the whole. Boxes that divide more than MOST_DIVIDED
+    dimensions are never said to tile."""
+    if not all(box.fits(shape) for box in boxes) or sum(box.elements for box in boxes) != prod(shape):
+        return False
+    divided = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes if box.elements)]
+    if len(divided) > MOST_DIVIDED:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, box in [(-1, Box.of(shape)), *((1, box) for box in boxes)]:
+        if box.elements:
+            edges = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in divided]
+            for corner in product(*edges):
+                corners[tuple(place for place, _ in corner)] += sign * prod(edge for _, edge in corner)
+    return not any(corners.values())
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -23,12 +23,27 @@ from typing import Any
 
 import phalanx
 from phalanx.bounded import read_json
-from phalanx.checkpoint.boxes import Box
+from phalanx.checkpoint.boxes import Box, tiles
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = "phalanx-checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"
+ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+"""Bytes of an element, by the type's name in safetensors files: the types that checkpoints hold."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +67,16 @@ class StoredTensor:
 
     @property
     def complete(self) -> bool:
-        """True if the boxes lie within the tensor and have as many elements."""
-        inside = all(box.fits(self.shape) for _, box in self.boxes)
-        return inside and sum(box.elements for _, box in self.boxes) == prod(self.shape)
+        """True if the boxes hold every element of the tensor exactly once."""
+        return tiles([box for _, box in self.boxes], self.shape)
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -142,6 +164,11 @@ def _parse(path: Path, raw: dict[str, Any]) -> Manifest:
         if Path(name).name != name:
             raise DamagedCheckpointError(f"checkpoint {path}: {MANIFEST} names {name!r}, a file outside its directory")
     for name, tensor in tensors.items():
+        if tensor.dtype not in ITEM_BYTES:
+            raise DamagedCheckpointError(
+                f"checkpoint {path}: {MANIFEST} gives {name} the type {tensor.dtype!r}; there are "
+                f"{', '.join(ITEM_BYTES)}"
+            )
         if not tensor.complete or any(file not in files for file, _ in tensor.boxes):
             raise DamagedCheckpointError(f"checkpoint {path}: {MANIFEST} does not account for all of {name}")
     return Manifest(path, _size(raw["step"]), raw["finite"] is True, dict(raw["meta"]), files, tensors)

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.shard_file import DTYPES
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+"""Types by their names in safetensors files."""
 OPEN_FILES = 256
 """Shard files open at a time: a process may have 1,024 by default."""
 
@@ -50,13 +53,14 @@ class Reader:
             common = wanted.intersection(there)
             if common is None:
                 continue
-            piece = self._piece(file, there.key(name, stored.shape), there, common)
+            piece = self._piece(file, there.key(name, stored.shape), there, common, stored.dtype)
             if common == wanted:
                 return piece
             if result is None:
                 result = torch.empty(wanted.sizes, dtype=piece.dtype)
             result[common.within(wanted)] = piece
-        assert result is not None, "the manifest accounts for every element"
+        if result is None:  # the manifest accounts for every element, so there are none
+            result = torch.empty(wanted.sizes, dtype=TORCH_DTYPES[stored.dtype])
         return result
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -70,7 +74,7 @@ class Reader:
         if wrong:
             raise CheckpointError(f"checkpoint {self.manifest.path} does not fit the model: {'; '.join(sorted(wrong))}")
 
-    def _piece(self, file: str, key: str, there: Box, common: Box) -> Tensor:
+    def _piece(self, file: str, key: str, there: Box, common: Box, dtype: str) -> Tensor:
         path = self.manifest.path / file
         try:
             if file not in self.open:
@@ -79,6 +83,8 @@ class Reader:
                 self.open[file] = safe_open(path, "pt")
             if tuple(self.open[file].get_slice(key).get_shape()) != there.sizes:
                 raise OSError(f"its shape is not {there.sizes}")
+            if self.open[file].get_slice(key).get_dtype() != dtype:
+                raise OSError(f"its type is not {dtype}")
             if common == there:
                 return self.open[file].get_tensor(key)
             return self.open[file].get_slice(key)[common.within(there)]

@@ -45,28 +45,60 @@ def remove_expired(root: Path, policy: Retention) -> None:
         log.warning("an old checkpoint could not be removed: %s", error)
 
 
-def expired(root: Path, policy: Retention) -> list[Path]:
-    """Returns the checkpoints in `root` that `policy` does not keep. Damaged ones go once they are older than the
-    `keep` newest whole ones; those of other versions of the program stay."""
-    whole: list[Manifest] = []
-    damaged = [(int(match[1]), path) for path, match in _set_aside(root) if match]
+@dataclass(frozen=True)
+class Found:
+    """A directory that is, or was, a checkpoint."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    """The manifest, if the checkpoint is whole."""
+    error: CheckpointError | None = None
+    """Why it is not."""
+
+    @property
+    def damaged(self) -> bool:
+        """True if it is not whole, and not another version's."""
+        return isinstance(self.error, DamagedCheckpointError)
+
+
+def survey(root: Path) -> list[Found]:
+    """Returns all checkpoints in `root`, the newest (highest step) first, with those that gave way to another of their
+    step at the end. Digests are not checked."""
+    found: list[Found] = []
     for step, path in by_age(root):
         try:
-            whole.append(check(path, verify=False))
-        except DamagedCheckpointError:
-            damaged.append((step, path))
+            found.append(Found(step, path, check(path, verify=False)))
         except CheckpointError as error:
-            log.debug("kept: %s", error)
+            found.append(Found(step, path, None, error))
+    gave_way = DamagedCheckpointError("it was damaged and gave way to a new checkpoint of its step")
+    return found + [Found(int(match[1]), path, None, gave_way) for path, match in _set_aside(root) if match]
+
+
+def expired(root: Path, policy: Retention) -> list[Path]:
+    """Returns the checkpoints in `root` that `policy` does not keep."""
+    return expired_of(survey(root), policy)
+
+
+def expired_of(found: list[Found], policy: Retention) -> list[Path]:
+    """Returns which of the surveyed checkpoints `policy` does not keep. Damaged ones go once they are older than the
+    `keep` newest whole ones; those of other versions of the program stay."""
+    whole = [each.manifest for each in found if each.manifest]
     if not policy.keep or len(whole) < policy.keep:
         return []
     oldest = whole[policy.keep - 1].step
-    best = _best(whole) if policy.keep_best else None
+    best = best_of(whole) if policy.keep_best else None
     old = [
         manifest.path
         for manifest in whole[policy.keep :]
-        if manifest is not best and not (policy.keep_every and manifest.step % policy.keep_every == 0)
+        if manifest is not best and not is_permanent(manifest.step, policy)
     ]
-    return old + [path for step, path in damaged if step < oldest]
+    return old + [each.path for each in found if each.damaged and each.step < oldest]
+
+
+def is_permanent(step: int, policy: Retention) -> bool:
+    """Returns whether the checkpoint of a step is kept for ever."""
+    return policy.keep_every > 0 and step % policy.keep_every == 0
 
 
 def remove_leftovers(root: Path) -> None:
@@ -83,7 +115,7 @@ def _set_aside(root: Path) -> list[tuple[Path, re.Match[str] | None]]:
     return [(path, re.fullmatch(pattern, path.name)) for path in root.glob(f"{DAMAGED}*")]
 
 
-def _best(whole: list[Manifest]) -> Manifest | None:
+def best_of(whole: list[Manifest]) -> Manifest | None:
     """Returns the checkpoint with the lowest validation loss, the older of two equal ones. A loss counts for the step
     that it was measured at."""
     losses = {}

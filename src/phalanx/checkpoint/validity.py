@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import xxhash
 
+from phalanx.bounded import open_regular
 from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.echo import echo
 from phalanx.errors import CheckpointError, DamagedCheckpointError
+
+CHUNK_BYTES = 2**20
+"""Bytes that are read and hashed at a time."""
 
 
 def directory_of(root: Path, step: int) -> Path:
@@ -29,13 +32,9 @@ def check(path: Path, verify: bool = True) -> Manifest:
     manifest = manifests.read(path)
     if not manifest.finite:
         raise DamagedCheckpointError(f"checkpoint {path} was not checked for NaN and infinity before it was saved")
-    for name, facts in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise DamagedCheckpointError(f"checkpoint file {file} is missing")
-        size = file.stat().st_size
-        if size != facts.bytes:
-            raise DamagedCheckpointError(f"checkpoint file {file} has {size} bytes, its manifest says {facts.bytes}")
+    for name in manifest.files:
+        if wrong := size_problem(manifest, name):
+            raise DamagedCheckpointError(wrong)
     if verify:
         check_digests(manifest, manifest.files)
     return manifest
@@ -44,16 +43,34 @@ def check(path: Path, verify: bool = True) -> Manifest:
 def check_digests(manifest: Manifest, names: Iterable[str]) -> None:
     """Checks the digests of some of a checkpoint's shard files. Raises DamagedCheckpointError that names the file."""
     for name in names:
-        file, expected = manifest.path / name, manifest.files[name].digest
-        try:
-            with file.open("rb") as stream:
-                digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-        except OSError as error:
-            raise DamagedCheckpointError(f"checkpoint file {file} cannot be read: {error}") from None
-        if digest != expected:
-            raise DamagedCheckpointError(
-                f"checkpoint file {file} does not match its digest {expected[:12]}…: it is corrupt"
-            )
+        if wrong := digest_problem(manifest, name):
+            raise DamagedCheckpointError(wrong)
+
+
+def size_problem(manifest: Manifest, name: str) -> str:
+    """Returns why a shard file cannot be whole, by its size; nothing if it has the right one."""
+    file, expected = manifest.path / name, manifest.files[name].bytes
+    if not file.is_file():
+        return f"checkpoint file {file} is missing"
+    size = file.stat().st_size
+    return f"checkpoint file {file} has {size} bytes, its manifest says {expected}" if size != expected else ""
+
+
+def digest_problem(manifest: Manifest, name: str, progress: Callable[[int], None] = lambda _: None) -> str:
+    """Returns why a shard file is corrupt, by its digest; nothing if it is not. `progress` gets the size of every chunk
+    that was read."""
+    file, expected = manifest.path / name, manifest.files[name].digest
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
+    try:
+        with open_regular(file) as stream:
+            while size := stream.readinto(buffer):
+                digest.update(buffer[:size])
+                progress(size)
+    except OSError as error:
+        return f"checkpoint file {file} cannot be read: {error}"
+    if digest.hexdigest() != expected:
+        return f"checkpoint file {file} does not match its digest {expected[:12]}…: it is corrupt"
+    return ""
 
 
 def newest_valid(

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob
+from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.validity import newest_valid
 from phalanx.cli.calibration import check_calibration
 from phalanx.config import local_cluster
@@ -24,7 +25,7 @@ from phalanx.data.vocabulary import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.ranks import Ranks, detect
-from phalanx.train.run_directory import RunDirectory, job_of
+from phalanx.train.run_directory import RunDirectory
 from phalanx.units import seconds
 
 BY_HAND = "`phalanx bench compute` and `phalanx bench comm`"

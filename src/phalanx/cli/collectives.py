@@ -49,8 +49,8 @@ FILES = {"svg": Option(str, "", "write the picture to a file")}
 CHECKED = {"ranks": SIZES["ranks"], "elements": SIZES["elements"]} | SETTINGS
 COMMANDS = {
     "list": Command(),
-    "show": Command("an algorithm's name", SIZES | SETTINGS | FILES),
-    "check": Command("an algorithm's name", CHECKED),
+    "show": Command(("an algorithm's name",), SIZES | SETTINGS | FILES),
+    "check": Command(("an algorithm's name",), CHECKED),
 }
 MAX_PROCESSES = 16
 """Maximum ranks of `check`: each is a process of this machine, with about 200 MB of torch."""

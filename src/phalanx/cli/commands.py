@@ -19,8 +19,8 @@ JSON = {"json": "print one JSON document on standard output and nothing else"}
 class Command:
     """The arguments of a command."""
 
-    subject: str = ""
-    """The description of the one argument besides options; empty if there is none."""
+    subjects: tuple[str, ...] = ()
+    """The descriptions of the arguments besides options."""
     options: Mapping[str, Option] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Alternative names of options."""
@@ -33,11 +33,17 @@ class CommandWords:
     """A parsed command line."""
 
     command: str
-    subject: str
-    """The argument; empty for a command without one."""
+    subjects: tuple[str, ...]
+    """The arguments besides options."""
     options: dict[str, Any]
     """The given options."""
     switches: frozenset[str]
+
+    @property
+    def subject(self) -> str:
+        """The only argument."""
+        (subject,) = self.subjects
+        return subject
 
     @property
     def as_json(self) -> bool:
@@ -85,12 +91,14 @@ def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint:
                 options[option] = command.options[option].convert([value] if equals and value else [])[0]
             except ValueError as error:
                 problems.append(f"{flag}: {error}")
-    if len(subjects) != bool(command.subject):
+    if len(subjects) != len(command.subjects):
         found = " ".join(subjects) or "nothing"
-        problems.append(f"phalanx {verb} {name} takes {command.subject or 'options only'}, found {found}")
+        problems.append(
+            f"phalanx {verb} {name} takes {' and '.join(command.subjects) or 'options only'}, found {found}"
+        )
     if problems:
         raise JobError(problems)
-    return CommandWords(name, subjects[0] if subjects else "", options, frozenset(switches))
+    return CommandWords(name, tuple(subjects), options, frozenset(switches))
 
 
 def flag_of(name: str) -> str:

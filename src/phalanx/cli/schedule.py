@@ -52,11 +52,11 @@ FILES = {
 COMMANDS = {
     "list": Command(),
     "show": Command(
-        "a schedule's name or a file",
+        ("a schedule's name or a file",),
         SIZES | FILES,
         aliases={"ranks": "stages", "pp": "stages", "micro_batches": "microbatches"},
     ),
-    "check": Command("a file"),
+    "check": Command(("a file",)),
 }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.bounded import field
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.reader import Reader
 from phalanx.checkpoint.validity import check, directory_of, newest_valid
 from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
@@ -22,7 +23,7 @@ from phalanx.generate.sampling import generate
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.precision import DTYPES
 from phalanx.train.device import choose
-from phalanx.train.run_directory import RunDirectory, job_of
+from phalanx.train.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.validity import check
 from phalanx.comm.agree import on_rank_zero
 from phalanx.comm.axis import Axis
@@ -37,7 +38,6 @@ from phalanx.parallel.stages import Stage, Stages
 from phalanx.partition.cut import stages_of
 from phalanx.schedule.simple import gpipe
 from phalanx.train import device as devices
-from phalanx.train.run_directory import job_of
 
 
 @dataclass(frozen=True)

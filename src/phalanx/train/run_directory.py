@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import phalanx
-from phalanx.check.load import LoadedJob, from_dict
+from phalanx.check.load import LoadedJob
 from phalanx.check.show import as_yaml
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.validity import newest_valid
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
@@ -174,16 +175,6 @@ class RunDirectory:
         for path in fields:
             log.info("resuming with a change: %s: %r -> %r", path, get(then, path), get(job, path))
         return manifest
-
-
-def job_of(manifest: Manifest) -> Job:
-    """Returns the job that wrote a checkpoint. Raises CheckpointError if this version cannot read it."""
-    try:
-        return from_dict(manifest.meta["job"], str(manifest.path))
-    except (JobError, KeyError) as error:
-        raise CheckpointError(
-            f"checkpoint {manifest.path} was written by a job this program cannot read: {error}"
-        ) from None
 
 
 def _environment() -> dict[str, object]:

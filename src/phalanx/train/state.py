@@ -12,6 +12,7 @@ import torch
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.show import as_dict
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.meta import require_resumable
 from phalanx.checkpoint.parts import HeldTensor, Share, held, is_finite, shares
 from phalanx.checkpoint.reader import Reader
 from phalanx.checkpoint.validity import check, check_digests
@@ -127,8 +128,7 @@ class TrainState:
     def _read(self, manifest: Manifest) -> None:
         """Reads this rank's part of a checkpoint. Ranks share the verification of the digests."""
         world, meta = self.stepper.mesh.axis("world"), manifest.meta
-        if missing := sorted(self.meta().keys() - meta.keys()):
-            raise CheckpointError(f"checkpoint {manifest.path} is not of a training run: it lacks {', '.join(missing)}")
+        require_resumable(manifest)
         if meta["data"] != self.data_fingerprint:
             raise CheckpointError(
                 f"checkpoint {manifest.path} was trained on other data (shards {meta['data'][:12]}…, now "
@@ -138,7 +138,7 @@ class TrainState:
             check_digests(manifest, sorted(manifest.files)[world.rank :: world.size])
         optimizer, sync = self.stepper.optimizer, self.stepper.sync
         # With another number of replicas, each takes the moments of one in turn.
-        replica = self.stepper.mesh.coordinates["dp_replicate"] % meta.get("replicas", 1) if sync else 0
+        replica = self.stepper.mesh.coordinates["dp_replicate"] % meta["replicas"] if sync else 0
         shards = self.stepper.replica.shards
         with Reader(manifest) as tensors:
             tensors.require(parameter_shapes(self.stepper.job.model, self.vocab_size))
