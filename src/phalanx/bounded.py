@@ -12,8 +12,9 @@ import json
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from phalanx.units import gib
 
@@ -36,7 +37,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 T = TypeVar("T")
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a regular file to read its bytes, and never blocks. Raises OSError for anything else."""
     try:
         _require_regular(os.stat(path).st_mode, path)  # before it is opened: opening a device may have effects

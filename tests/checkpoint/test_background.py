@@ -39,7 +39,9 @@ def order(root, step=10, ranks=2, need=24, timeout_s=60.0):
 
 def start(what, rank, ready=lambda: None):
     """The thread of one of two ranks, each with one row of w."""
-    return Writer(what, rank, [Part("w", (2, 3), Box((rank, 0), (1, 3)), W[rank : rank + 1])], lambda: None, ready, nice=True)
+    return Writer(
+        what, rank, [Part("w", (2, 3), Box((rank, 0), (1, 3)), W[rank : rank + 1])], lambda: None, ready, nice=True
+    )
 
 
 def until(condition):

@@ -6,20 +6,25 @@ from __future__ import annotations
 import io
 import json
 import struct
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 import yaml
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.check.load import load_file, load_words
 from phalanx.check.show import as_yaml
+from phalanx.checkpoint.convert import convert
 from phalanx.checkpoint.manifest import MANIFEST, manifest_digest
 from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.sources import open_source
 from phalanx.checkpoint.validity import check
 from phalanx.config import local_cluster, overrides
 from phalanx.config.data import Data
@@ -275,11 +280,45 @@ def tensors(folder: Path) -> Loader:
     return Loader(path, content[8 : 8 + size], load, with_tensors)
 
 
+def consolidated(folder: Path) -> Loader:
+    """A safetensors file with the metadata of a run: its mutations begin with its header."""
+    write_run(folder / "run", KINDS["llama"])
+    path = folder / "one.safetensors"
+    with open_source(folder / "run") as source:
+        convert(source, path, "safetensors")
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+
+    def load() -> object:
+        with open_source(path) as reader:
+            return [reader.read(name).sum() for name in reader.names()]
+
+    def with_tensors(header: bytes) -> bytes:
+        return struct.pack("<Q", len(header)) + header + content[8 + size :]
+
+    return Loader(path, content[8 : 8 + size], load, with_tensors)
+
+
+def dcp(folder: Path) -> Loader:
+    """The pickle of a DCP checkpoint."""
+    state = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2), "step": 5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    path = folder / "dcp" / ".metadata"
+
+    def load() -> object:
+        with open_source(folder / "dcp", trusted=True) as reader:
+            return [reader.read(name).sum() for name in reader.names()]
+
+    return Loader(path, path.read_bytes(), load)
+
+
 MAKERS = {
     maker.__name__: maker
     for maker in (
         *(job, json_job, words, cluster, schedule, rows, outcome, metrics, progress, index, shard, jsonl, text),
-        *(number, char, library, manifest, tensors),
+        *(number, char, library, manifest, tensors, consolidated, dcp),
     )
 }
 """All loaders; each is made with a folder for its files."""

@@ -79,6 +79,11 @@ class StoredTensor:
         return self.elements * ITEM_BYTES[self.dtype]
 
 
+def kind_of(name: str) -> str:
+    """Returns the kind of a tensor of the state by its name: "exp_avg", "master", ...; empty for a parameter."""
+    return name.rpartition("/")[0]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A checkpoint's contents."""

@@ -55,7 +55,7 @@ def _is_loss_scale(value: Any) -> bool:
     if not isinstance(value, dict) or not _is_count(value.get("good_steps")):
         return False
     scale = value.get("value")
-    return _is_number(scale) and math.isfinite(scale) and scale > 0
+    return isinstance(scale, int | float) and _is_number(scale) and math.isfinite(scale) and scale > 0
 
 
 def _is_history(value: Any) -> bool:

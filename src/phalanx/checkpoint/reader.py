@@ -53,7 +53,7 @@ class Reader:
             common = wanted.intersection(there)
             if common is None:
                 continue
-            piece = self._piece(file, there.key(name, stored.shape), there, common, stored.dtype)
+            piece = self._piece(name, file, there, common)
             if common == wanted:
                 return piece
             if result is None:
@@ -74,8 +74,10 @@ class Reader:
         if wrong:
             raise CheckpointError(f"checkpoint {self.manifest.path} does not fit the model: {'; '.join(sorted(wrong))}")
 
-    def _piece(self, file: str, key: str, there: Box, common: Box, dtype: str) -> Tensor:
-        path = self.manifest.path / file
+    def _piece(self, name: str, file: str, there: Box, common: Box) -> Tensor:
+        """Returns what a file has of a tensor: the box `common` out of the box `there`."""
+        path, stored = self.manifest.path / file, self.manifest.tensors[name]
+        key = there.key(name, stored.shape)
         try:
             if file not in self.open:
                 if len(self.open) == OPEN_FILES:
@@ -83,8 +85,8 @@ class Reader:
                 self.open[file] = safe_open(path, "pt")
             if tuple(self.open[file].get_slice(key).get_shape()) != there.sizes:
                 raise OSError(f"its shape is not {there.sizes}")
-            if self.open[file].get_slice(key).get_dtype() != dtype:
-                raise OSError(f"its type is not {dtype}")
+            if self.open[file].get_slice(key).get_dtype() != stored.dtype:
+                raise OSError(f"its type is not {stored.dtype}")
             if common == there:
                 return self.open[file].get_tensor(key)
             return self.open[file].get_slice(key)[common.within(there)]

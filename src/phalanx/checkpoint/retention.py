@@ -46,7 +46,7 @@ def remove_expired(root: Path, policy: Retention) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class SurveyedCheckpoint:
     """A directory that is, or was, a checkpoint."""
 
     step: int
@@ -62,17 +62,19 @@ class Found:
         return isinstance(self.error, DamagedCheckpointError)
 
 
-def survey(root: Path) -> list[Found]:
+def survey(root: Path) -> list[SurveyedCheckpoint]:
     """Returns all checkpoints in `root`, the newest (highest step) first, with those that gave way to another of their
     step at the end. Digests are not checked."""
-    found: list[Found] = []
+    found: list[SurveyedCheckpoint] = []
     for step, path in by_age(root):
         try:
-            found.append(Found(step, path, check(path, verify=False)))
+            found.append(SurveyedCheckpoint(step, path, check(path, verify=False)))
         except CheckpointError as error:
-            found.append(Found(step, path, None, error))
+            found.append(SurveyedCheckpoint(step, path, None, error))
     gave_way = DamagedCheckpointError("it was damaged and gave way to a new checkpoint of its step")
-    return found + [Found(int(match[1]), path, None, gave_way) for path, match in _set_aside(root) if match]
+    return found + [
+        SurveyedCheckpoint(int(match[1]), path, None, gave_way) for path, match in _set_aside(root) if match
+    ]
 
 
 def expired(root: Path, policy: Retention) -> list[Path]:
@@ -80,7 +82,7 @@ def expired(root: Path, policy: Retention) -> list[Path]:
     return expired_of(survey(root), policy)
 
 
-def expired_of(found: list[Found], policy: Retention) -> list[Path]:
+def expired_of(found: list[SurveyedCheckpoint], policy: Retention) -> list[Path]:
     """Returns which of the surveyed checkpoints `policy` does not keep. Damaged ones go once they are older than the
     `keep` newest whole ones; those of other versions of the program stay."""
     whole = [each.manifest for each in found if each.manifest]

@@ -10,14 +10,16 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from phalanx.checkpoint.manifest import ShardFile
+from phalanx.checkpoint.manifest import ITEM_BYTES, ShardFile, StoredTensor
 from phalanx.data.files import open_regular
 
 DTYPES = {
@@ -47,9 +49,30 @@ def write(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None
     """
     # The widest types first, so that every tensor is aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    entries = {name: (DTYPES[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in ordered.items()}
+    buffers = [memoryview(_header(entries)), *map(_bytes, ordered.values())]
+    return _write(path, buffers, lambda _: progress())
+
+
+def write_one_by_one(
+    path: Path,
+    tensors: Mapping[str, StoredTensor],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None],
+) -> ShardFile:
+    """Writes a new safetensors file of whole tensors, of which `read` returns one at a time, and waits until it is on
+    the disk. Returns size and digest. `progress` gets the bytes of every chunk. Raises OSError."""
+    ordered = dict(sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]))
+    entries = {name: (tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in ordered.items()}
+    header = memoryview(_header(entries, {"__metadata__": dict(metadata)}))
+    return _write(path, chain([header], (_bytes(read(name)) for name in ordered)), progress)
+
+
+def _write(path: Path, buffers: Iterable[memoryview], progress: Callable[[int], None]) -> ShardFile:
     digest, size = xxhash.xxh3_128(), 0
     with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", buffering=0) as file:
-        for chunk in _chunks([memoryview(_header(ordered)), *map(_bytes, ordered.values())]):
+        for chunk in _chunks(buffers):
             digest.update(chunk)
             _write_whole(file, chunk)
             # Linux begins to write such pages to the disk: the rest is hashed and copied meanwhile.
@@ -57,7 +80,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None
             if (size + len(chunk)) // SYNC_BYTES > size // SYNC_BYTES:
                 os.fdatasync(file.fileno())
             size += len(chunk)
-            progress()
+            progress(len(chunk))
         os.fsync(file.fileno())
     return ShardFile(size, digest.hexdigest())
 
@@ -78,16 +101,12 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries, position = {}, 0
-    for name, tensor in tensors.items():
-        end = position + tensor.nbytes
-        entries[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
+def _header(tensors: Mapping[str, tuple[str, Sequence[int], int]], before: Mapping[str, Any] | None = None) -> bytes:
+    """Returns the header of tensors with their types, shapes and bytes, behind other entries."""
+    entries, position = dict(before or {}), 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        position += nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -21,6 +21,7 @@ VERBS = {
     "train": "train a job: start its processes, train, validate, save checkpoints; resumes an existing run",
     "verify": "check that every layout computes what one process computes, in float64",
     "generate": "generate text from the newest checkpoint of a run",
+    "checkpoint": "list, show, verify, convert and compare checkpoints",
     "data": "prepare a corpus: tokenize it into shards",
     "plan": "choose the layout of a job: the fastest that fits, and why",
     "predict": "time, memory and traffic of a step on any machine, without it",
@@ -44,6 +45,7 @@ examples:
   phalanx verify examples/main.yaml                  every technique against one process, about a minute
   phalanx verify job.yaml --layouts tp=2,sp=true dp_shard=4,zero=2
   phalanx generate runs/main --prompt "def " --max-new-tokens 200
+  phalanx checkpoint list runs/main
   phalanx predict model=llama3-8b cluster=dgx-h100:1 dp_shard=8 train.precision=bf16 train.global_batch=16
   phalanx plan model=llama3-70b cluster=dgx-h100:8 train.global_batch=256 train.precision=bf16 --html plan.html
   phalanx simulate examples/pipeline.yaml cluster=local --straggler 1=1.5 --svg step.svg

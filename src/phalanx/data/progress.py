@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 from phalanx.echo import echo, visible
 
@@ -27,6 +28,19 @@ def stderr_progress() -> Iterator[Progress]:
 
 def silent(what: str, done: int, total: int) -> None:
     """Shows nothing; a Progress for callers that want none."""
+
+
+def meter(progress: Progress, what: str, total: int) -> Callable[[int], None]:
+    """Returns a function that adds an amount to what is done, and shows it. Threads may share it."""
+    lock, done = Lock(), 0
+
+    def add(amount: int) -> None:
+        nonlocal done
+        with lock:
+            done = min(done + amount, total)
+            progress(what, done, total)
+
+    return add
 
 
 @contextmanager

@@ -1,0 +1,206 @@
+"""`phalanx checkpoint list | show | verify | convert | diff`: the checkpoints of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.checkpoint import inventory, report
+from phalanx.checkpoint import manifest as manifests
+from phalanx.checkpoint.manifest import MANIFEST, Manifest
+from phalanx.checkpoint.validity import by_age, check
+from phalanx.cli.commands import JSON, Command, CommandWords, parse, wants_help
+from phalanx.cli.job_words import Option
+from phalanx.data.progress import meter, stderr_progress
+from phalanx.echo import echo
+from phalanx.errors import CheckpointError, JobError
+
+PAGE = """\
+phalanx checkpoint: the checkpoints of a run
+
+usage: phalanx checkpoint list RUN              the checkpoints, which are whole, and which will be removed
+       phalanx checkpoint show SOURCE           metadata, sizes, tensors and files of one
+       phalanx checkpoint verify RUN            read every file and check its digest; exit code 4 if any is damaged
+       phalanx checkpoint convert SOURCE TARGET --to safetensors|dcp|phalanx
+       phalanx checkpoint diff A B              compare two states; exit code 0 if they are equal, 1 if not
+
+RUN is a run's directory, a folder of checkpoints, or one checkpoint. SOURCE, A and B are one of those (the newest whole
+checkpoint), a safetensors file, a folder of safetensors, or a checkpoint of torch's DCP.
+
+options:
+  --step N            show, verify, convert, diff: the checkpoint of this step
+  --tensors PATTERN   show, diff: tensors whose names match, such as 'blocks.0.*' or 'exp_avg/*'
+  --limit N           show, diff: most tensors to print (default {limit}; 0 prints all)
+  --boxes             show: the parts of each tensor, with their files
+  --to FORM           convert: safetensors (one file if TARGET ends in .safetensors, otherwise a folder), dcp (a folder
+                      that torch.distributed.checkpoint loads), or phalanx (a run's directory, to resume from)
+  --weights-only      convert: leave moments and master weights out
+  --dtype TYPE        convert: type of the parameters (fp64, fp32, bf16, fp16), with --weights-only
+  --max-file-gib N    convert: most GiB in a file of a folder of safetensors (default {file_gib})
+  --tensors-only      diff: do not compare step and metadata
+  --trust             show, convert, diff: read DCP's metadata, which are pickle, from somebody you trust
+  --json              print one JSON document on standard output and nothing else
+
+examples:
+  phalanx checkpoint list runs/main
+  phalanx checkpoint convert runs/main main.safetensors --to safetensors --weights-only --dtype bf16
+  phalanx checkpoint convert runs/main main-dcp --to dcp
+  phalanx checkpoint convert main-dcp runs/again --to phalanx --trust
+  phalanx checkpoint diff runs/main runs/again\
+"""
+
+LIMIT, FILE_GIB = 40, 5
+STEP = {"step": Option(int, 0, "the checkpoint of this step", at_least=1)}
+CHOSEN = {
+    "tensors": Option(str, "*", "pattern of names"),
+    "limit": Option(int, LIMIT, "most tensors", at_least=0),
+}
+TRUST = {"trust": "read pickle"}
+COMMANDS = {
+    "list": Command(("a run",)),
+    "show": Command(("a run or checkpoint",), STEP | CHOSEN, switches={"boxes": "show boxes"} | TRUST | JSON),
+    "verify": Command(("a run or checkpoint",), STEP),
+    "convert": Command(
+        ("a source", "a target"),
+        STEP
+        | {
+            "to": Option(Literal["safetensors", "dcp", "phalanx"], None, "form of the target"),
+            "dtype": Option(Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the parameters"),
+            "max_file_gib": Option(float, FILE_GIB, "most GiB in a file", at_least=0),
+        },
+        switches={"weights_only": "leave the optimizer out"} | TRUST | JSON,
+    ),
+    "diff": Command(("source A", "source B"), STEP | CHOSEN, switches={"tensors_only": "no metadata"} | TRUST | JSON),
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    if wants_help(argv):
+        echo(PAGE.format(limit=LIMIT, file_gib=FILE_GIB))
+        return 0
+    hint = f"put the command first: `phalanx checkpoint list {argv[0]}`" if Path(argv[0]).exists() else ""
+    words = parse("checkpoint", COMMANDS, argv, hint)
+    return {"list": _list, "show": _show, "verify": _verify, "convert": _convert, "diff": _diff}[words.command](words)
+
+
+def _list(words: CommandWords) -> int:
+    found = inventory.listing(Path(words.subject))
+    _print(words, report.listing_document(found), report.listing(found))
+    return 0
+
+
+def _show(words: CommandWords) -> int:
+    path = Path(words.subject)
+    if inventory.form_of(path) == "checkpoint":
+        manifest = manifests.read(inventory.checkpoint_at(path, _step(words)))
+        damage = _damage(manifest)
+    else:
+        from phalanx.checkpoint.sources import open_source  # imported here and below, because it imports torch
+
+        manifest, damage = open_source(path, _step(words), "trust" in words.switches).manifest, ""
+    pattern, limit = (words.options.get(name, option.default) for name, option in CHOSEN.items())
+    _print(
+        words,
+        report.manifest_document(manifest, damage, pattern),
+        report.manifest(manifest, damage, pattern, limit, boxes="boxes" in words.switches),
+    )
+    return 0
+
+
+def _damage(manifest: Manifest) -> str:
+    try:
+        check(manifest.path, verify=False)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _verify(words: CommandWords) -> int:
+    path = Path(words.subject)
+    if "step" in words.options or os.path.isfile(path / MANIFEST):
+        paths = [inventory.checkpoint_at(path, _step(words))]
+    else:
+        root = inventory.root_of(path)
+        paths = [each for _, each in by_age(root)]
+        if not paths:
+            raise CheckpointError(f"{root} has no checkpoint yet")
+    total, verified = sum(map(inventory.bytes_in, paths)), {}
+    try:
+        with stderr_progress() as progress:
+            count = meter(progress, "verifying", total)
+            for each in paths:
+                verified[each] = inventory.damage(each, count)
+    finally:  # an interruption still tells what is known; a bar would take what is printed meanwhile
+        if not words.as_json:
+            for each, wrong in verified.items():
+                echo(report.verified(each, wrong))
+    damaged = sum(map(bool, verified.values()))
+    if words.as_json:
+        entries = [{"path": str(each), "ok": not wrong, "problems": wrong} for each, wrong in verified.items()]
+        _print(words, {"ok": not damaged, "checkpoints": entries}, "")
+    else:
+        echo(f"{len(paths) - damaged} of {len(paths)} whole")
+    return CheckpointError.exit_code if damaged else 0
+
+
+def _convert(words: CommandWords) -> int:
+    source, target = map(Path, words.subjects)
+    if "to" not in words.options:
+        raise JobError("phalanx checkpoint convert needs --to safetensors, --to dcp or --to phalanx")
+    from phalanx.checkpoint.convert import convert
+    from phalanx.checkpoint.sources import open_source
+
+    with open_source(source, _step(words), "trust" in words.switches) as tensors, stderr_progress() as progress:
+        done = convert(
+            tensors,
+            target,
+            words.options["to"],
+            weights_only="weights_only" in words.switches,
+            dtype=words.options.get("dtype", ""),
+            most_file_bytes=words.options.get("max_file_gib", FILE_GIB) * 2**30,
+            progress=progress,
+        )
+    for note in done.notes:
+        echo(note, file=sys.stderr)
+    _print(words, report.converted_document(done), report.converted(done))
+    return 0
+
+
+def _diff(words: CommandWords) -> int:
+    from phalanx.checkpoint.diff import compare
+    from phalanx.checkpoint.sources import open_source
+
+    step, trusted = _step(words), "trust" in words.switches
+    pattern, limit = (words.options.get(name, option.default) for name, option in CHOSEN.items())
+    a, b = map(Path, words.subjects)
+    with open_source(a, step, trusted) as left, open_source(b, step, trusted) as right, stderr_progress() as progress:
+        fields = "tensors_only" not in words.switches
+        found = compare(left, right, pattern=pattern, fields=fields, progress=progress)
+    if not found.tensors and not found.equal and pattern != "*":
+        raise JobError(
+            f"--tensors {pattern}: no tensor has such a name, such as {next(iter(left.manifest.tensors), '')}"
+        )
+    _print(words, report.difference_document(found), report.difference(found, limit))
+    return 0 if found.is_empty else 1
+
+
+def _step(words: CommandWords) -> int:
+    return words.options.get("step", 0)
+
+
+def _print(words: CommandWords, document: Any, as_text: str) -> None:
+    echo(json.dumps(_finite(document), indent=1) if words.as_json else as_text)
+
+
+def _finite(value: Any) -> Any:
+    """Returns a document in which NaN and infinity, for which JSON has no numbers, are report."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
