@@ -43,7 +43,7 @@ options:
   --dtype TYPE        convert: type of the parameters (fp64, fp32, bf16, fp16), with --weights-only
   --max-file-gib N    convert: most GiB in a file of a folder of safetensors (default {file_gib})
   --tensors-only      diff: do not compare step and metadata
-  --trust             show, convert, diff: read DCP's metadata, which are pickle, from somebody you trust
+  --trust             show, convert, diff: read a DCP checkpoint, whose metadata is pickle, from somebody you trust
   --json              print one JSON document on standard output and nothing else
 
 examples:
@@ -198,7 +198,7 @@ def _print(words: CommandWords, document: Any, as_text: str) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Returns a document in which NaN and infinity, for which JSON has no numbers, are report."""
+    """Returns a document in which NaN and infinity, for which JSON has no numbers, are texts."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
