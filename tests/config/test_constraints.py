@@ -14,7 +14,14 @@ NUMBERS = {path: kind for path, kind in leaves().items() if kind in (int, float,
 
 
 def test_every_number_has_a_range():
-    assert set(constraints()) == {*NUMBERS, "run.name", "run.dir", "run.nnodes", "run.rdzv_endpoint"}
+    assert set(constraints()) == {
+        *NUMBERS,
+        "run.name",
+        "run.dir",
+        "run.nnodes",
+        "run.rdzv_endpoint",
+        "checkpoint.remote",
+    }
 
 
 @pytest.mark.parametrize("path", NUMBERS)

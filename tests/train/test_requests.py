@@ -1,9 +1,11 @@
 """Requests to stop and to save: how ranks agree on them, and that no phase of a run keeps one waiting."""
 
 import dataclasses
+import math
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -159,3 +161,12 @@ def test_signals_ask_once_and_a_second_one_means_now():
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     finally:
         signal.signal(signal.SIGHUP, hangup)
+
+
+def test_the_time_left_counts_from_the_signal(monkeypatch):
+    stop = StopRequest()
+    assert stop.seconds_left(30.0) == math.inf
+    stop.signal, stop.time = signal.SIGTERM, time.monotonic() - 100
+    assert stop.seconds_left(30.0) < -60
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
+    assert 400 < stop.seconds_left(30.0) <= 500

@@ -15,7 +15,7 @@ from phalanx.bounded import read_bytes
 from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.meta import job_of, problems
-from phalanx.checkpoint.retention import Retention, SurveyedCheckpoint, best_of, expired_of, is_permanent, survey
+from phalanx.checkpoint.retention import Retention, SurveyedCheckpoint, best_path, expired_of, survey, val_loss_of
 from phalanx.checkpoint.validity import by_age, digest_problem, directory_of, newest_valid, size_problem
 from phalanx.errors import CheckpointError
 
@@ -102,15 +102,15 @@ def listing(path: Path) -> Listing:
     root = root_of(path)
     found = survey(root)
     whole = [each.manifest for each in found if each.manifest]
-    best, policy = best_of(whole), _policy(whole)
+    best, policy = best_path(found), _policy(whole)
     expired = set(expired_of(found, policy)) if policy else set()
     latest = _latest(root)
 
     def notes(each: SurveyedCheckpoint) -> tuple[str, ...]:
         holds = {
             "latest": each.path == latest,
-            "best": each.manifest is not None and each.manifest is best,
-            "permanent": bool(policy and each.manifest and is_permanent(each.step, policy)),
+            "best": each.path == best,
+            "permanent": bool(policy and each.manifest and policy.is_permanent(each.step)),
             "expired": each.path in expired,
         }
         return tuple(name for name, true in holds.items() if true)
@@ -121,13 +121,12 @@ def listing(path: Path) -> Listing:
 
 def _listed(found: SurveyedCheckpoint, notes: tuple[str, ...]) -> Listed:
     manifest = found.manifest
-    measured = best_of([manifest]) if manifest else None
     return Listed(
         found,
         age_of(found.path),
         bytes_in(found.path),
         layout_of(manifest) if manifest else "",
-        measured.meta["val_loss"] if measured else None,
+        val_loss_of(manifest) if manifest else None,
         notes,
     )
 

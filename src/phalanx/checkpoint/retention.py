@@ -10,8 +10,10 @@ import logging
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from phalanx.checkpoint import files
 from phalanx.checkpoint.manifest import Manifest
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 
 DAMAGED = ".damaged-"
 """Prefix of damaged checkpoints that gave way to a new one of the same step."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,38 @@ class Retention:
     """Checkpoints of steps divisible by it are kept for ever; 0: none."""
     keep_best: bool = False
     """Keep the checkpoint with the lowest validation loss."""
+    uploading: int | None = None
+    """The step of a checkpoint that stays since it is being copied elsewhere."""
+
+    def expired(self, whole: Sequence[WholeCheckpoint[T]], damaged: Sequence[tuple[int, T]]) -> list[T]:
+        """Returns the places of the checkpoints that are not kept. `whole` begins with the newest; `damaged` ones, each
+        with its step, go once they are older than the `keep` newest whole ones."""
+        if not self.keep or len(whole) < self.keep:
+            return []
+        oldest = whole[self.keep - 1].step
+        best = _best(whole) if self.keep_best else None
+        old = [
+            checkpoint.place
+            for checkpoint in whole[self.keep :]
+            if checkpoint is not best
+            and checkpoint.step != self.uploading
+            and not self.is_permanent(checkpoint.step)
+        ]
+        return old + [place for step, place in damaged if step < oldest]
+
+    def is_permanent(self, step: int) -> bool:
+        """Returns whether the checkpoint of a step is kept for ever."""
+        return self.keep_every > 0 and step % self.keep_every == 0
+
+
+@dataclass(frozen=True)
+class WholeCheckpoint(Generic[T]):
+    """What decides whether a checkpoint is kept."""
+
+    place: T
+    step: int
+    val_loss: float | None
+    """The validation loss that was measured at this very step."""
 
 
 def remove_expired(root: Path, policy: Retention) -> None:
@@ -82,25 +118,25 @@ def expired(root: Path, policy: Retention) -> list[Path]:
     return expired_of(survey(root), policy)
 
 
-def expired_of(found: list[SurveyedCheckpoint], policy: Retention) -> list[Path]:
-    """Returns which of the surveyed checkpoints `policy` does not keep. Damaged ones go once they are older than the
-    `keep` newest whole ones; those of other versions of the program stay."""
-    whole = [each.manifest for each in found if each.manifest]
-    if not policy.keep or len(whole) < policy.keep:
-        return []
-    oldest = whole[policy.keep - 1].step
-    best = best_of(whole) if policy.keep_best else None
-    old = [
-        manifest.path
-        for manifest in whole[policy.keep :]
-        if manifest is not best and not is_permanent(manifest.step, policy)
-    ]
-    return old + [each.path for each in found if each.damaged and each.step < oldest]
+def expired_of(found: Sequence[SurveyedCheckpoint], policy: Retention) -> list[Path]:
+    """Returns which of the surveyed checkpoints `policy` does not keep. Those of other versions of the program stay."""
+    return policy.expired(_whole(found), [(each.step, each.path) for each in found if each.damaged])
 
 
-def is_permanent(step: int, policy: Retention) -> bool:
-    """Returns whether the checkpoint of a step is kept for ever."""
-    return policy.keep_every > 0 and step % policy.keep_every == 0
+def best_path(found: Sequence[SurveyedCheckpoint]) -> Path | None:
+    """Returns the whole checkpoint with the lowest validation loss; None if none was validated."""
+    best = _best(_whole(found))
+    return best.place if best else None
+
+
+def _whole(found: Sequence[SurveyedCheckpoint]) -> list[WholeCheckpoint[Path]]:
+    return [WholeCheckpoint(each.path, each.step, val_loss_of(each.manifest)) for each in found if each.manifest]
+
+
+def val_loss_of(manifest: Manifest) -> float | None:
+    """Returns the validation loss that was measured at a checkpoint's own step, if it was."""
+    loss = manifest.meta.get("val_loss")
+    return loss if manifest.meta.get("val_step") == manifest.step and isinstance(loss, float) else None
 
 
 def remove_leftovers(root: Path) -> None:
@@ -117,12 +153,11 @@ def _set_aside(root: Path) -> list[tuple[Path, re.Match[str] | None]]:
     return [(path, re.fullmatch(pattern, path.name)) for path in root.glob(f"{DAMAGED}*")]
 
 
-def best_of(whole: list[Manifest]) -> Manifest | None:
-    """Returns the checkpoint with the lowest validation loss, the older of two equal ones. A loss counts for the step
-    that it was measured at."""
-    losses = {}
-    for number, manifest in enumerate(whole):
-        loss = manifest.meta.get("val_loss")
-        if manifest.meta.get("val_step") == manifest.step and isinstance(loss, float) and math.isfinite(loss):
-            losses[number] = loss
+def _best(whole: Sequence[WholeCheckpoint[T]]) -> WholeCheckpoint[T] | None:
+    """Returns the checkpoint with the lowest validation loss, the older of two equal ones."""
+    losses = {
+        number: checkpoint.val_loss
+        for number, checkpoint in enumerate(whole)
+        if checkpoint.val_loss is not None and math.isfinite(checkpoint.val_loss)
+    }
     return whole[min(losses, key=lambda number: (losses[number], -number))] if losses else None

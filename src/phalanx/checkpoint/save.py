@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import platform
@@ -34,10 +33,11 @@ from phalanx.checkpoint import files, shard_file
 from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, ShardFile, StoredTensor
 from phalanx.checkpoint.parts import Part, whole_parts
+from phalanx.checkpoint.reports import Reports
 from phalanx.checkpoint.retention import DAMAGED, Retention, remove_expired, remove_leftovers
 from phalanx.checkpoint.validity import by_age, check, directory_of
 from phalanx.data.files import TEMPORARY, write_atomic
-from phalanx.errors import CheckpointError, NotFiniteError, PhalanxError, RunError
+from phalanx.errors import CheckpointError, PhalanxError, RunError
 from phalanx.launch import generation
 from phalanx.units import gib
 
@@ -47,7 +47,6 @@ LATEST = "latest"
 KEEP_ALL = Retention()
 MAKE_ROOM = "free some space, lower checkpoint.keep, or choose another run.dir"
 _MODE = 0o775  # less what the umask takes: colleagues may read, and not everybody may write
-_FAILED = "failed-"
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,10 @@ class Save:
     def final(self) -> Path:
         return directory_of(self.root, self.step)
 
+    @property
+    def reports(self) -> Reports:
+        return Reports(self.directory, self.ranks)
+
     def write(self, rank: int, parts: Iterable[Part], progress: Callable[[], None] = lambda: None) -> None:
         """Writes this rank's parts and then its report; calls `progress` after every chunk. Raises RunError, with the
         rank and its host."""
@@ -118,28 +121,22 @@ class Save:
                 file = self._shard(rank)
                 facts = shard_file.write(file, tensors, progress)
                 written = {"file": file.name, "bytes": facts.bytes, "xxh3_128": facts.digest}
-            _write_visibly(self._report(rank), json.dumps({**written, "tensors": boxes}).encode())
+            self.reports.write(rank, {**written, "tensors": boxes})
 
     def missing(self) -> list[int]:
         """Returns the ranks that have not finished writing, as far as this machine sees."""
-        return [rank for rank in range(self.ranks) if not self._report(rank).is_file()]
+        return self.reports.missing()
 
     def fail(self, rank: int, error: PhalanxError) -> None:
         """Tells rank 0 why a rank failed to write, as far as the file system allows."""
         with contextlib.suppress(OSError):
             self._shard(rank).unlink(missing_ok=True)  # on a full disk it makes room for the message
-            content = json.dumps({"error": type(error).__name__, "message": str(error)})
-            _write_visibly(self.directory / f"{_FAILED}{rank:05d}", content.encode())
+        self.reports.fail(rank, error)
 
     def failure(self) -> PhalanxError | None:
         """Returns the error of the first rank that failed to write. Raises RunError if the directory cannot be read."""
         with _failing(self.final):
-            failed = min(self.directory.glob(f"{_FAILED}*"), default=None)
-            if failed is None:
-                return None
-            found = json.loads(failed.read_text(encoding="utf-8"))
-            kind = NotFiniteError if found["error"] == "NotFiniteError" else RunError
-            return kind(found["message"])
+            return self.reports.failure()
 
     def bytes_seen(self) -> int:
         """Returns the bytes that all ranks have written so far, as far as this machine sees. Raises RunError."""
@@ -159,10 +156,16 @@ class Save:
                 )
             manifest = self._manifest(meta)
             for rank in range(self.ranks):
-                self._report(rank).unlink()
+                self.reports.path(rank).unlink()
             write_atomic(self.directory / MANIFEST, manifest.text().encode())
             if not still_wanted():
                 raise OSError("it was given up")
+        return self.publish(retention)
+
+    def publish(self, retention: Retention) -> Path:
+        """Gives the directory, which is complete, its final name; moves `latest`; removes old checkpoints. Returns the
+        checkpoint's path. Raises RunError."""
+        with _failing(self.final):
             generation.check(self.root.parent)
             files.rename(self.directory, self.final)
         try:
@@ -187,15 +190,12 @@ class Save:
     def _shard(self, rank: int) -> Path:
         return self.directory / f"rank-{rank:05d}.safetensors"
 
-    def _report(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank:05d}.json"
-
     def _manifest(self, meta: dict[str, Any]) -> Manifest:
         """Returns the manifest of all ranks' parts. Raises OSError if they are not every element once."""
         shards: dict[str, ShardFile] = {}
         tensors: dict[str, StoredTensor] = {}
         for rank in range(self.ranks):
-            report: Mapping[str, Any] = json.loads(self._report(rank).read_text(encoding="utf-8"))
+            report = self.reports.read(rank)
             name = report.get("file", "")
             if name:
                 shards[name] = ShardFile(report["bytes"], report["xxh3_128"])
@@ -225,13 +225,6 @@ def save_tensors(
     except RunError:
         save.discard()
         raise
-
-
-def _write_visibly(path: Path, content: bytes) -> None:
-    """Writes a message to rank 0, whole or not at all. It need not survive a power cut: then there is no rank 0."""
-    temporary = path.with_name(f".{path.name}{TEMPORARY}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 class _TooLittleSpaceError(OSError):

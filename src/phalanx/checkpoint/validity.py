@@ -20,7 +20,12 @@ CHUNK_BYTES = 2**20
 
 def directory_of(root: Path, step: int) -> Path:
     """Returns the directory of the checkpoint after `step` steps."""
-    return root / f"step-{step:06d}"
+    return root / name_of(step)
+
+
+def name_of(step: int) -> str:
+    """Returns the name of the checkpoint after `step` steps: step-000100."""
+    return f"step-{step:06d}"
 
 
 def check(path: Path, verify: bool = True) -> Manifest:

@@ -61,6 +61,8 @@ def run(argv: Sequence[str]) -> int:
     ranks = detect(os.environ)
     if ranks is not None:
         return _be_a_foreign_rank(loaded, ranks, "fresh" in words.switches, as_json)
+    if "fresh" in words.switches and job.checkpoint.remote:
+        _require_no_copies(job)
     if job.run.nnodes and not _is_host(job):
         return 0 if _is_finished(directory, job, as_json) else _launch(loaded, directory, as_json)
     with directory.lock(fresh="fresh" in words.switches) as renamed:
@@ -181,6 +183,20 @@ def _be_a_foreign_rank(loaded: LoadedJob, ranks: Ranks, fresh: bool, as_json: bo
             refuse(loaded.job, ranks, error)
             raise
         return _be_a_rank(loaded.job, ranks, log_file, as_json)
+
+
+def _require_no_copies(job: Job) -> None:
+    """Raises JobError if the store holds checkpoints of this run: objects cannot be renamed, and the run would resume
+    from them."""
+    from phalanx.checkpoint.remote import RemoteCheckpoints
+    from phalanx.checkpoint.store import with_patience
+
+    remote, timeout_s = job.checkpoint.remote, job.checkpoint.timeout_s
+    if steps := with_patience(timeout_s, remote, lambda _: RemoteCheckpoints.of(remote, job.run.name).steps()):
+        raise JobError(
+            f"--fresh renames the existing run, but not its copies on the store: {remote}/{job.run.name} holds "
+            f"{len(steps)} checkpoints, the newest of step {steps[0]}; choose another run.name, or delete them first"
+        )
 
 
 def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from phalanx.config.constraints import Above, AtLeast
+from phalanx.config.constraints import Above, AtLeast, StoreUrl
 
 
 @dataclass(frozen=True)
@@ -30,3 +30,6 @@ class Checkpoint:
     """If a checkpoint cannot be written: warn and train on while there is an earlier one, or stop."""
     timeout_s: Annotated[float, Above(0)] = 300.0
     """Seconds without progress after which storage is said to hang, and a checkpoint is given up."""
+    remote: Annotated[str, StoreUrl()] = ""
+    """Object store that checkpoints are copied to: s3://BUCKET/PREFIX, or another URL of fsspec. The run's are in a
+    folder with its name. Credentials come from the environment."""

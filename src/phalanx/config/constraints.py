@@ -118,6 +118,30 @@ class Matches:
         return "" if legal else f"must be {self.form}, is {value[:_SHOWN]!r}"
 
 
+@dataclass(frozen=True)
+class StoreUrl:
+    """The URL of a place on an object store, without credentials; may be empty."""
+
+    def problem(self, value: str) -> str:
+        """Returns what is wrong with a value, or nothing. The value is not repeated: it may hold a secret."""
+        if not value:
+            return ""
+        scheme, found, rest = value.partition("://")
+        host = rest.partition("/")[0]
+        user = host.partition("@")[0] if "@" in host else ""
+        # On Azure the container stands before the account.
+        if (user and not scheme.startswith(("abfs", "az", "wasb"))) or re.search(":|%3a", user, re.IGNORECASE):
+            return (
+                "must not hold credentials, which would be saved with the run and its checkpoints: the store's library "
+                "takes them from the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
+            )
+        if not found or not rest.strip("/") or not re.fullmatch("[a-z][a-z0-9+.-]*", scheme):
+            return "must be the URL of a place on a store, such as s3://BUCKET/PREFIX"
+        if not value.isprintable() or re.search(r"[?#*\[\]\s]|::", rest):
+            return "must be the plain URL of a place on a store, without spaces, ?, #, *, [, ] and ::"
+        return ""
+
+
 _SHOWN = 80  # characters of a wrong text in a message
 
-Constraint = AtLeast | Above | Below | Between | HalfOpen | Printable | FolderName | Matches
+Constraint = AtLeast | Above | Below | Between | HalfOpen | Printable | FolderName | Matches | StoreUrl

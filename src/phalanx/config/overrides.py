@@ -98,7 +98,8 @@ def _set(name: str, text: str, word: str, words: CommandLine) -> None:
     elif path is None:
         words.problems.append(f"unknown key {name} in {word!r}{_meant(name, words)}")
     else:
-        words.settings.append(Setting(path, text, f"command line: {word}"))
+        shown = re.sub("://[^/@]*@", "://…@", word)  # a password before a host is no legal value, and is not repeated
+        words.settings.append(Setting(path, text, f"command line: {shown}"))
 
 
 def _meant(name: str, words: CommandLine, switches: Collection[str] = ()) -> str:

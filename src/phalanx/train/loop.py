@@ -20,7 +20,7 @@ from phalanx.config.job import Job
 from phalanx.data.loader import TokenData, evaluation_batches
 from phalanx.data.prepare import prepare
 from phalanx.data.shards import open_shards
-from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFiniteError, PhalanxError, StoppedError
+from phalanx.errors import NotFiniteError, PhalanxError, StoppedError
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import heartbeat
@@ -43,6 +43,7 @@ from phalanx.train.peak import peak_flops
 from phalanx.train.recorder import Recorder
 from phalanx.train.requests import Requests, SaveTimer
 from phalanx.train.restarted import report_restart
+from phalanx.train.resume import Resume
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.saving import Saving
 from phalanx.train.shared import require_shared
@@ -127,6 +128,7 @@ class Trainer:
         self.milestones = Milestones.of(job)
         self.save_timer = SaveTimer(0 if ranks.rank else job.checkpoint.every_minutes)
         self.saving = Saving(self.state, self.directory.checkpoints, stop)
+        self.resume = Resume(job, ranks, self.directory)
         self._resume()
         self.first_step = self.state.step
         per_node = max(1, job.layout.processes // job.cluster.nodes)
@@ -154,6 +156,8 @@ class Trainer:
                 except Rewind as rewind:
                     self._rewind(rewind, experts)
             self._report(recorder, driver, experts)
+            with heartbeat.within(Phase.SAVE):
+                self.saving.finish_uploads()
         if stops and state.step < milestones.last:
             reason = on_rank_zero(lambda: self.stop.reason)
             raise StoppedError(
@@ -276,30 +280,14 @@ class Trainer:
             self.train_data.tokenizer.save(self.directory.path)
 
     def _resume(self) -> bool:
-        """Loads the newest checkpoint that is whole; one that proves damaged while it is read gives way to the one
-        before it. Returns whether there is one."""
+        """Loads the newest checkpoint that is whole. Returns whether there is one."""
         self.saving.forget()
-        damage: DamagedCheckpointError | None = None
-        before: int | None = None
-
-        def choose() -> tuple[int, str] | None:
-            manifest = self.directory.resume_from(self.job, before=before)
-            return (manifest.step, str(manifest.path)) if manifest else None
-
-        while chosen := on_rank_zero(choose):
-            before, path = chosen
-            try:
-                self.state.load(Path(path))
-            except DamagedCheckpointError as error:
-                damage = error
-                log.warning("%s; trying the one before it", error)
-            else:
-                self.saving.newest = Path(path)
-                log.info("resumed at step %d from %s", self.state.step, path)
-                return True
-        if damage:
-            raise CheckpointError(f"no checkpoint in {self.directory.checkpoints} is whole; the oldest: {damage}")
-        return False
+        path = self.resume.load(self.state)
+        if path is None:
+            return False
+        self.saving.resumed(path)
+        log.info("resumed at step %d from %s", self.state.step, path)
+        return True
 
     def _log_start(self, vocab: int) -> None:
         job, model = self.job, self.job.model
@@ -355,6 +343,7 @@ class Trainer:
         experts.draw(self.directory)
 
     def _summary(self, loss: float, elapsed: float) -> dict[str, Any]:
+        steps = self.state.step - self.first_step  # none if the checkpoint was that of the last step
         return {
             "run": str(self.directory.path),
             "step": self.state.step,
@@ -362,5 +351,5 @@ class Trainer:
             "val_loss": self.state.val_loss,
             "tokens": self.state.samples * self.job.model.seq_len,
             "seconds": elapsed,
-            "traffic_bytes": self.mesh.ledger.traffic(self.state.step - self.first_step),
+            "traffic_bytes": self.mesh.ledger.traffic(steps) if steps else {},
         }

@@ -162,19 +162,26 @@ class RunDirectory:
         manifest = newest_valid(self.checkpoints, verify, log.warning, before)
         if manifest is None:
             return None
-        then = job_of(manifest)
+        then = require_same_job(manifest, job, str(self.path))
         changed = [path for path in leaves() if get(then, path) != get(job, path)]
-        fatal = [path for path in changed if path in STRUCTURE]
-        if fatal:
-            differences = "".join(f"\n  {path}: {get(then, path)!r} there, {get(job, path)!r} here" for path in fatal)
-            raise JobError(
-                f"{self.path} holds a checkpoint of another job (step {manifest.step}); --fresh starts over and "
-                f"renames the existing run, run.name=OTHER starts another:{differences}"
-            )
-        fields = [path for path in changed if not path.startswith(("run.", "cluster.", "checkpoint."))]
-        for path in fields:
-            log.info("resuming with a change: %s: %r -> %r", path, get(then, path), get(job, path))
+        for path in changed:
+            if not path.startswith(("run.", "cluster.", "checkpoint.")):
+                log.info("resuming with a change: %s: %r -> %r", path, get(then, path), get(job, path))
         return manifest
+
+
+def require_same_job(manifest: Manifest, job: Job, where: str) -> Job:
+    """Returns the job of a checkpoint from which `job` can resume. Raises JobError with every difference if it cannot;
+    CheckpointError if this version cannot read it."""
+    then = job_of(manifest)
+    fatal = [path for path in STRUCTURE if get(then, path) != get(job, path)]
+    if fatal:
+        differences = "".join(f"\n  {path}: {get(then, path)!r} there, {get(job, path)!r} here" for path in fatal)
+        raise JobError(
+            f"{where} holds a checkpoint of another job (step {manifest.step}); --fresh starts over and "
+            f"renames the existing run, run.name=OTHER starts another:{differences}"
+        )
+    return then
 
 
 def _environment() -> dict[str, object]:

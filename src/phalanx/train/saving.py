@@ -6,17 +6,19 @@ import copy
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.mirror import Mirror, Upload
 from phalanx.checkpoint.parts import Part, Share, all_finite
 from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.snapshot import Snapshot
-from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.validity import directory_of, newest_valid
 from phalanx.checkpoint.writer import Order, Writer
 from phalanx.comm.agree import on_rank_zero
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, SupersededError
@@ -32,6 +34,8 @@ _ENDS_THE_RUN = (NotFiniteError, SupersededError)
 """Errors of a save for which no policy lets the run go on."""
 _LONGEST_PAUSE_S = 0.05
 """Seconds between two exchanges of status, at most."""
+_TOKEN_BITS = 62
+"""Tokens travel as integers of 64 bits."""
 _LAST_PATIENCE_S = 3.0
 """Seconds without progress after which a run that ends with an error stops waiting for a checkpoint."""
 
@@ -47,6 +51,11 @@ class Saving:
         self.options = state.stepper.job.checkpoint
         self.snapshot = Snapshot(self.device)
         state.stepper.optimizer.before_write = self.hold
+        self.retention = Retention(self.options.keep, self.options.keep_every, self.options.keep_best)
+        self.mirror: Mirror | None = None
+        if self.options.remote:
+            run, timeout_s = state.stepper.job.run.name, self.options.timeout_s
+            self.mirror = Mirror(self.options.remote, run, root, self.world.rank, self.world.size, timeout_s)
         self.writer: Writer | None = None
         self.told = True
         self.last = False
@@ -57,6 +66,8 @@ class Saving:
 
     def __exit__(self, *_: object) -> None:
         """Waits for a save that goes on, as long as it makes progress. No collective: another rank may be lost."""
+        if self.mirror:
+            self.mirror.abandon()
         if self.writer is None:
             return
         while not self.writer.join(0.1) and time.monotonic() - self.writer.progressed < _LAST_PATIENCE_S:
@@ -120,6 +131,8 @@ class Saving:
 
     def poll(self) -> None:
         """Reports, once, what became of a save in the background. Cheap, and no collective."""
+        if self.mirror:
+            self.mirror.poll()
         writer = self.writer
         if writer is None or self.told:
             return
@@ -130,12 +143,14 @@ class Saving:
                 self.stop.ask("since its state must not be saved")
             elif writer.error:
                 self._fail(str(writer.error))
-            elif writer.path:
-                self.newest = writer.path
-                log.info(
-                    "step: %d  checkpoint: %s  (%s, training waited %s)",
-                    *(writer.order.step, writer.path, as_time(writer.seconds), as_time(self.blocked)),
-                )
+            else:
+                if writer.path:
+                    self.newest = writer.path
+                    log.info(
+                        "step: %d  checkpoint: %s  (%s, training waited %s)",
+                        *(writer.order.step, writer.path, as_time(writer.seconds), as_time(self.blocked)),
+                    )
+                self.upload(writer.order.step, writer.order.token)
         elif writer.hangs:
             writer.abandon()
             self.told = True
@@ -148,27 +163,61 @@ class Saving:
         The ranks exchange their status again and again, so that none waits long in one collective."""
         if self.writer is None:
             return []
-        every = torch.empty(self.world.size, dtype=torch.int64, device=self.device)
-        pause = 0.001
-        while True:
-            mine = torch.tensor([self._status(self.writer)], device=self.device)
-            self.world.all_gather(every, mine).wait()
-            status = every.tolist()
-            if _RUNNING not in status:
-                break
-            if status[0] != _RUNNING:  # the checkpoint is whole, or never will be
-                self.writer.abandon()
-            heartbeat.beat()
-            self.writer.join(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        writer = self.writer
+        # Once rank 0 has ended, the checkpoint is whole, or never will be.
+        status = self._together(lambda: self._status(writer), writer.abandon, writer.join)
         self.poll()
         return status
+
+    def resumed(self, path: Path) -> None:
+        """Records the checkpoint that the state was loaded from; the store gets it if it lacks it. All ranks call
+        it."""
+        self.newest = path
+        if self.mirror:
+            self.upload(self.state.step, on_rank_zero(lambda: f"{secrets.randbits(_TOKEN_BITS):016x}"))
+
+    def upload(self, step: int, token: str) -> None:
+        """Copies a whole checkpoint to the store, if there is one, in the background. All ranks call it."""
+        if self.mirror:
+            self.mirror.offer(Upload(directory_of(self.root, step), step, token, self.retention))
+
+    def finish_uploads(self) -> None:
+        """Waits, together with all other ranks, until the newest checkpoint is on the store, too: as long as it makes
+        progress, and a signal to stop leaves time."""
+        if mirror := self.mirror:
+            self._together(lambda: self._upload_status(mirror), mirror.abandon, time.sleep)
 
     def forget(self) -> None:
         """Waits as `settle` does, before the run goes back to an older state: what became of the save does not
         matter."""
         if _HANGING not in self.settle():
             self.writer = None
+
+    def _together(
+        self, mine: Callable[[], int], give_up: Callable[[], None], wait: Callable[[float], object]
+    ) -> list[int]:
+        """Returns the ranks' status once none is _RUNNING; the ranks `give_up` if rank 0 is not."""
+        every = torch.empty(self.world.size, dtype=torch.int64, device=self.device)
+        pause = 0.001
+        while True:
+            self.world.all_gather(every, torch.tensor([mine()], device=self.device)).wait()
+            status = every.tolist()
+            if _RUNNING not in status:
+                return status
+            if status[0] != _RUNNING:
+                give_up()
+            heartbeat.beat()
+            wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _upload_status(self, mirror: Mirror) -> int:
+        mirror.poll()
+        if not mirror.busy:
+            return _DONE
+        if self.world.rank or self.stop.seconds_left(self.state.stepper.job.run.grace_s) > _LAST_PATIENCE_S:
+            return _RUNNING
+        log.warning("the newest checkpoint was not uploaded to %s before the time to stop was over", mirror.url)
+        return _HANGING
 
     def _copied(self, shares: list[Share]) -> list[Tensor] | None:
         """Returns a copy of what this rank writes, or None if there is no memory for one."""
@@ -186,10 +235,13 @@ class Saving:
         if not copied:
             # What other ranks write is checked here, too: replicas may differ by mistake.
             first_bad = _first_not_finite(names, [(share, value) for share in shares for value in share.all])
-        mine = [secrets.randbits(62), size, first_bad, copied]
+        uploading = self.mirror.withdraw() if self.mirror and self.world.rank == 0 else ""
+        mine = [secrets.randbits(_TOKEN_BITS), size, first_bad, copied, int(uploading or "0", 16)]
         every = torch.empty(self.world.size, len(mine), dtype=torch.int64, device=self.device)
         self.world.all_gather(every.view(-1), torch.tensor(mine, device=self.device)).wait()
-        tokens, sizes, bad, copies = every.t().tolist()
+        tokens, sizes, bad, copies, uploads = every.t().tolist()
+        if self.mirror and self.world.rank:
+            self.mirror.keep_only(f"{uploads[0]:016x}")
         if min(bad) < len(names):
             newest = on_rank_zero(lambda: _newest_good(self.root))
             raise NotFiniteError(f"{_not_saved(self.state.step, names[min(bad)])}; {newest}")
@@ -203,6 +255,7 @@ class Saving:
             raise NotFiniteError(_not_saved(step, names[bad]))
 
     def _order(self, need: int, token: str) -> Order:
+        uploading = self.mirror.current if self.mirror else None
         return Order(
             root=self.root,
             step=self.state.step,
@@ -210,7 +263,7 @@ class Saving:
             token=token,
             need=need,
             meta=copy.deepcopy(self.state.meta()),
-            retention=Retention(self.options.keep, self.options.keep_every, self.options.keep_best),
+            retention=replace(self.retention, uploading=uploading.step if uploading else None),
             timeout_s=self.options.timeout_s,
         )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from types import FrameType
 
+from phalanx.launch.grace import grace_left
 from phalanx.launch.supervisor import SAME_REQUEST_S
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -30,6 +32,14 @@ class StopRequest:
     def requested(self) -> bool:
         """True once a signal to stop has arrived, or the program itself asked for it."""
         return self.asked or self.signal != 0
+
+    def seconds_left(self, grace_s: float) -> float:
+        """Returns the seconds until whoever sent the signal ends the process (launch/grace.py), infinity without a
+        signal."""
+        if not self.signal:
+            return math.inf
+        since = time.monotonic() - self.time
+        return grace_left(grace_s, os.environ, time.time() - since) - since
 
     def ask(self, reason: str) -> None:
         """Requests a stop as a signal would."""
