@@ -55,6 +55,7 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.guard $(ARGS)
 	$(BIN)/python -m benchmarks.heartbeat $(ARGS)
 	$(BIN)/python -m benchmarks.checkpoints $(ARGS)
+	$(BIN)/python -m benchmarks.remote $(ARGS)
 
 accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write benchmarks/results
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)

@@ -24,6 +24,7 @@ from phalanx.checkpoint.convert import convert
 from phalanx.checkpoint.manifest import MANIFEST, manifest_digest
 from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, folder_of
 from phalanx.checkpoint.sources import open_source
 from phalanx.checkpoint.validity import check
 from phalanx.config import local_cluster, overrides
@@ -314,11 +315,18 @@ def dcp(folder: Path) -> Loader:
     return Loader(path, path.read_bytes(), load)
 
 
+def commit_record(folder: Path) -> Loader:
+    record = CommitRecord(10, folder_of(10, "0" * 16), 1, 1, 2.5)
+    remote = RemoteCheckpoints.of(f"file://{folder}", "run")
+    (folder / "run").mkdir()
+    return Loader(folder / "run" / record.name, record.text(), lambda: remote.check(10, {f"{record.folder}/x": 1}))
+
+
 MAKERS = {
     maker.__name__: maker
     for maker in (
         *(job, json_job, words, cluster, schedule, rows, outcome, metrics, progress, index, shard, jsonl, text),
-        *(number, char, library, manifest, tensors, consolidated, dcp),
+        *(number, char, library, manifest, commit_record, tensors, consolidated, dcp),
     )
 }
 """All loaders; each is made with a folder for its files."""

@@ -66,8 +66,6 @@ class Mirror:
         self.progressed = time.monotonic()
         self.queue: list[Upload] = []
         self.current: Upload | None = None
-        self.newest: str = ""
-        """The newest commit record that this process knows of, on rank 0."""
         self._changed = threading.Condition()
         self._waits_for_others = False
         self._hanging: Upload | None = None
@@ -157,28 +155,12 @@ class Mirror:
         began = time.monotonic()
         with contextlib.suppress(DamagedCheckpointError):  # which gives way when this one is committed
             if found := remote.find(upload.step):
-                self.newest = found.name
                 log.info("step: %d  uploaded: %s/%s was there already", upload.step, remote.store.url, found.name)
                 return
-        self._progress(upload)
-        folder = folder_of(upload.step, upload.token)
-        upload.reports.mkdir()
-        try:
-            manifest = manifests.read(upload.path)
-            self._copy(remote, upload, manifest)
-            self._wait_for_others(upload)
-            size = (upload.path / MANIFEST).stat().st_size
-            record = CommitRecord.of(manifest, folder, size)
-            remote.store.upload(upload.path / MANIFEST, manifest_of(record), lambda: self._progress(upload))
-            generation.check(upload.path.parent.parent)
-            committed = remote.commit(record)
-        except BaseException:
-            with contextlib.suppress(PhalanxError):
-                remote.remove_folder(folder)
-            raise
-        finally:
-            shutil.rmtree(upload.reports, ignore_errors=True)
-        self.newest, where = record.name, f"{remote.store.url}/{record.name}"
+        record = self._upload_all(remote, upload)
+        # From here on a failure deletes nothing: the store may have written the record although its answer was lost.
+        generation.check(upload.path.parent.parent)
+        committed, where = remote.commit(record), f"{remote.store.url}/{record.name}"
         if not committed:
             log.warning("step %d: another run committed %s meanwhile; this copy was deleted", record.step, where)
             return
@@ -188,9 +170,27 @@ class Mirror:
             *(record.step, where, gib(record.bytes), as_time(took), record.bytes / 1e6 / took),
         )
         try:
-            remote.remove_expired(upload.retention)
+            remote.remove_expired(upload.retention, lambda: self._progress(upload))
         except (RunError, CheckpointError) as error:
             log.warning("an old checkpoint could not be removed: %s", error)
+
+    def _upload_all(self, remote: RemoteCheckpoints, upload: Upload) -> CommitRecord:
+        """Uploads rank 0's share, waits for the others', and uploads the manifest. Returns what is to be committed."""
+        folder = folder_of(upload.step, upload.token)
+        upload.reports.mkdir()
+        try:
+            manifest = manifests.read(upload.path)
+            self._copy(remote, upload, manifest)
+            self._wait_for_others(upload)
+            record = CommitRecord.of(manifest, folder, (upload.path / MANIFEST).stat().st_size)
+            remote.store.upload(upload.path / MANIFEST, manifest_of(record), lambda: self._progress(upload))
+        except BaseException:
+            with contextlib.suppress(PhalanxError):
+                remote.remove_folder(folder)
+            raise
+        finally:
+            shutil.rmtree(upload.reports, ignore_errors=True)
+        return record
 
     def _follow(self, remote: RemoteCheckpoints, upload: Upload) -> None:
         """Uploads this rank's share."""

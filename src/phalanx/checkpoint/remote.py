@@ -134,9 +134,10 @@ class RemoteCheckpoints:
         """Deletes the objects of a checkpoint that has no commit record."""
         self.store.remove([name for name in self.store.sizes() if name.startswith(f"{folder}/")])
 
-    def remove_expired(self, policy: Retention) -> None:
-        """Deletes the checkpoints that `policy` does not keep, their records first. Folders without a record are
-        treated as damaged checkpoints: one of an upload that goes on is newer than what is kept."""
+    def remove_expired(self, policy: Retention, progress: Callable[[], None] = lambda: None) -> None:
+        """Deletes the checkpoints that `policy` does not keep, their records first; calls `progress` after each one.
+        Folders without a record are treated as damaged checkpoints: one of an upload that goes on is newer than what
+        is kept."""
         sizes = self.store.sizes()
         whole: list[WholeCheckpoint[list[str]]] = []
         damaged: list[tuple[int, list[str]]] = []
@@ -154,7 +155,9 @@ class RemoteCheckpoints:
                 whole.append(WholeCheckpoint([name, *folders.pop(record.folder)], step, record.val_loss))
         damaged += [(_step(_FOLDER, folder), names) for folder, names in folders.items()]
         for names in policy.expired(whole, damaged):
-            self.store.remove(names)
+            for name in names:
+                self.store.remove([name])
+                progress()
 
 
 def manifest_of(record: CommitRecord) -> str:

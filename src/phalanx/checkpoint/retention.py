@@ -51,9 +51,7 @@ class Retention:
         old = [
             checkpoint.place
             for checkpoint in whole[self.keep :]
-            if checkpoint is not best
-            and checkpoint.step != self.uploading
-            and not self.is_permanent(checkpoint.step)
+            if checkpoint is not best and checkpoint.step != self.uploading and not self.is_permanent(checkpoint.step)
         ]
         return old + [place for step, place in damaged if step < oldest]
 
