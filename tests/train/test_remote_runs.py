@@ -123,7 +123,7 @@ def test_damaged_copies_give_way_to_older_ones_and_are_replaced(ranks, copied, t
     (error, warnings), _ = ranks(warned, 2, there)
     assert not error
     assert "step-000006.json has 3 objects" in warnings[0]
-    assert "rank-00001.safetensors is missing, or does not match its sha256" in warnings[1]
+    assert "rank-00001.safetensors is missing, or does not match its digest" in warnings[1]
     assert [row["step"] for row in rows(there, "step")] == [3, 4, 5, 6]
     assert same(root(there) / "step-000006", root(copied) / "step-000006")
     assert remote(copied).find(6), "it was damaged, and is whole"

@@ -161,7 +161,7 @@ class Resume:
                     check_digests(manifest, [name])
             except (FileNotFoundError, DamagedCheckpointError):
                 raise DamagedCheckpointError(
-                    f"checkpoint {store.url}/{record.name}: {name} is missing, or does not match its sha256"
+                    f"checkpoint {store.url}/{record.name}: {name} is missing, or does not match its digest"
                 ) from None
             progress()
 
