@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def train(ranks, job, stop_at=0):
 
 def warned(ranks, job, environment=None, disturb=None, stop_at=0):
     """Trains; returns the error that ends the run, with its class, and the warnings of this rank."""
-    warnings, upload = [], ObjectStore.upload
+    warnings, upload, seconds_left = [], ObjectStore.upload, StopRequest.seconds_left
 
     class Warnings(logging.Handler):
         def emit(self, record):
@@ -82,7 +83,7 @@ def warned(ranks, job, environment=None, disturb=None, stop_at=0):
     except PhalanxError as error:
         return f"{type(error).__name__}: {error}", warnings
     finally:
-        ObjectStore.upload = upload
+        ObjectStore.upload, StopRequest.seconds_left = upload, seconds_left
         logging.getLogger("phalanx").removeHandler(handler)
         for name in environment or {}:
             del os.environ[name]
@@ -160,7 +161,22 @@ def test_a_store_that_fails_ends_no_run_that_has_local_checkpoints(ranks, copied
     assert f"; a newer checkpoint may be there than {root(copied)}/step-000006" in warnings[0]
     error = ranks(warned, 2, moved(copied, "there"))[0][0]
     assert error.startswith(f"RunError: file://{tmp_path}/store/run: .probe-")
+    assert error.endswith("make it reachable, or set checkpoint.remote=''")
     assert RunError.exit_code == 1
+
+
+def hanging_at_the_end():
+    ObjectStore.upload = lambda *_: threading.Event().wait()
+    StopRequest.seconds_left = lambda *_: 2.0
+
+
+def test_a_stop_that_leaves_no_time_for_an_upload_does_not_wait_for_it(ranks, copied):
+    (error, warnings), _ = ranks(warned, 2, copied, None, hanging_at_the_end, 4)
+    assert error.startswith("StoppedError")
+    assert set(warnings) == {
+        f"the newest checkpoint was not uploaded to {copied.checkpoint.remote} before the time to stop was over"
+    }
+    assert check(root(copied) / "step-000004")
 
 
 def test_a_run_moves_over_an_s3_server_and_tells_no_secret(ranks, copied, tmp_path):

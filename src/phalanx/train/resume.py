@@ -95,7 +95,10 @@ class Resume:
                 record = self._patient(lambda _: self._newest(below.remote, local.step if local else -1))
             except RunError as error:
                 if local is None:
-                    raise
+                    raise RunError(
+                        f"{error}; without a checkpoint in {self.directory.checkpoints} the run would begin again, "
+                        "although one may be on the store: make it reachable, or set checkpoint.remote=''"
+                    ) from None
                 with_store = False
                 log.warning("%s; a newer checkpoint may be there than %s", error, local.path)
             except CheckpointError as error:
