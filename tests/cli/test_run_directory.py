@@ -94,10 +94,15 @@ def test_a_file_in_the_place_of_the_run_directory(here: Path, fails: Callable[..
     assert (here / "runs" / "job").read_text() == "precious"
 
 
-def test_a_log_directory_that_is_a_file(here: Path, fails: Callable[..., str]) -> None:
-    (here / "runs" / "job").mkdir(parents=True)
-    (here / "runs" / "job" / "logs").touch()
-    assert "runs/job/logs: File exists" in fails()
+def test_a_file_in_the_place_of_the_logs_is_set_aside(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load_file(here / "job.yaml")
+    directory = RunDirectory.of(loaded.job)
+    directory.path.mkdir(parents=True)
+    directory.logs.write_text("precious")
+    directory.start(loaded)
+    assert directory.next_log_dir() == directory.logs / "attempt_0" / "rank_0"
+    assert (directory.path / "logs-1").read_text() == "precious"
+    assert "runs/job/logs is not a directory; it was renamed to runs/job/logs-1" in capsys.readouterr().err
 
 
 def test_logs_that_another_start_left_half_made(tmp_path: Path) -> None:

@@ -22,12 +22,14 @@ from pathlib import Path
 import phalanx
 from phalanx.check.load import LoadedJob
 from phalanx.check.show import as_yaml
+from phalanx.checkpoint.files import set_aside
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.validity import newest_valid
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.data.files import open_regular, write_atomic
+from phalanx.echo import echo
 from phalanx.errors import CheckpointError, JobError, RunError
 from phalanx.train import run_lock
 
@@ -101,12 +103,15 @@ class RunDirectory:
         return path
 
     def start(self, loaded: LoadedJob) -> None:
-        """Records the resolved job, the command, and facts about the machine before a run. Raises RunError if the
-        directory cannot be written, or if one of its entries is a link."""
+        """Records the resolved job, the command, and facts about the machine before a run. A file in the place of the
+        logs is renamed. Raises RunError if the directory cannot be written, or if one of its entries is a link."""
         command = f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}  {shlex.join(['phalanx', *sys.argv[1:]])}\n"
         with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
             self._refuse_links()
+            if self.logs.exists() and not self.logs.is_dir():
+                aside = set_aside(self.logs, "")
+                echo(f"phalanx: {self.logs} is not a directory; it was renamed to {aside}", file=sys.stderr)
             write_atomic(self.config, as_yaml(loaded).encode())
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             with open(open_regular(self.path / "command.txt", flags), "a", encoding="utf-8") as file:
