@@ -260,6 +260,10 @@ def test_links_bring_nodes_together_and_notice_who_goes(monkeypatch: pytest.Monk
     host.close(3, "a mistake")
     assert membership.is_over
     soon(lambda: again.notice.ending and again.notice.ending.code == 3)
+    alone = GuestLink(address, B, silence_s=5.0)
+    soon(lambda: alone.notice.ending)
+    assert alone.notice.ending == Ending(f"there is no connection to the host, 127.0.0.1:{host.port}")
+    alone.close(0, "")
     again.close(0, "")
 
 

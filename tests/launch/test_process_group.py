@@ -150,8 +150,9 @@ def test_a_port_that_something_else_uses(ranks: Callable[..., list[Any]]) -> Non
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        [found] = ranks(answer_the_roll, 1, listener.getsockname()[1], [0], [2], 1)
-    assert "address already in use" in found
+        found = ranks(answer_the_roll, 2, port := listener.getsockname()[1], [0, 1], [2, 2], 1)
+    assert "address already in use" in found[0]
+    assert f"After 1 s, what listens at 127.0.0.1:{port} has not answered rank 1 of 2: another program" in found[1]
 
 
 def test_a_missing_rank_0_is_named_without_torchs_stack_traces(

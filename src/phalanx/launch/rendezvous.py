@@ -142,12 +142,36 @@ class _RollCall:
 
 def _connect(ranks: Ranks, seconds: float, listen: bool) -> Store:
     """Returns the store at MASTER_ADDR:MASTER_PORT, as the one that listens there or as a client. Raises RunError if
-    nothing listens there in time, RuntimeError if it does not answer as a store."""
+    nothing listens there in time, or does not answer; RuntimeError if it answers, but not as a store."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if not listen:
-        _await_listener(ranks, address, port, seconds)
-    limit = timedelta(seconds=seconds)
-    return TCPStore(address, port, ranks.world, listen, limit, wait_for_workers=False, multi_tenant=True)
+
+    def store() -> Store:
+        limit = timedelta(seconds=seconds)
+        return TCPStore(address, port, ranks.world, listen, limit, wait_for_workers=False, multi_tenant=True)
+
+    if listen:
+        return store()
+    _await_listener(ranks, address, port, seconds)
+    found: list[Store | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            found.append(store())
+        except RuntimeError as error:
+            found.append(error)
+
+    # torch waits without limit for the answer of something that only accepts the connection.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise RunError(
+            f"After {seconds:g} s, what listens at {address}:{port} has not answered rank {ranks.rank} of "
+            f"{ranks.world}: another program uses the port, or rank 0 hangs.\n{_advice(ranks.world)}"
+        )
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]
 
 
 def _await_listener(ranks: Ranks, address: str, port: int, seconds: float) -> None:
@@ -171,17 +195,9 @@ def _await_listener(ranks: Ranks, address: str, port: int, seconds: float) -> No
 
 def _store_that_answers(ranks: Ranks) -> Store | None:
     """Returns the store of another process at the address, or None if what listens there does not answer as one."""
-    found: list[Store] = []
-
-    def connect() -> None:
-        with suppress(RuntimeError, RunError):
-            found.append(_connect(ranks, _SECOND_SERVER_S, listen=False))
-
-    # torch waits without limit for the answer of something that only accepts the connection.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(_SECOND_SERVER_S)
-    return found[0] if found else None
+    with suppress(RuntimeError, RunError):
+        return _connect(ranks, _SECOND_SERVER_S, listen=False)
+    return None
 
 
 def _enter(store: Store, ranks: Ranks) -> None:

@@ -157,6 +157,7 @@ class GuestLink:
         self, address: tuple[str, int], state: NodeState, silence_s: float, key: Callable[[], str] = lambda: ""
     ):
         self._address, self._state, self._silence_s, self._key = address, state, silence_s, key
+        self._lost = Ending(f"there is no connection to the host, {address[0]}:{address[1]}")
         self._said = state
         self._notice = Notice(-1)
         self._heard = time.monotonic()
@@ -199,7 +200,7 @@ class GuestLink:
                 # Rounds of the host that answers next are other rounds.
                 self._state = replace(self._state, round=0)
                 if self._notice.ending is None or self._notice.ending.code is None:
-                    self._notice = Notice(-1, self._notice.round, Ending("the connection to the host is lost"))
+                    self._notice = Notice(-1, self._notice.round, self._lost)
                 self._changed.wait_for(lambda: self._closed, _RETRY_S)
 
     def _talk(self, connection: socket.socket) -> None:

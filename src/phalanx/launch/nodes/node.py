@@ -102,7 +102,8 @@ class NodeRendezvous(QuietHandler):
             if notice.ending and notice.ending.code is not None:
                 self._end(notice.ending.code, notice.ending.reason)
             if self.link.silent_s > self.patience_s:
-                self._end(1, f"the host of run.rdzv_endpoint was not heard for {self.patience_s:g} s")
+                why = notice.ending.reason if notice.ending else "the host is silent"
+                self._end(1, f"{why}: it was not heard for {self.patience_s:g} s (run.rdzv_endpoint, run.timeout_s)")
             begins = notice.round is not None and notice.ending is None and notice.slot in notice.round.members
             if begins and notice.round and (last is None or notice.round.generation != last.generation):
                 return self._take_part(notice.round, notice.slot)
