@@ -26,7 +26,7 @@ TRAIN = Train(global_batch=12)
 def test_policies_need_steps_that_all_ranks_take_together(layout, reason):
     assert unguarded(Job(layout=layout)) == reason
     assert not problems_of(Job(layout=layout, train=TRAIN))
-    wanted = Job(layout=layout, train=TRAIN, guard=GuardOptions(on_spike="skip", on_nan="rewind"))
+    wanted = Job(layout=layout, train=TRAIN, guard=GuardOptions(on_spike="skip", on_nan="rewind", repeat_every=1))
     found = problems_of(wanted)
-    assert [path for path, _ in found] == (["guard.on_spike", "guard.on_nan"] if reason else [])
+    assert [path for path, _ in found] == (["guard.on_spike", "guard.on_nan", "guard.repeat_every"] if reason else [])
     assert all(reason in text and "nearest legal: " in text for _, text in found)

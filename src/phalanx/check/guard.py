@@ -23,6 +23,8 @@ def guard_problems(job: Job) -> Iterator[Problem]:
             )
     if job.guard.on_spike == "stop":
         yield "guard.on_spike", f"no step is compared with earlier ones: {reason}; nearest legal: on_spike=off"
+    if job.guard.repeat_every:
+        yield "guard.repeat_every", f"no step is computed again: {reason}; nearest legal: repeat_every=0"
 
 
 def unguarded(job: Job) -> str:

@@ -14,6 +14,8 @@ from phalanx.train.guard import guard
 from phalanx.train.stop import StopRequest
 from phalanx.train.terminal import Terminal
 
+WRONG_FACTORS = {"nan": float("nan"), "own gradient": 64.0, "last digits of own gradient": 1 + 2.0**-20}
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -21,7 +23,8 @@ class Fault:
 
     where: str
     """"parameter", "exp_avg", "exp_avg_sq": before the step is computed; "summed gradient": after the reduction, "own
-    gradient": before it; "unsteady gradient": the same, another one each time; "nan": the loss's factor."""
+    gradient": before it; "last digits of own gradient": by too little for its norm to show; "unsteady gradient": the
+    same, another one each time; "nan": the loss's factor."""
     rank: int
     step: int
     """Counts from 1."""
@@ -51,8 +54,7 @@ def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
 
     def wrong_backward(micro, factor, *, last):
         for fault in backward:
-            wrong = {"nan": float("nan"), "own gradient": 64.0, "unsteady gradient": 64.0 + left[fault]}
-            factor = factor * wrong[fault.where]
+            factor = factor * {"unsteady gradient": 64.0 + left[fault], **WRONG_FACTORS}[fault.where]
         return forward_backward(micro, factor, last=last)
 
     def faulty(micro_batches, step, *rest):
@@ -64,7 +66,7 @@ def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
                 flip(next(f.value for f in stepper.replica.local_parameters() if f.name == fault.name))
             elif fault.where.startswith("exp"):
                 flip(stepper.optimizer.adam.state[stepper.optimizer.masters[fault.name]][fault.where])
-        backward[:] = [fault for fault in due if fault.where in ("nan", "own gradient", "unsteady gradient")]
+        backward[:] = [fault for fault in due if fault.where in (*WRONG_FACTORS, "unsteady gradient")]
         computed = compute(micro_batches, step, *rest)
         for fault in due:
             if fault.where == "summed gradient":

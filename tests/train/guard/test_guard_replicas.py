@@ -98,6 +98,12 @@ def test_a_transient_fault_of_a_gradient_is_computed_away_and_named(ranks, job, 
     assert [*row["hosts"]] == ["1"]
 
 
+def test_a_fault_that_nothing_shows_is_found_where_every_step_is_repeated(ranks, job):
+    fault = Fault("last digits of own gradient", 1, 4)
+    (row,) = same_as_without(ranks, guarded(job, Layout(dp_shard=2), repeat_every=2), fault)
+    assert (row["step"], row["found"], row["action"], [*row["hosts"]]) == (4, "transient", "computed_again", ["1"])
+
+
 def test_a_transient_fault_is_seen_through_the_noise_of_other_kernels(ranks, job):
     fault = Fault("nan", 2, 4)
     (row,) = same_as_without(ranks, guarded(job, Layout(tp=2, dp_replicate=2)), fault, run=train_as_on_a_gpu)

@@ -1,9 +1,10 @@
 """The guard judges every step before the optimizer writes it, and answers what it finds by the job's policies.
 
 A step is in doubt if replicas of state or gradients differ, if loss or gradients are not finite, or if one of them
-jumps. It is then computed again from the same inputs, until two results agree. Another result shows a transient fault
-of the hardware, which is named, and the result that came twice is used; the same result shows that data or model are
-the cause (the idea of Megatron-LM's RerunStateMachine). All decisions follow from sums over all ranks: the ranks agree.
+jumps; by `guard.repeat_every`, further steps are treated alike. It is then computed again from the same inputs, until
+two results agree. Another result shows a transient fault of the hardware, which is named, and the result that came
+twice is used; the same result shows that data or model are the cause (the idea of Megatron-LM's RerunStateMachine). All
+decisions follow from sums over all ranks: the ranks agree.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ class Guard:
         last = attempt()
         if last.computed.requests.void:
             return self.stepper.finish(last.computed, step, lr)
-        if last.doubt or self._compares(step + 1):
-            last = self._investigate(attempt, last, step + 1)
+        repeats = _is_due(self.options.repeat_every, step + 1)
+        if last.doubt or repeats or _is_due(self.options.every, step + 1):
+            last = self._investigate(attempt, last, step + 1, repeats)
         if last.kind:
             return self._answer(last, step, lr, samples)
         taken = self.stepper.finish(last.computed, step, lr)
@@ -93,9 +95,6 @@ class Guard:
         if self.options.every and (differences := self.replicas.differing(gradients=False)):
             self._answer_corruption(differences, step)
 
-    def _compares(self, number: int) -> bool:
-        return self.options.every > 0 and number % self.options.every == 0
-
     def _judge(self, computed: Computed) -> Attempt:
         """Returns an attempt with the doubt that its loss and norm raise."""
         loss, norm, scale = computed.loss, computed.grad_norm, self.stepper.loss_scale
@@ -107,15 +106,15 @@ class Guard:
             return Attempt(computed, "spike", text)
         return Attempt(computed)
 
-    def _investigate(self, attempt: Callable[[], Attempt], first: Attempt, number: int) -> Attempt:
-        """Compares replicas, and computes a step in doubt until two attempts agree. Returns the last attempt, whose
-        gradients the optimizer has."""
+    def _investigate(self, attempt: Callable[[], Attempt], first: Attempt, number: int, repeats: bool) -> Attempt:
+        """Compares replicas, and computes a step in doubt, or one that `repeats` in any case, until two attempts agree.
+        Returns the last attempt, whose gradients the optimizer has."""
         attempts = [first]
         if state := self._compare(first):
             self._answer_corruption(state, number)
             if any(difference.kind in (PARAMETER, MASTER) for difference in state):
                 attempts = []  # it computed with what was corrupt
-        while not self._settled(attempts):
+        while not self._settled(attempts, repeats):
             if len(attempts) == MOST_ATTEMPTS:
                 self._give_up(attempts, number)
             if attempts and attempts[-1].result is None:
@@ -153,11 +152,11 @@ class Guard:
             return torch.stack((loss, own, torch.tensor(digest(), device=own.device)))
         return torch.stack((attempt.computed.own_loss, own, attempt.computed.square))
 
-    def _settled(self, attempts: Sequence[Attempt]) -> bool:
-        """Returns whether the last of the attempts may be used: the only one if it is not in doubt, otherwise if an
-        earlier one agrees with it on all ranks."""
+    def _settled(self, attempts: Sequence[Attempt], repeats: bool) -> bool:
+        """Returns whether the last of the attempts may be used: the only one if it is not in doubt and not to be
+        repeated, otherwise if an earlier one agrees with it on all ranks."""
         if len(attempts) < 2:
-            return bool(attempts) and not attempts[-1].kind
+            return bool(attempts) and not attempts[-1].kind and not repeats
         return any(self._agree(attempts[-1], earlier) for earlier in attempts[:-1])
 
     def _agree(self, one: Attempt, other: Attempt) -> bool:
@@ -258,6 +257,10 @@ class Guard:
     @staticmethod
     def _facts(attempt: Attempt) -> dict[str, float]:
         return {"loss": attempt.computed.loss, "grad_norm": attempt.computed.grad_norm}
+
+
+def _is_due(every: int, number: int) -> bool:
+    return every > 0 and number % every == 0
 
 
 def _describe(differences: Sequence[Difference], hosts: dict[int, str] | None = None) -> str:
