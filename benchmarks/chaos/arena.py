@@ -102,9 +102,9 @@ class Arena:
     def _command(self, number: int, words: Sequence[str]) -> Command:
         argv = [*self.program.argv(self.settings, self.fault.launch, number, self.nodes), *words]
         own = self._rank_environment(number) if self.fault.launch == "ranks" else {}
-        env = {**os.environ, **self._environment(), **own, **self.env}
+        env = {**os.environ, **self._environment(), **self.program.environment(self.nodes), **own, **self.env}
         if self.nodes:
-            argv, env = [*self.nodes.prefix(number), *argv], {**env, **self.nodes.environment()}
+            argv = [*self.nodes.prefix(number), *argv]
         return Command(argv, self.folder, env, self.memory_bytes)
 
     def _environment(self) -> dict[str, str]:

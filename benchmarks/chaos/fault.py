@@ -77,8 +77,8 @@ class Fault:
     words: Mapping[int, Sequence[str]] = field(default_factory=dict[int, Sequence[str]])
     """With launch="ranks": words on the command line of one rank alone."""
     launch: Literal["phalanx", "torchrun", "ranks", "nodes"] = "phalanx"
-    """Who starts the ranks: `phalanx train` itself, torchrun, nobody (a process per rank), or a torchrun on each of
-    two nodes, which are network namespaces."""
+    """Who starts the ranks: `phalanx train` itself, torchrun, nobody (a process per rank), or the program's own
+    launcher on each of two nodes, which are network namespaces."""
     start: Literal["empty", "half", "done"] = "empty"
     """The run directory at the start: none, that of a run stopped halfway, or that of a finished run."""
     stops: bool = False

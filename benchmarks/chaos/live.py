@@ -49,7 +49,7 @@ class Live:
     attempt: Attempt = field(init=False)
     injected: float = 0.0
     victims: set[int] = field(default_factory=set[int])
-    """Indices of commands whose own exit code says nothing: the fault killed them."""
+    """Indices of commands whose own exit code does not count: the fault killed them, or cut them off."""
     open_ports: Sequence[tuple[str, int]] = ()
     """Addresses and ports that an injection has found open."""
     reading: threading.Event = field(default_factory=threading.Event)
@@ -165,7 +165,7 @@ class Live:
         attempt.timed_out = self.running
         if attempt.timed_out:
             processes.kill(self.mark)
-        codes = [_as_in_a_shell(popen.wait()) for popen in self.popens]
+        codes = attempt.codes = [_as_in_a_shell(popen.wait()) for popen in self.popens]
         telling = [code for node, code in enumerate(codes) if node not in self.victims] or codes
         attempt.code = next((code for code in telling if code), 0)
         self.reading.set()

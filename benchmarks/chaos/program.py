@@ -63,6 +63,10 @@ class Program(ABC):
     def argv(self, settings: Settings, launch: str, node: int, nodes: Nodes | None) -> list[str]:
         """Returns the command line of a node (launch="ranks": of a rank)."""
 
+    def environment(self, nodes: Nodes | None) -> Mapping[str, str]:
+        """Returns variables that the command needs on its node; none by default."""
+        return {}
+
     def adapt(self, fault: Fault) -> Fault:
         """Returns the fault with what is asked for of this program."""
         return fault
@@ -90,9 +94,11 @@ class Phalanx(Program):
         """Returns the words, with the console script where it is installed: -m would put the folder on the path."""
         script = Path(sys.executable).with_name("phalanx")
         train = ["train", "job.yaml"]
-        if launch in ("phalanx", "ranks"):
-            return [*([str(script)] if script.exists() else [sys.executable, "-P", "-m", "phalanx"]), *train]
-        return [*torchrun(launch, settings, nodes), "-m", "phalanx", *train]
+        if launch == "torchrun":
+            return [*torchrun(settings), "-m", "phalanx", *train]
+        if nodes:
+            train += ["--nnodes", "1:2", "--rdzv-endpoint", _endpoint(nodes)]
+        return [*([str(script)] if script.exists() else [sys.executable, "-P", "-m", "phalanx"]), *train]
 
     def load(self, folder: Path, step: int) -> weights.State | None:
         """Reads the newest whole checkpoint."""
@@ -113,7 +119,11 @@ class Peer(Program):
         how = "fsdp" if settings.get("layout.dp_shard", 1) > 1 else "ddp"
         size = [str(settings[f"model.{name}"]) for name in ("d_model", "n_layers", "seq_len")]
         steps, every = str(settings["train.steps"]), str(settings["checkpoint.every"])
-        return [*torchrun("torchrun", settings, None), str(self.script), str(self.run), how, steps, every, *size]
+        return [*torchrun(settings, nodes), str(self.script), str(self.run), how, steps, every, *size]
+
+    def environment(self, nodes: Nodes | None) -> Mapping[str, str]:
+        """Returns what makes gloo take the link between the nodes."""
+        return nodes.environment() if nodes else {}
 
     def adapt(self, fault: Fault) -> Fault:
         """Returns the fault without what torchrun never does: it shows tracebacks, and has a table of ranks."""
@@ -127,14 +137,18 @@ class Peer(Program):
         return peer.final(folder / self.checkpoints, step)
 
 
-def torchrun(launch: str, settings: Settings, nodes: Nodes | None) -> list[str]:
-    """Returns torchrun with its options: on one machine at most 3 restarts."""
-    base = [sys.executable, "-m", "torch.distributed.run"]
-    if launch == "nodes":  # with restarts, torchrun waits ten minutes for a node that is gone
-        assert nodes is not None
-        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{nodes.addresses[0]}:{29400 + os.getpid() % 1000}"]
+def torchrun(settings: Settings, nodes: Nodes | None = None) -> list[str]:
+    """Returns torchrun with its options and at most 3 restarts. A lost node is waited for, but not for the ten minutes
+    of the default: on one node alone the loop would train on a smaller batch."""
+    base = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
+    if nodes:
+        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", _endpoint(nodes), "--rdzv-conf", "join_timeout=30"]
         return [*base, "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "chaos", *where]
-    return [*base, "--standalone", "--max-restarts", "3", "--nproc-per-node", str(ranks_of(settings))]
+    return [*base, "--standalone", "--nproc-per-node", str(ranks_of(settings))]
+
+
+def _endpoint(nodes: Nodes) -> str:
+    return f"{nodes.addresses[0]}:{29400 + os.getpid() % 1000}"
 
 
 def ranks_of(settings: Settings) -> int:

@@ -29,12 +29,14 @@ class Attempt:
     """Seconds since the epoch, as all times here."""
     ended: float = 0.0
     code: int = 0
-    """Exit code as in a shell; of several nodes the first one's that was not killed by the fault and is not 0."""
+    """Exit code as in a shell; of several nodes the first one's that is not 0, without those that the fault took."""
     timed_out: bool = False
     lines: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
     """Output with its times of arrival."""
     rows: list[tuple[float, dict[str, Any]]] = field(default_factory=list[tuple[float, dict[str, Any]]])
     """Rows of metrics.jsonl that this command wrote, with their times of arrival."""
+    codes: list[int] = field(default_factory=list[int])
+    """Exit codes of all commands."""
 
     @property
     def output(self) -> str:

@@ -95,7 +95,7 @@ FAULTS = (
         "the next free number is taken", start="half", prepare=_old_attempts,
     ),
     Fault(
-        24, "logs-are-a-file", "a file lies where the logs go", "told by name, no traceback",
+        24, "logs-are-a-file", "a file lies where the logs go", "set aside or told by name, no traceback",
         start="half", prepare=_logs_are_a_file, repair=_logs_again, names=r"\blogs\b", codes=frozenset({1, 2}),
     ),
     _second(),
