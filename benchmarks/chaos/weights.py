@@ -9,6 +9,8 @@ from typing import Any
 State = dict[str, Any]
 """Tensors of model and optimizer by name."""
 
+_NOISE = 1e-8
+
 
 def newest_step(checkpoints: Path) -> int:
     """Returns the step of the newest checkpoint by name; 0 if there is none."""
@@ -35,13 +37,16 @@ def load(checkpoints: Path, step: int) -> State | None:
 def difference(state: State | None, control: State) -> float | None:
     """Returns the largest |a - b| / max(|b|, the tensor's rms) over all elements; 0.0 only if every bit is equal.
 
-    Infinite if names or shapes differ or a value is not finite; None without a state."""
+    A tensor counts as no smaller than _NOISE times the largest of its kind (weights, each moment): the biases of keys,
+    whose gradient is zero, are nothing but rounding noise, other noise for every order of sums. Infinite if names or
+    shapes differ or a value is not finite; None without a state."""
     import torch
 
     if state is None:
         return None
     if state.keys() != control.keys():
         return math.inf
+    rms = {name: float(wanted.double().square().mean().sqrt()) for name, wanted in control.items()}
     largest = 0.0
     for name, wanted in control.items():
         found = state[name]
@@ -52,6 +57,11 @@ def difference(state: State | None, control: State) -> float | None:
         wanted64, found64 = wanted.double(), found.double()
         if not torch.isfinite(found64).all():
             return math.inf
-        scale = wanted64.abs().clamp_min(wanted64.square().mean().sqrt().clamp_min(1e-30))
+        floor = _NOISE * max(rms[other] for other in rms if _kind(other) == _kind(name))
+        scale = wanted64.abs().clamp_min(max(rms[name], floor, 1e-30))
         largest = max(largest, float(((found64 - wanted64).abs() / scale).max()))
     return largest
+
+
+def _kind(name: str) -> str:
+    return name.partition("/")[0] if "/" in name else ""

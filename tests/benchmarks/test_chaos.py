@@ -95,6 +95,8 @@ def test_one_differing_bit_is_a_difference():
     assert weights.difference(same, control) == 0.0
     same["model/a"][1] = 1 + 2**-23
     assert weights.difference(same, control) == pytest.approx(2**-23)
+    noise = {**control, "model/key_bias": torch.full((2,), 1e-15)}
+    assert 0 < weights.difference({**noise, "model/key_bias": torch.full((2,), -1e-15)}, noise) < 1e-6
     assert weights.difference({"model/a": torch.ones(4)}, control) == float("inf")
     assert weights.difference({**control, "model/a": torch.tensor([1.0, float("nan"), 1, 1])}, control) == float("inf")
 
