@@ -82,8 +82,9 @@ class Fault:
     start: Literal["empty", "half", "done"] = "empty"
     """The run directory at the start: none, that of a run stopped halfway, or that of a finished run."""
     stops: bool = False
-    """True if the fault asks for a stop or forbids to go on (a signal, a killed launcher, hostile input): a clean stop
-    that loses nothing is then all that can be asked for, and counts as survived."""
+    """True if the fault asks for a stop or leaves nothing to go on with (a signal, a killed launcher, hostile input, a
+    bug that comes back in every attempt, no whole checkpoint): a clean stop that loses nothing is then all that can be
+    asked for, and counts as survived."""
     codes: frozenset[int] = RUN_FAILED
     """Exit codes of a clean stop."""
     names: str = ""

@@ -83,7 +83,8 @@ FAULTS = (
     _fault("no-manifest", "the newest checkpoint has no manifest", lambda path: _manifest(path).unlink()),
     Fault(
         18, "all", "a bit flips in every checkpoint", "refused with exit code 4; nothing is deleted",
-        start="half", prepare=_every, repair=_start_over, damages=True, names=r"step-\d+", codes=frozenset({4}),
+        start="half", prepare=_every, repair=_start_over, damages=True, stops=True, names=r"step-\d+",
+        codes=frozenset({4}),
     ),
     Fault(
         18, "finished", "a bit flips in the last checkpoint of a finished run",

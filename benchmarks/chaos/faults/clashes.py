@@ -103,6 +103,6 @@ FAULTS = (
     Fault(
         24, "port-in-use", "MASTER_PORT is taken by another program", "told with the port, or another one is taken",
         launch="ranks", prepare=_take_port, repair=lambda arena: arena.env.clear(), names=r"(?i)port|address",
-        codes=frozenset({1}), limit_s=60,
+        stops=True, codes=frozenset({1}), limit_s=60,
     ),
 )  # fmt: skip

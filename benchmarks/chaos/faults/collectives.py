@@ -64,7 +64,7 @@ FAULTS = (
         11, "always", "rank 1 raises the same exception in the same step of every attempt",
         "restarts end after run.max_restarts or at once; the traceback is shown",
         plugin={"rank": 1, "at": "step", "step": 12, "do": "raise", "once": False},
-        names=r"(?i)rank 1\b[^$]*injected", traceback=True, codes=frozenset({1}), limit_s=240,
+        names=r"(?i)rank 1\b[^$]*injected", traceback=True, stops=True, codes=frozenset({1}), limit_s=240,
     ),
     Fault(
         12, "allocation", "rank 1 asks for 256 TiB, always",

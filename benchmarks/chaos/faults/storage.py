@@ -163,7 +163,7 @@ FAULTS = (
         19, "silent-corpus", "the corpus is a FIFO into which nobody writes",
         "refused, or a time-out that names the file",
         extra={"data.corpus": "text", "data.path": "corpus.txt"}, prepare=_silent_corpus, repair=_real_corpus,
-        names=r"corpus\.txt", codes=frozenset({1, 2, 4}), limit_s=40,
+        names=r"corpus\.txt", stops=True, codes=frozenset({1, 2, 4}), limit_s=40,
     ),
     Fault(
         19, "stopped-terminal", "nobody reads the terminal any more (Ctrl-S)",
