@@ -113,17 +113,17 @@ class Bench:
 
     def _story(self, arena: Arena, fault: Fault) -> Story:
         live = arena.start()
-        saved = [weights.newest_step(arena.checkpoints)]
         reason = ""
         try:
             (arena.during or _own_injection(arena))(live)
-            saved.append(weights.newest_step(arena.checkpoints))
         except NotReachedError as error:
             reason = str(error)
-        story = Story(live.finish(), saved=saved[-1])
+        saved = weights.newest_step(arena.checkpoints)
+        story = Story(live.finish())
         if arena.mark_file.exists() and not live.injected:
             live.injected = arena.mark_file.stat().st_mtime
         story.injected = live.injected
+        story.saves = live.saves or [(live.injected, saved)]
         if reason and not live.injected:
             live.attempt.lines.append((time.time(), f"(bench) {reason}"))
         self._what_is_left(arena, story)

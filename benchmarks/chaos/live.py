@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.chaos import processes
+from benchmarks.chaos import processes, weights
 from benchmarks.chaos.story import Attempt
 
 _POLL_S = 0.01
@@ -48,6 +48,8 @@ class Live:
     terminal: bool = False
     attempt: Attempt = field(init=False)
     injected: float = 0.0
+    saves: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """Time of each injection, and the step of the newest checkpoint then."""
     victims: set[int] = field(default_factory=set[int])
     """Indices of commands whose own exit code does not count: the fault killed them, or cut them off."""
     open_ports: Sequence[tuple[str, int]] = ()
@@ -123,8 +125,9 @@ class Live:
         self.wait_until(lambda: self.step >= step, f"step {step}")
 
     def now(self) -> None:
-        """Notes that the fault is injected now."""
-        self.injected = self.injected or time.time()
+        """Notes that the fault, or its next part, is injected now."""
+        self.saves.append((time.time(), weights.newest_step(self.metrics.parent / "checkpoints")))
+        self.injected = self.injected or self.saves[-1][0]
 
     def pid(self, rank: int) -> int:
         """Returns the process id of a rank."""

@@ -55,8 +55,8 @@ class Story:
     """The same command, given again where the first did not reach the end."""
     injected: float = 0.0
     """Time of the injection; 0: it never happened."""
-    saved: int = 0
-    """Step of the newest checkpoint at the injection."""
+    saves: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """Time of each injection, and the step of the newest checkpoint then."""
     difference: float | None = None
     """Largest relative difference of a final weight from the control's; None: there are no weights."""
     orphans: list[str] = field(default_factory=list[str])
@@ -120,9 +120,9 @@ class Story:
                 done = max(done, int(row["step"]))
         return lost
 
-    def resumed_at(self) -> int | None:
-        """Step of the first start after the injection."""
-        later = [row for time, row in self.first.rows if time > self.injected]
+    def resumed_at(self, moment: float) -> int | None:
+        """Step of the first start after a moment."""
+        later = [row for time, row in self.first.rows if time > moment]
         later += [row for _, row in self.second.rows] if self.second else []
         return next((int(row["step"]) for row in later if row["event"] == "start"), None)
 
@@ -179,9 +179,10 @@ def _always(fault: Fault, story: Story) -> list[str]:
         found.append(f"{len(story.orphans)} processes are left: {story.orphans[0][:80]}")
     if story.ports:
         found.append(f"ports are left open: {', '.join(story.ports)}")
-    resumed = story.resumed_at()
-    if resumed is not None and resumed < story.saved and not fault.damages:
-        found.append(f"saved work is gone: step {story.saved} was saved, the run went on from step {resumed}")
+    for moment, saved in [] if fault.damages else story.saves:
+        resumed = story.resumed_at(moment)
+        if resumed is not None and resumed < saved:
+            found.append(f"saved work is gone: step {saved} was saved, the run went on from step {resumed}")
     return found
 
 

@@ -66,7 +66,7 @@ NAMED = "phalanx: Rank 1 of 2 was killed by SIGKILL."
         (FAULT, story(attempt(0, NAMED), orphans=["python"]), LOST, "1 processes are left"),
         (FAULT, story(attempt(0, NAMED), problems=["a port is open"]), LOST, "a port is open"),
         (FAULT, story(attempt(0, NAMED), injected=0.0), INVALID, "not injected"),
-        (FAULT, story(attempt(0, NAMED, rows=((12.0, "start", 5),)), saved=10), LOST, "saved work is gone"),
+        (FAULT, story(attempt(0, NAMED, rows=((12.0, "start", 5),)), saves=[(10.0, 10)]), LOST, "saved work is gone"),
     ],
 )  # fmt: skip
 def test_judgement(fault, told, word, reason):

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable
 
-from benchmarks.chaos import weights
 from benchmarks.chaos.live import Live, send
 
 STEP = 12
@@ -90,8 +89,3 @@ def after_restart(action: Action) -> Action:
         action(live)
 
     return wait_and_act
-
-
-def saved_step(live: Live) -> int:
-    """Returns the step of the newest checkpoint."""
-    return weights.newest_step(live.metrics.parent / "checkpoints")
