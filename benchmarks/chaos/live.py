@@ -59,7 +59,8 @@ class Live:
 
     def __post_init__(self) -> None:
         self.attempt = Attempt(began=time.time())
-        self._offset = self.metrics.stat().st_size if self.metrics.exists() else 0
+        status = self.metrics.stat() if self.metrics.exists() else None
+        self._inode, self._offset = (status.st_ino, status.st_size) if status else (0, 0)
         self._rest = b""
         self.reading.set()
         self.popens: list[subprocess.Popen[bytes]] = []
@@ -96,10 +97,12 @@ class Live:
     def poll(self) -> None:
         """Takes the new rows of metrics.jsonl."""
         with suppress(FileNotFoundError):
-            size = self.metrics.stat().st_size
-            if size < self._offset:  # a new file: the directory was renamed, or the file cut
-                self._offset, self._rest = 0, b""
-            if size == self._offset:
+            status = self.metrics.stat()
+            if status.st_ino != self._inode:  # a new file: the directory was renamed
+                self._inode, self._offset, self._rest = status.st_ino, 0, b""
+            if status.st_size < self._offset:  # the half line of a killed run was cut off
+                self._offset, self._rest = status.st_size, b""
+            if status.st_size == self._offset:
                 return
             with self.metrics.open("rb") as file:
                 file.seek(self._offset)
