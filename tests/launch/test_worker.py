@@ -71,6 +71,16 @@ def test_a_full_disk_has_room_for_the_outcome(tmp_path: Path) -> None:
         assert outcome.message == "the disk is full"
 
 
+def test_a_disk_that_was_full_before_leaves_the_outcome_elsewhere(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        fill(disk)
+        assert report(disk, lambda: 4, tmp_path / "spare") == 4
+        assert Outcome.read(disk) is None
+    outcome = Outcome.read(tmp_path / "spare")
+    assert outcome is not None
+    assert outcome.code == 4
+
+
 def test_no_outcome(tmp_path: Path) -> None:
     assert Outcome.read(tmp_path) is None
 

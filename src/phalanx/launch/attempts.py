@@ -16,7 +16,6 @@ from phalanx.errors import StoppedError
 from phalanx.launch import generation
 from phalanx.launch.environment import GENERATION, RESTARTED
 from phalanx.launch.logs import AttemptLogs
-from phalanx.launch.outcome import Outcome
 from phalanx.launch.restart import Failure, RestartPolicy, Restarts, memory_kills
 from phalanx.launch.standby import Standby
 from phalanx.launch.supervisor import Exit, StopSignals, Supervisor
@@ -121,7 +120,7 @@ class Attempts:
             records = watchdog.post_mortem(codes)
             left_early = {rank: watchdog.left_early(rank) for rank, code in codes.items() if code == 0}
         ends = [
-            _end(rank, ended, self.logs.rank_dir(rank), left_early.get(rank, ""))
+            _end(rank, ended, self.logs, left_early.get(rank, ""))
             for rank, ended in sorted(exits.items())
         ]
         hang = finding.message if finding else ""
@@ -157,9 +156,9 @@ def headline(message: str) -> str:
     return message.partition("\n")[0].removesuffix(" Its standard error ends:")
 
 
-def _end(rank: int, ended: Exit, directory: Path, left_early: str) -> End:
+def _end(rank: int, ended: Exit, logs: AttemptLogs, left_early: str) -> End:
     """Returns a rank's end as seen and as reported; also writes its traceback to its own log."""
-    outcome, log = Outcome.read(directory), directory / "stderr.log"
+    outcome, log = logs.outcome(rank), logs.rank_dir(rank) / "stderr.log"
     last_words = ""
     if outcome and outcome.traceback:
         with suppress(OSError), log.open("a", encoding="utf-8") as file:  # the verdict shows it, too

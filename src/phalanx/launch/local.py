@@ -17,7 +17,6 @@ from phalanx.launch.environment import LAUNCHER_PID, LOOPBACK, thread_environmen
 from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.nodes.attempts import NodeAttempts
 from phalanx.launch.nodes.join import Nodes
-from phalanx.launch.outcome import Outcome
 from phalanx.launch.output import unblocked
 from phalanx.launch.restart import Restarts
 from phalanx.launch.supervisor import StopSignals, Supervisor
@@ -83,7 +82,7 @@ def launch_local(
             def watchdog() -> Watchdog:
                 return Watchdog(logs.heartbeats, limits, say, metrics)
 
-            return Supervisor(lambda rank: Outcome.read(logs.rank_dir(rank)), grace_s, signals, watchdog)
+            return Supervisor(logs.outcome, grace_s, signals, watchdog)
 
         try:
             how = (logs, new_supervisor, stopped, restarts)

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from phalanx.launch.environment import HEARTBEATS, LOG_DIR, STORE
+from phalanx.launch.outcome import Outcome, spare_name
 
 _TERMINAL = ""  # means "inherit the launcher's stream" to the agent
 
@@ -44,6 +45,10 @@ class AttemptLogs(LogsSpecs):
     def rank_dir(self, rank: int) -> Path:
         """Returns the directory of one rank in the latest attempt."""
         return self.attempt_dir / f"rank_{rank}"
+
+    def outcome(self, rank: int) -> Outcome | None:
+        """Returns what a rank of the latest attempt has said about its end; None if it has said nothing."""
+        return Outcome.read(self.rank_dir(rank)) or Outcome.read(self.heartbeats / spare_name(rank))
 
     @property
     def heartbeats(self) -> Path:

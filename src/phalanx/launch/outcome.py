@@ -61,6 +61,12 @@ class Outcome:
             return None
 
 
+def spare_name(rank: int) -> str:
+    """Returns the name of the directory, beside the heartbeats in memory, for an outcome for which a disk has no
+    room."""
+    return f"rank_{rank}.outcome"
+
+
 def reserve_room(directory: Path) -> None:
     """Keeps space for an outcome, so that a rank that ends because the disk is full can say so."""
     with suppress(OSError), (directory / _ROOM).open("wb") as file:

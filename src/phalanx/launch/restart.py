@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections import deque
@@ -49,9 +50,10 @@ class Failure:
 
     @property
     def signature(self) -> tuple[int, str, int | None]:
-        """Equal for failures that are the same one, met again."""
+        """Equal for failures that are the same one, met again. Numbers in the message, as of the free space, may
+        change."""
         report = self.first.report if self.first else None
-        return self.code, report.message if report else "", self.step
+        return self.code, re.sub(r"\d[\d.,]*", "#", report.message) if report else "", self.step
 
     @property
     def may_come_back(self) -> bool:

@@ -19,7 +19,7 @@ from typing import NoReturn
 from phalanx.errors import StoppedError
 from phalanx.launch.environment import HEARTBEATS, LAUNCHER_PID, LOG_DIR
 from phalanx.launch.lifeline import die_with_parent
-from phalanx.launch.outcome import Outcome, describe, reserve_room
+from phalanx.launch.outcome import Outcome, describe, reserve_room, spare_name
 from phalanx.launch.watchdog import heartbeat
 
 
@@ -33,7 +33,8 @@ def main(run: Callable[[list[str]], int]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, errors="replace")  # a log file is read while it grows
-    code = report(Path(os.environ[LOG_DIR]), lambda: run(sys.argv[1:]))
+    directory, spare = Path(os.environ[LOG_DIR]), Path(os.environ[HEARTBEATS], spare_name(int(os.environ["RANK"])))
+    code = report(directory, lambda: run(sys.argv[1:]), spare)
     if code in (0, StoppedError.exit_code):
         sys.exit(code)
     # A failed rank leaves at once: the interpreter's way out may wait for peers in a half-done collective.
@@ -42,8 +43,9 @@ def main(run: Callable[[list[str]], int]) -> NoReturn:
     os._exit(code)
 
 
-def report(directory: Path, run: Callable[[], int]) -> int:
-    """Returns the exit code of `run()`, also if it raises; writes the outcome to `directory`.
+def report(directory: Path, run: Callable[[], int], spare: Path | None = None) -> int:
+    """Returns the exit code of `run()`, also if it raises; writes the outcome to `directory`, or if that is on a full
+    disk to `spare`, which is created.
 
     Nothing is printed: the launcher shows one failure for all ranks.
     """
@@ -52,6 +54,12 @@ def report(directory: Path, run: Callable[[], int]) -> int:
         code, message, trace = run(), "", None
     except BaseException as error:
         code, message, trace = describe(error)
-    with suppress(OSError):  # the launcher still has the exit code
-        Outcome(int(os.environ["RANK"]), code, message, trace, time.time()).write(directory)
+    outcome = Outcome(int(os.environ["RANK"]), code, message, trace, time.time())
+    try:
+        outcome.write(directory)
+    except OSError:
+        with suppress(OSError):  # the launcher still has the exit code
+            if spare is not None:
+                spare.mkdir()
+                outcome.write(spare)
     return code
