@@ -67,7 +67,8 @@ class Fault:
     check: Callable[[Arena, Story], Sequence[str]] | None = None
     """A further oracle: returns problems, each of which makes the run a lost one."""
     plugin: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """An action inside one rank (plugin/sitecustomize.py): rank, at, step, do, once."""
+    """An action inside one rank (plugin/sitecustomize.py): rank, at, do, step (optimizer steps of the process before
+    it), again (as many in later attempts, for a fault that comes back)."""
     shim: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """An action on file operations of one rank (shim.c): rank, path, ops, at, do."""
     job: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -36,6 +36,7 @@ JOB: dict[str, Any] = {
     "train.eval_samples": 8,
     "checkpoint.every": 5,
     "checkpoint.keep": 0,
+    "checkpoint.timeout_s": HANG_S,
     "cluster.peak_tflops": 1,
     "run.name": "chaos",
     "run.sample_tokens": 0,

@@ -63,13 +63,13 @@ FAULTS = (
     Fault(
         11, "always", "rank 1 raises the same exception in the same step of every attempt",
         "restarts end after run.max_restarts or at once; the traceback is shown",
-        plugin={"rank": 1, "at": "step", "step": 12, "do": "raise", "once": False},
+        plugin={"rank": 1, "at": "step", "step": 12, "again": 2, "do": "raise"},
         names=r"(?i)rank 1\b[^$]*injected", traceback=True, stops=True, codes=frozenset({1}), limit_s=240,
     ),
     Fault(
         12, "allocation", "rank 1 asks for 256 TiB, always",
         "bytes asked for are shown; no restart of what cannot fit, or a bounded number",
-        plugin={"rank": 1, "at": "step", "step": 12, "do": "allocate", "once": False},
+        plugin={"rank": 1, "at": "step", "step": 12, "again": 2, "do": "allocate"},
         names=r"(?i)rank 1\b[^$]*(memory|allocate)", traceback=True, codes=_OUT_OF_MEMORY, limit_s=240,
     ),
     Fault(

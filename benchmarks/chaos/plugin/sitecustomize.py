@@ -21,16 +21,23 @@ class _Plan:
     def __init__(self):
         self.steps = 0  # optimizer steps done by this process
         self.fired = False
+        self.first = None
 
     def due(self, at):
         """Returns whether the fault belongs here and now. If so, leaves the mark that the bench waits for."""
         # The rank is asked for now: a process may become a rank only after its imports.
-        if os.environ.get("RANK") != str(_PLAN.get("rank")) or at != _PLAN["at"] or self.steps < _PLAN.get("step", 0):
+        if os.environ.get("RANK") != str(_PLAN.get("rank")) or at != _PLAN["at"]:
+            return False
+        if self.first is None:
+            # A fault of every attempt comes back at the same step, which a process that has resumed reaches sooner.
+            again = "again" in _PLAN and os.path.exists(_PLAN["mark"])
+            self.first = _PLAN["again"] if again else _PLAN.get("step", 0)
+        if self.steps < self.first:
             return False
         if _PLAN.get("every"):  # a lasting fault
             self._mark()
             return True
-        if self.fired or (_PLAN.get("once", True) and os.path.exists(_PLAN["mark"])):
+        if self.fired or ("again" not in _PLAN and os.path.exists(_PLAN["mark"])):
             return False
         self.fired = True
         self._mark()
