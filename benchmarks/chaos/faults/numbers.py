@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.chaos.fault import Fault
@@ -47,6 +48,11 @@ FAULTS = (
              at="after-step", do="flip-weight", bit=0),
     _guarded(14, "moment", "a middle mantissa bit of a moment of rank 1 flips", _REPLICA,
              at="after-step", do="flip-moment", bit=12),
+    replace(
+        _guarded(14, "majority", "the lowest mantissa bit of a weight of rank 1 of three flips", _REPLICA,
+                 at="after-step", do="flip-weight", bit=0),
+        job={"layout.dp_replicate": 3, "train.global_batch": 33}, peer=False,
+    ),
     _guarded(15, "exponent", "the highest exponent bit of a gradient of rank 1 flips before the reduction",
              "seen by the norm, the step is computed again", at="all_reduce", do="flip", bit=30),
     _guarded(15, "mantissa", "the highest mantissa bit of a gradient of rank 1 flips before the reduction",
