@@ -15,7 +15,7 @@ VERDICTS = (SURVIVED, DETECTED, LOST)
 """Best first: a class is as good as the worst of its faults."""
 
 _ROUTINE = re.compile(
-    r"^(step: +\d+ +(?!guard)|sent per step|run: |model: |batch: |peak: |trained |validation loss|sample|$)"
+    r"^(step: +\d+ +(?! *guard)|sent per step|run: |model: |batch: |peak: |trained |validation loss|sample|$)"
 )
 _NOTICED = re.compile(
     r"(?i)restart|kill|SIG[A-Z]+|\blost\b|silent|stopp|damaged|corrupt|differ|not finite|\bnan\b|no space|needs .* free"

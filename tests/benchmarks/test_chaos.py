@@ -84,6 +84,7 @@ def test_figures():
     told = story(attempt(0, "step: 12  lost: 1", NAMED, rows=rows))
     figures = told.figures(FAULT)
     assert (figures["detect_s"], figures["back_s"], figures["steps_lost"]) == (1.0, 4.5, 2)
+    assert story(attempt(0, told_by := "step: 13  guard: a transient fault")).told(FAULT) == (11.0, told_by)
     resumed = story(attempt(137, rows=rows[:3]), attempt(0, rows=((30.0, "start", 10),)))
     figures = resumed.figures(FAULT)
     assert (figures["detect_s"], figures["back_s"], figures["steps_lost"]) == (10.0, None, 2)
