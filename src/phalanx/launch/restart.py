@@ -17,6 +17,7 @@ from phalanx.launch.verdict import End
 _FINAL = (JobError, DoesNotFitError, DataError, NotFiniteError, StoppedError)
 """Ends that another attempt would meet again, or that the user asked for."""
 _FINAL_CODES = {0, *(error.exit_code for error in _FINAL), CheckpointError.exit_code}
+_SIZES = re.compile(r"\d[\d.,]*(?:[KMGT]?i?B)?")
 _ASKED = {128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
 
 
@@ -50,10 +51,10 @@ class Failure:
 
     @property
     def signature(self) -> tuple[int, str, int | None]:
-        """Equal for failures that are the same one, met again. Numbers in the message, as of the free space, may
-        change."""
+        """Equal for failures that are the same one, met again. Numbers and sizes in the message, as of the free space,
+        may change."""
         report = self.first.report if self.first else None
-        return self.code, re.sub(r"\d[\d.,]*", "#", report.message) if report else "", self.step
+        return self.code, _SIZES.sub("#", report.message) if report else "", self.step
 
     @property
     def may_come_back(self) -> bool:
