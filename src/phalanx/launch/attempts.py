@@ -119,10 +119,7 @@ class Attempts:
             codes = {rank: None if ended.killed else ended.code for rank, ended in exits.items()}
             records = watchdog.post_mortem(codes)
             left_early = {rank: watchdog.left_early(rank) for rank, code in codes.items() if code == 0}
-        ends = [
-            _end(rank, ended, self.logs, left_early.get(rank, ""))
-            for rank, ended in sorted(exits.items())
-        ]
+        ends = [_end(rank, ended, self.logs, left_early.get(rank, "")) for rank, ended in sorted(exits.items())]
         hang = finding.message if finding else ""
         code, message = verdict(ends, stop, self.stopped, hang=hang, records=records, world=self.world)
         first = first_failure(ends, stop)
