@@ -80,9 +80,8 @@ class Saving:
 
         A save that goes on is waited for first. Then training goes on while the state is copied, and the optimizer
         waits for that (`hold`); without `checkpoint.background`, or if some host has no memory for the copy, training
-        goes on once the checkpoint is whole. So it does
-        after the `last` save of a run, which raises RunError on all ranks if it fails; other failures are dealt with
-        as `checkpoint.on_failure` says.
+        goes on once the checkpoint is whole. So it does after the `last` save of a run, which raises RunError on all
+        ranks if it fails; other failures are dealt with as `checkpoint.on_failure` says.
 
         Raises NotFiniteError on all ranks if a parameter or a moment holds NaN or infinity. A copy is checked in the
         background before it is written; then the run is asked to stop, and its last save raises the error."""
