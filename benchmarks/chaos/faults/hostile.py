@@ -157,7 +157,7 @@ FAULTS = (
     ),
     Fault(
         25, "planted-links", "files of the run directory are links to somebody else's files",
-        "not followed: refused, or replaced", start="half", prepare=_links, repair=_unlink, codes=_REFUSED,
+        "not followed: refused, or replaced", start="half", prepare=_links, repair=_unlink, stops=True, codes=_REFUSED,
         names=r"(?i)link", check=_not_followed,
     ),
     Fault(
