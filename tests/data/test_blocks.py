@@ -133,6 +133,14 @@ def test_a_block_is_checked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert hashed == [128, 64, 64]  # the digests of the shard's blocks, then two blocks
 
 
+def test_a_block_is_checked_again_after_the_file_has_changed(folder: Path) -> None:
+    read = reader(folder)
+    read.read(0, 8)
+    flip(folder / "train-00000.bin", 3)
+    with pytest.raises(DataError, match=r"train-00000\.bin: block 0 .* is damaged"):
+        read.read(0, 8)
+
+
 def test_exchanged_shards_are_recognized(folder: Path) -> None:
     (folder / "train-00000.bin").rename(folder / "other")
     (folder / "train-00001.bin").rename(folder / "train-00000.bin")

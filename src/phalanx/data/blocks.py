@@ -25,8 +25,9 @@ MAX_OPEN_FILES = 256
 class SplitReader:
     """Reads the tokens of one split, across its shards. Used by one thread at a time, whichever it is.
 
-    Every reader checks a block once: damage that comes later to a block that was read before is not found. Shards
-    without block digests, of version 1, are read unchecked.
+    Every reader checks a block once, and again after the file has changed: only damage that comes later to a block that
+    was read before, and that leaves the file's times and size alone, is not found. Shards without block digests, of
+    version 1, are read unchecked.
     """
 
     def __init__(self, folder: Path, index: Index, split: str, seq_len: int):
@@ -39,6 +40,8 @@ class SplitReader:
         self._digests: dict[int, bytes] = {}
         self._checked: dict[int, bytearray] = {}
         """By shard: 1 for each block that was found whole."""
+        self._states: dict[int, tuple[int, int, int]] = {}
+        """By shard: times of modification and change, and bytes of the file when it was last read."""
         self._lock = Lock()
 
     def __del__(self) -> None:
@@ -84,6 +87,7 @@ class SplitReader:
         begin, end = start * itemsize, (start + count) * itemsize
         if not size:
             return np.frombuffer(self._pread(shard, begin, end - begin), self.dtype)
+        self._notice_change(shard)
         checked = self._checked.get(shard)
         if checked is None:
             checked = self._checked[shard] = bytearray(self.shards[shard].block_count(size))
@@ -100,6 +104,26 @@ class SplitReader:
             checked[block] = 1
         return np.frombuffer(content[begin - base : end - base], self.dtype)
 
+    def _notice_change(self, shard: int) -> None:
+        """Forgets which blocks were found whole if somebody has written to the file since."""
+        try:
+            status = os.fstat(self._file(shard))
+        except OSError:
+            return  # reading it says why
+        state = status.st_mtime_ns, status.st_ctime_ns, status.st_size
+        if self._states.get(shard) != state:
+            self._checked.pop(shard, None)
+        self._states[shard] = state
+
+    def _file(self, shard: int) -> int:
+        """Returns the descriptor of a shard, which is opened if it is not. Raises OSError."""
+        file = self._files.get(shard)
+        if file is None:
+            if len(self._files) >= MAX_OPEN_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            file = self._files[shard] = os.open(self.folder / self.shards[shard].file, os.O_RDONLY | os.O_CLOEXEC)
+        return file
+
     def _mismatch(self, shard: int, block: int, content: bytes | memoryview) -> str:
         digests = self._digests.get(shard)
         if digests is None:
@@ -113,11 +137,7 @@ class SplitReader:
     def _pread(self, shard: int, offset: int, size: int) -> bytes:
         path = self.folder / self.shards[shard].file
         try:
-            file = self._files.get(shard)
-            if file is None:
-                if len(self._files) >= MAX_OPEN_FILES:
-                    os.close(self._files.pop(next(iter(self._files))))
-                file = self._files[shard] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = self._file(shard)
             content = os.pread(file, size, offset)
             while 0 < len(content) < size:  # a read may return less, as after a signal
                 more = os.pread(file, size - len(content), offset + len(content))
