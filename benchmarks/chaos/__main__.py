@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(listing(chosen)))
         return 0
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:  # by nohup or a shell's &: every program would inherit it
+            signal.signal(number, lambda *_: None)
     results = Results.open(options.state, facts(), options.fresh)
     root = Path(tempfile.mkdtemp(prefix="phalanx_chaos_"))
     try:

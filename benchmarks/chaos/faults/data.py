@@ -11,7 +11,10 @@ from benchmarks.chaos.arena import Arena
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.faults.checkpoints import flip
 from benchmarks.chaos.faults.moments import at_step
+from benchmarks.chaos.program import JOB
+from phalanx.config.train import Train
 
+_TOKEN_BYTES = 2
 _GOLD = "stopped with exit code 4, the shard is named; nothing is reordered; the same command resumes once it is mended"
 
 
@@ -30,6 +33,19 @@ def _swap(train: Path, val: Path) -> None:
     train.rename(aside)
     val.rename(train)
     aside.rename(val)
+
+
+def _flip_last(train: Path, val: Path) -> None:
+    """Flips a bit of a token that is read at the last step, in a block that was read before."""
+    from phalanx.data.order import sample_ids
+
+    length = JOB["model.seq_len"]
+    samples = (train.stat().st_size // _TOKEN_BYTES - 1) // length
+    last = JOB["train.steps"] * JOB["train.global_batch"] - 1
+    (sample,) = sample_ids(last, 1, samples, Train().seed)
+    content = bytearray(train.read_bytes())
+    content[int(sample) * length * _TOKEN_BYTES] ^= 0x10
+    train.write_bytes(content)
 
 
 def _fifo(train: Path, val: Path) -> None:
@@ -66,6 +82,6 @@ FAULTS = (
     _fault("missing", "a token shard is missing", lambda train, val: train.unlink()),
     _fault("swapped", "the shards of training and validation are swapped", _swap),
     _fault("fifo", "a FIFO lies where a token shard was", _fifo),
-    _fault("while-reading", "a bit flips in a token shard while the run reads it",
-           lambda train, val: flip(train), step=20),
+    _fault("while-reading", "a bit flips in a token shard that the run reads, in a sample of its last step",
+           _flip_last, step=1),
 )  # fmt: skip

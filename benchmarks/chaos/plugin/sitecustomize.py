@@ -103,17 +103,18 @@ def _hook_collectives(module):
     module.all_reduce = all_reduce
 
 
-def _hook_reading(module):
-    original = module.memmap.__getitem__
+def _hook_reading():
+    """Token shards are read by os.pread; in a rank that trains, nothing else is."""
+    original = os.pread
 
-    def read(self, place):
+    def pread(*place):
         if _plan.due("data"):
             import actions
 
             actions.run(_PLAN["do"], _PLAN, None)
-        return original(self, place)
+        return original(*place)
 
-    module.memmap.__getitem__ = read
+    os.pread = pread
 
 
 def _note_process(module):
@@ -137,4 +138,5 @@ if _PLAN:
     sys.path.append(os.path.dirname(__file__))
     _after_import("torch.optim.optimizer", _hook_optimizer)
     _after_import("torch.distributed", _hook_distributed)
-    _after_import("numpy", _hook_reading)
+    if _PLAN["at"] == "data":
+        _hook_reading()
