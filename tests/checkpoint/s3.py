@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,8 @@ sys.stdin.read()
 @contextmanager
 def serving(folder: Path) -> Iterator[dict[str, str]]:
     """Serves a bucket named "bucket"; yields the environment in which its clients run."""
-    for library in ("moto", "flask", "flask_cors", "s3fs"):
-        pytest.importorskip(library, reason="the extra [remote] and the packages for its tests are not installed")
+    if not all(map(find_spec, ("moto", "flask", "flask_cors", "s3fs"))):
+        pytest.skip("the extra [remote] and the packages for its tests are not installed")
     port = folder / "port"
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(port)], stdin=subprocess.PIPE) as server:
         try:

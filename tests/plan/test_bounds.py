@@ -14,7 +14,7 @@ from phalanx.plan.search.bounds import Bounds
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import space_of
 from phalanx.schedule.catalogue import SCHEDULES
-from plan.requests import QUESTIONS, on_laptop, request
+from plan.questions import QUESTIONS, on_laptop, request
 
 PAIRS, LAYOUTS = 50, 50
 EXACT = 1 + 1e-9

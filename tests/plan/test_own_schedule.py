@@ -19,7 +19,7 @@ from phalanx.schedule.placement import round_robin
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.simple import take_turns
 from phalanx.simulate.step import simulate, step_seconds
-from plan.requests import request
+from plan.questions import request
 
 
 def eager(ranks: int, micro_batches: int) -> Schedule:

@@ -24,7 +24,7 @@ from phalanx.plan.search.branch import TIE, Search, complexity, ranked, simulate
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import space_of
 from phalanx.simulate.step import step_seconds
-from plan.requests import model, on_laptop, request
+from plan.questions import model, on_laptop, request
 
 SLOW = replace(cluster_of("dgx-a100:2"), inter=replace(cluster_of("dgx-a100:2").inter, gbs=0.5))
 SMALL = {
