@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import platform
 import shutil
 import threading
@@ -26,6 +25,7 @@ from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, folder_of
 from phalanx.checkpoint.reports import Reports
 from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.validity import name_of
+from phalanx.checkpoint.writer import give_way
 from phalanx.errors import CheckpointError, DamagedCheckpointError, PhalanxError, RunError
 from phalanx.launch import generation
 from phalanx.units import gib
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 UPLOADS = ".upload-"
 """Prefix of the directories through which the ranks agree on an upload."""
-NICENESS = 5
 _POLL_S = 0.02
 _SLOW_POLL_S = 1.0
 
@@ -120,8 +119,7 @@ class Mirror:
             self._give_up(upload, RunError(message))
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # a thread has its own niceness on Linux only
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        give_way()
         while True:
             upload = self._next()
             try:

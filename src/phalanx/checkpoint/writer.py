@@ -53,6 +53,12 @@ class Order:
         return directory_of(self.root, self.step)
 
 
+def give_way() -> None:
+    """Lowers this thread's share of the processor below that of training."""
+    with contextlib.suppress(OSError, AttributeError):  # a thread has its own niceness on Linux only
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
 class Writer:
     """One rank's thread for one checkpoint."""
 
@@ -118,7 +124,8 @@ class Writer:
     def _run(self) -> None:
         try:
             self.copy()
-            self._give_way()
+            if self.nice:
+                give_way()
             if self.rank == 0:
                 self._lead()
             else:
@@ -132,11 +139,6 @@ class Writer:
             )
         self.parts, self.ended = (), time.monotonic()
         self._done.set()
-
-    def _give_way(self) -> None:
-        if self.nice:
-            with contextlib.suppress(OSError, AttributeError):  # a thread has its own niceness on Linux only
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
     def _lead(self) -> None:
         """Writes rank 0's part, waits for the others', and commits."""
