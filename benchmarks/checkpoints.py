@@ -8,7 +8,7 @@ writes the same bytes once, to the same folder, and waits until they are on the 
 - disk: every process writes its bytes to a file of its own, in pieces of 8 MiB
 - synchronous: Phalanx with checkpoint.background=false
 - background: Phalanx with nothing beside it: training waits until the state is copied, and "on the disk" counts until
-  the checkpoint is valid
+  the checkpoint is valid, which is when its directory gets its name
 - beside training: Phalanx as a run has it: forward and backward of the next step come before the optimizer waits for
   the copy. Training waits for what saving and the optimizer wait; the processor is shared
 - DCP save, DCP async_save: torch.distributed.checkpoint with a gloo group of its own; no digests
@@ -79,10 +79,17 @@ def measure(ranks: Ranks, job: Job, folder: Path, rounds: int) -> dict[str, Any]
                 folder.mkdir()
                 os.sync()
             dist.barrier()
-            began = time.perf_counter()
+            began = time.time()
             blocked = takers[name]()
-            turns[name].append((blocked, time.perf_counter() - began))
+            ended = valid_since(folder) or time.time()
+            turns[name].append((blocked, ended - began))
     return {"turns": {name: of[1:] for name, of in turns.items()}, "bytes": sum(x.nbytes for x in own.values())}
+
+
+def valid_since(folder: Path) -> float | None:
+    """Returns when a checkpoint of ours became valid, in seconds since the epoch: its directory was renamed."""
+    found = list((folder / "checkpoints").glob("step-*"))
+    return found[0].stat().st_ctime if found else None
 
 
 def _contenders(
@@ -163,7 +170,7 @@ def main(arguments: list[str]) -> int:
 
     def ratio(name: str, at: int, other: str) -> float:
         pairs = zip(turns[name], turns[other], strict=True)
-        return statistics.median(turn[at] / base[1] for turn, base in pairs)
+        return statistics.median(turn[at] / base[at] for turn, base in pairs)
 
     rows = {
         name: {

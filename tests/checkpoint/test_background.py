@@ -37,11 +37,9 @@ def order(root, step=10, ranks=2, need=24, timeout_s=60.0):
     return Order(root, step, ranks, f"t{step}", need, {"samples": 5 * step}, Retention(), timeout_s)
 
 
-def start(what, rank, ready=lambda: None):
+def start(what, rank, check=lambda part: None):
     """The thread of one of two ranks, each with one row of w."""
-    return Writer(
-        what, rank, [Part("w", (2, 3), Box((rank, 0), (1, 3)), W[rank : rank + 1])], lambda: None, ready, nice=True
-    )
+    return Writer(what, rank, [Part("w", (2, 3), Box((rank, 0), (1, 3)), W[rank : rank + 1])], check, nice=True)
 
 
 def until(condition):
@@ -67,8 +65,8 @@ def test_threads_of_all_ranks_write_one_checkpoint_in_any_order(root):
 
 
 def test_what_one_rank_reports_fails_the_checkpoint_and_not_the_next(root):
-    def spoiled():
-        raise NotFiniteError("step 10: w holds NaN")
+    def spoiled(part):
+        raise NotFiniteError(f"step 10: {part.tensor} holds NaN")
 
     first, second = start(order(root), 0), start(order(root), 1, spoiled)
     assert first.join(60)
@@ -85,9 +83,9 @@ def hanging(monkeypatch):
     """Writes of shard files hang until the event is set."""
     goes_on, write = threading.Event(), shard_file.write
 
-    def hang(path, tensors, progress):
+    def hang(*arguments):
         goes_on.wait()
-        return write(path, tensors, progress)
+        return write(*arguments)
 
     monkeypatch.setattr(shard_file, "write", hang)
     yield goes_on
@@ -179,8 +177,9 @@ def test_a_snapshot_uses_its_memory_again_and_keeps_values_and_types():
     for _ in range(2):
         copies = snapshot.take(values)
         place = snapshot.memory.data_ptr()
-        snapshot.fill()
-        snapshot.wait()
+        snapshot.begin()
+        snapshot.wait(2)
+        snapshot.hold()
         for copy, value in zip(copies, values, strict=True):
             torch.testing.assert_close(copy, value, rtol=0, atol=0)
         values = [value + 1 for value in values]

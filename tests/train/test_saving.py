@@ -51,9 +51,9 @@ def disturbed(ranks, job, disturb, stop_at=0):
             stop.ask("by a test")
         return requests()
 
-    def disturbed_write(path, tensors, progress):
+    def disturbed_write(path, *arguments):
         disturb(trainer, ranks.rank, int(path.parent.name.split(".")[1].removeprefix("step-")))
-        return write(path, tensors, progress)
+        return write(path, *arguments)
 
     class Warnings(logging.Handler):
         def emit(self, record):

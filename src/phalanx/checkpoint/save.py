@@ -101,15 +101,22 @@ class Save:
     def reports(self) -> Reports:
         return Reports(self.directory, self.ranks)
 
-    def write(self, rank: int, parts: Iterable[Part], progress: Callable[[], None] = lambda: None) -> None:
-        """Writes this rank's parts and then its report; calls `progress` after every chunk. Raises RunError, with the
-        rank and its host."""
-        tensors: dict[str, Tensor] = {}
+    def write(
+        self,
+        rank: int,
+        parts: Iterable[Part],
+        progress: Callable[[], None] = lambda: None,
+        check: Callable[[Part], None] = lambda part: None,
+    ) -> None:
+        """Writes this rank's parts and then its report; calls `check` before the elements of a part are read, which may
+        wait or raise, and `progress` after every chunk. Raises RunError, with the rank and its host."""
+        by_key: dict[str, Part] = {}
         boxes: dict[str, list[Any]] = {}
         for part in parts:
-            tensors[part.box.key(part.tensor, part.shape)] = part.value
+            by_key[part.box.key(part.tensor, part.shape)] = part
             dtype = shard_file.DTYPES[part.value.dtype]
             boxes.setdefault(part.tensor, [part.shape, dtype]).append((part.box.offsets, part.box.sizes))
+        tensors = {key: part.value for key, part in by_key.items()}
         size = gib(sum(tensor.nbytes for tensor in tensors.values()))
         with _failing(self.final, f"rank {rank} on {platform.node()}, which writes {size}: "):
             if not self.directory.is_dir():
@@ -119,7 +126,7 @@ class Save:
             written = {}
             if tensors:
                 file = self._shard(rank)
-                facts = shard_file.write(file, tensors, progress)
+                facts = shard_file.write(file, tensors, progress, lambda key: check(by_key[key]))
                 written = {"file": file.name, "bytes": facts.bytes, "xxh3_128": facts.digest}
             self.reports.write(rank, {**written, "tensors": boxes})
 

@@ -36,22 +36,34 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 2 * 2**20
 """Bytes that are hashed and written at a time."""
 SYNC_BYTES = 2**30
 """Bytes after which the writer waits for the disk, so that a slow disk shows progress before the end."""
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None] = lambda: None) -> ShardFile:
+def write(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    progress: Callable[[], None] = lambda: None,
+    check: Callable[[str], None] = lambda name: None,
+) -> ShardFile:
     """Writes tensors to a new safetensors file and waits until it is on the disk. Returns size and digest.
 
-    `progress` is called after every chunk that was written. The interpreter's lock is free meanwhile. Raises OSError.
+    `check` is called with a tensor's name before its elements are read, and may wait or raise; `progress` after every
+    chunk that was written. The interpreter's lock is free meanwhile. Raises OSError.
     """
     # The widest types first, so that every tensor is aligned.
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     entries = {name: (DTYPES[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in ordered.items()}
-    buffers = [memoryview(_header(entries)), *map(_bytes, ordered.values())]
-    return _write(path, buffers, lambda _: progress())
+
+    def buffers() -> Iterator[memoryview]:
+        yield memoryview(_header(entries))
+        for name, tensor in ordered.items():
+            check(name)
+            yield _bytes(tensor)
+
+    return _write(path, buffers(), lambda _: progress())
 
 
 def write_one_by_one(

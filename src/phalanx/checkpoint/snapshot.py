@@ -1,7 +1,8 @@
 """Copies of a rank's part of the state in host memory, from which a checkpoint is written while training goes on.
 
 The optimizer changes the state at the end of a step, not before. So the copy is made while the next step runs forward
-and backward, and the optimizer waits for it (CheckFreq, Mohan et al. 2021, section 4.1).
+and backward, and the optimizer waits for it (CheckFreq, Mohan et al. 2021, section 4.1). What is copied is written
+while the rest is copied.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ class Snapshot:
     def __init__(self, device: torch.device):
         self.device = device
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self.copied: torch.cuda.Event | None = None
-        self._pending: list[tuple[Tensor, Tensor]] = []
-        self._complete = threading.Event()
-        self._complete.set()
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._filled = 0
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._copied: torch.cuda.Event | None = None
 
     def take(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Returns copies of flat tensors, which `fill` fills; those of the last time become invalid. From an
-        accelerator the copy is begun now, before whatever the current stream does next.
+        """Returns memory for copies of flat tensors, which `begin` fills in this order; copies of the last time become
+        invalid.
 
         Raises MemoryError if the host has too little memory."""
         sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
@@ -39,34 +41,49 @@ class Snapshot:
         for value, size in zip(values, sizes, strict=True):
             copies.append(self.memory[position : position + value.nbytes].view(value.dtype))
             position += size
-        self._pending = list(zip(copies, values, strict=True))
-        self._complete.clear()
-        if self.device.type == "cuda":
-            self.fill()
+        self._pairs, self._filled = list(zip(copies, values, strict=True)), len(copies)
         return copies
 
-    @torch.no_grad()
+    def begin(self) -> None:
+        """Begins to copy the tensors of the last `take`: from an accelerator before whatever the current stream does
+        next, on a CPU in a thread."""
+        self._filled, self._error = 0, None
+        if self.device.type == "cuda":
+            self.fill()
+        else:
+            threading.Thread(target=self.fill, name="copy of the state", daemon=True).start()
+
     def fill(self) -> None:
-        """Copies the tensors of the last `take`; any thread may do it. Afterwards they may change."""
+        """Copies the tensors of the last `take`."""
         try:
-            for copy, value in self._pending:
-                copy.copy_(value, non_blocking=True)
-            self._pending = []
+            for number, (copy, value) in enumerate(self._pairs):
+                copy.copy_(value.detach(), non_blocking=True)
+                self._tell(number + 1)
             if self.device.type == "cuda":
-                self.copied = torch.cuda.Event()
-                self.copied.record()
-        finally:
-            self._complete.set()
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        except Exception as error:
+            self._error = error
+            self._tell(len(self._pairs))
 
     def hold(self) -> None:
         """Waits until the tensors of the last `take` may change."""
-        self._complete.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: self._filled == len(self._pairs))
 
-    def wait(self) -> None:
-        """Waits until the copy is complete."""
-        self.hold()
-        if self.copied is not None:
-            self.copied.synchronize()
+    def wait(self, number: int) -> None:
+        """Waits until the copies up to this number are complete. Raises what the copying raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._filled > number)
+        if self._error:
+            raise self._error
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _tell(self, filled: int) -> None:
+        with self._changed:
+            self._filled = filled
+            self._changed.notify_all()
 
     def _allocate(self, size: int) -> Tensor:
         self.memory = torch.empty(0, dtype=torch.uint8)

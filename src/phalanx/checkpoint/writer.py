@@ -67,15 +67,13 @@ class Writer:
         order: Order,
         rank: int,
         parts: Iterable[Part],
-        copy: Callable[[], None],
-        ready: Callable[[], None],
+        check: Callable[[Part], None],
         nice: bool,
     ):
-        """`parts` are read until the thread ends, after `copy` and `ready` have returned. The thread first calls
-        `copy`, for which training waits; `ready` may raise NotFiniteError. A `nice` thread then gives way to
-        training."""
+        """`parts` are read until the thread ends, each after `check` has returned, which may wait for its elements, or
+        raise NotFiniteError. A `nice` thread gives way to training."""
         self.order, self.rank, self.parts = order, rank, parts
-        self.copy, self.ready, self.nice = copy, ready, nice
+        self.check, self.nice = check, nice
         self.path: Path | None = None
         """The checkpoint, known on rank 0 once it is whole."""
         self.error: PhalanxError | None = None
@@ -123,7 +121,6 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            self.copy()
             if self.nice:
                 give_way()
             if self.rank == 0:
@@ -148,8 +145,7 @@ class Writer:
             self.path = order.final
             return
         try:
-            self.ready()
-            save.write(0, self.parts, self._progress)
+            save.write(0, self.parts, self._progress, self.check)
             self._wait_for_others(save)
             self.path = save.commit(order.meta, order.retention, lambda: not self._abandoned.is_set())
         except BaseException:
@@ -166,8 +162,7 @@ class Writer:
         self._progress()
         self.waiting = False
         try:
-            self.ready()
-            save.write(self.rank, self.parts, self._progress)
+            save.write(self.rank, self.parts, self._progress, self.check)
         except PhalanxError as error:
             save.fail(self.rank, error)
             raise
@@ -188,7 +183,7 @@ class Writer:
                     f"that {platform.node()} sees for {self.order.timeout_s:g} s (checkpoint.timeout_s); earlier "
                     f"checkpoints are untouched: its storage hangs, or is not the {self.order.root} of the other ranks"
                 )
-            self._abandoned.wait(min(max(0.05 * self.seconds, _POLL_S), _SLOW_POLL_S))
+            self._abandoned.wait(min(max(0.02 * self.seconds, _POLL_S), _SLOW_POLL_S))
             self._require_wanted()
         self._progress()
         self.waiting = False

@@ -8,14 +8,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint.mirror import Mirror, Upload
-from phalanx.checkpoint.parts import Part, Share, all_finite
+from phalanx.checkpoint.parts import Part, Share, all_finite, is_finite
 from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.checkpoint.validity import directory_of, newest_valid
@@ -84,7 +83,7 @@ class Saving:
         ranks if it fails; other failures are dealt with as `checkpoint.on_failure` says.
 
         Raises NotFiniteError on all ranks if a parameter or a moment holds NaN or infinity. A copy is checked in the
-        background before it is written; then the run is asked to stop, and its last save raises the error."""
+        background while it is written; then the run is asked to stop, and its last save raises the error."""
         began = time.perf_counter()
         status = self.settle()
         self.last = last
@@ -97,12 +96,14 @@ class Saving:
         values = self._copied(shares) if self.options.background and not last else None
         token, need, goes_on = self._agree(shares, copied=values is not None)
         self.told = False
+        order = self._order(need, token)
+        if values is not None:
+            self.snapshot.begin()
         self.writer = Writer(
-            self._order(need, token),
+            order,
             self.world.rank,
             _parts(shares, values),
-            copy=self.snapshot.fill if values is not None else lambda: None,
-            ready=partial(self._check, self.state.step, list(zip(shares, values or [], strict=False))),
+            check=self._check(shares) if values is not None else lambda part: None,
             nice=goes_on,
         )
         if goes_on and self.state.stepper.job.layout.sync != "bsp":
@@ -246,12 +247,17 @@ class Saving:
             raise NotFiniteError(f"{_not_saved(self.state.step, names[min(bad)])}; {newest}")
         return f"{tokens[0]:016x}", sum(sizes), all(copies)
 
-    def _check(self, step: int, copies: list[tuple[Share, Tensor]]) -> None:
-        """Waits until the copies are complete, and checks them, in the writer's thread."""
-        self.snapshot.wait()
-        names = self.state.names()
-        if (bad := _first_not_finite(names, copies)) < len(names):
-            raise NotFiniteError(_not_saved(step, names[bad]))
+    def _check(self, shares: list[Share]) -> Callable[[Part], None]:
+        """Returns what the writer's thread does before it reads a copy: it waits until that is complete, and checks
+        it."""
+        step, last = self.state.step, {share.tensor.name: number for number, share in enumerate(shares)}
+
+        def check(part: Part) -> None:
+            self.snapshot.wait(last[part.tensor])
+            if not is_finite(part.value):
+                raise NotFiniteError(_not_saved(step, part.tensor))
+
+        return check
 
     def _order(self, need: int, token: str) -> Order:
         uploading = self.mirror.current if self.mirror else None
