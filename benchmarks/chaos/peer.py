@@ -128,3 +128,4 @@ def _flat(tree: Any, name: str = "") -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     train(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:8]))
+    os._exit(0)  # on a busy machine gloo's threads sometimes hang while the interpreter ends, without any fault
