@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from phalanx.launch.lost_peer import LostPeerError
 from phalanx.launch.meet.channel import Channel, channel_of
 from phalanx.launch.meet.connections import break_connections
 from phalanx.launch.meet.keys import agent_listens, key
-from phalanx.launch.meet.roll_call import REFUSAL_S, Problem, RollCall, enter, placed
+from phalanx.launch.meet.roll_call import REFUSAL_S, Problem, RollCall, enter, message_of, placed
 from phalanx.launch.meet.store import Found, advice, find, find_at, hold, hold_at, poll
 from phalanx.launch.meet.told import GroupError, ToldError, without_rank_0
 from phalanx.launch.nodes.addresses import interface_towards
@@ -120,7 +121,7 @@ class Meeting:
                 return
             found = self._found or self._open_for_refusal()
             call = RollCall(self.ranks, found, REFUSAL_S, "", "")
-            call.answer({}, Problem(trace or message, code))
+            call.answer({}, self._problem(trace or message, code))
         except GroupError as group:
             if str(group) != (trace or message):
                 raise
@@ -157,6 +158,8 @@ class Meeting:
             return
         if speaker["rank"] != self.ranks.rank:
             raise ToldError(message, speaker["code"]) from error
+        if self.ranks.rank and isinstance(error, PhalanxError) and not is_victim:  # or rank 0 had spoken
+            raise GroupError(message_of([self._problem(message, code)], self.ranks.world), code) from error
 
     def _let_others_end(self) -> None:
         """On the rank that holds the store: ends the other ranks' collectives, and keeps the store until they have read
@@ -164,6 +167,9 @@ class Meeting:
         if self._found and self._found.holds:
             break_connections(keep=self.store)
             poll(lambda: self.store.add(key("ended"), 0) >= self.ranks.world, _CAUSE_S)
+
+    def _problem(self, message: str, code: int) -> Problem:
+        return Problem(message, code, rank=self.ranks.rank, host=platform.node())
 
     def _own_address(self) -> str:
         """Returns the address of this machine on the way to rank 0; empty if it is unknown."""

@@ -46,6 +46,7 @@ class Problem:
     own: bool = True
     """True if the message does not say which rank has it."""
     rank: int = -1
+    """The rank that has it."""
     host: str = ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import platform
@@ -47,6 +48,7 @@ def hold(ranks: Ranks, channel: Channel, seconds: float) -> Found:
         store = served(listener, ranks.world, seconds)
     store.set(key("listening", channel.token), str(os.getpid()))
     addresses = ("127.0.0.1",) if ranks.one_node else own_addresses(os.environ)
+    atexit.register(channel.forget)  # also after a meeting that fails
     try:
         channel.announce(Offer(addresses, port, channel.token), seconds)
     except OSError as error:
