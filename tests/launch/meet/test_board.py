@@ -18,7 +18,12 @@ from phalanx.launch.meet.offer import Offer, listening_socket, own_addresses
 from phalanx.launch.ranks import Ranks
 
 OFFER = Offer(("10.0.0.1", "fe80::1"), 12345, "token")
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[09-10]", "SLURM_LAUNCH_NODE_IPADDR": "login"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[09-10]",
+    "SLURM_LAUNCH_NODE_IPADDR": "login",
+}
 
 
 def ranks(source: str) -> Ranks:
