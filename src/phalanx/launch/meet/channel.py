@@ -19,7 +19,7 @@ _MOST_BYTES = 1 << 22  # of a node file
 
 
 @dataclass(frozen=True)
-class Channel:
+class OfferChannel:
     """The way by which an offer of rank 0 reaches the others."""
 
     how: str
@@ -36,7 +36,7 @@ class Channel:
     """Removes what `announce` has left behind."""
 
 
-def channel_of(ranks: Ranks, env: Mapping[str, str]) -> Channel:
+def channel_of(ranks: Ranks, env: Mapping[str, str]) -> OfferChannel:
     """Returns the channel of the ranks that a launcher has started.
 
     In this order: the process manager (PMIx, PMI-1), which only this launch's ranks can ask; a file that the ranks
@@ -66,7 +66,7 @@ def channel_of(ranks: Ranks, env: Mapping[str, str]) -> Channel:
             if not computed:
                 raise
 
-    return Channel(
+    return OfferChannel(
         how=f"{f'host {host} or ' if host else ''}the file {board.path}",
         ports=ports if computed else (0,),
         token=token if computed else secrets.token_hex(16),
@@ -88,7 +88,7 @@ def first_host(ranks: Ranks, env: Mapping[str, str]) -> str | None:
     return None
 
 
-def _managed(how: str, exchange: Callable[[str | None, float], str]) -> Channel:
+def _managed(how: str, exchange: Callable[[str | None, float], str]) -> OfferChannel:
     """Returns the channel through a process manager, which all ranks ask once."""
     known: list[Offer] = []
 
@@ -103,4 +103,4 @@ def _managed(how: str, exchange: Callable[[str | None, float], str]) -> Channel:
                 raise OSError(f"what rank 0 has put there is no address: {error}") from error
         return known
 
-    return Channel(how, (0,), secrets.token_hex(16), announce, offers)
+    return OfferChannel(how, (0,), secrets.token_hex(16), announce, offers)

@@ -14,11 +14,11 @@ from torch._C._distributed_c10d import HashStore, Store  # torch.distributed.*, 
 from phalanx.bounded import parse_json
 from phalanx.errors import JobError, PhalanxError, RunError, StoppedError
 from phalanx.launch.lost_peer import LostPeerError
-from phalanx.launch.meet.channel import Channel, channel_of
+from phalanx.launch.meet.channel import OfferChannel, channel_of
 from phalanx.launch.meet.connections import break_connections
 from phalanx.launch.meet.keys import agent_listens, key
 from phalanx.launch.meet.roll_call import REFUSAL_S, Problem, RollCall, enter, message_of, placed
-from phalanx.launch.meet.store import Found, advice, find, find_at, hold, hold_at, poll
+from phalanx.launch.meet.store import FoundStore, advice, find, find_at, hold, hold_at, poll
 from phalanx.launch.meet.told import GroupError, ToldError, without_rank_0
 from phalanx.launch.nodes.addresses import interface_towards
 from phalanx.launch.outcome import describe
@@ -44,7 +44,7 @@ class Meeting:
         """This rank's place; after `join` without gaps."""
         self.interface: str | None = None
         """The network interface that leads to the other nodes, as far as that is known."""
-        self._found: Found | None = None
+        self._found: FoundStore | None = None
         self._complete = self._hopeless = False
 
     @property
@@ -68,7 +68,7 @@ class Meeting:
         """
         ranks = self.ranks
         if ranks.world == 1:
-            self._found, self._complete = Found(HashStore(), ""), True
+            self._found, self._complete = FoundStore(HashStore(), ""), True
             return ranks
         try:
             address = rendezvous_address(os.environ)
@@ -131,7 +131,7 @@ class Meeting:
             if isinstance(without_rank_0(self.ranks, message), ToldError):
                 raise ToldError(message, code) from error
 
-    def _open_for_refusal(self) -> Found:
+    def _open_for_refusal(self) -> FoundStore:
         """Opens the store even if the cause of the refusal is that MASTER_ADDR or MASTER_PORT is wrong."""
         address = None
         with suppress(JobError):
@@ -187,7 +187,7 @@ def failed(ranks: Ranks, timeout_s: float, error: RuntimeError) -> str:
     return f"Rank {ranks.rank} of {ranks.world} could not join the others (waited at most {timeout_s:g} s): {message}"
 
 
-def _open(ranks: Ranks, address: tuple[str, int] | None, channel: Channel | None, seconds: float) -> Found:
+def _open(ranks: Ranks, address: tuple[str, int] | None, channel: OfferChannel | None, seconds: float) -> FoundStore:
     """Returns the store at an address, or that of a channel. Raises RunError, and RuntimeError of torch's store."""
     is_first = ranks.rank == 0 and not agent_listens()
     if address:

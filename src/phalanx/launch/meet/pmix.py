@@ -17,7 +17,7 @@ _STRING = 3  # PMIX_STRING
 _GLOBAL = 3  # PMIX_GLOBAL: for ranks of every node
 
 
-class _Process(ctypes.Structure):
+class _ProcessId(ctypes.Structure):
     _fields_ = [("namespace", ctypes.c_char * 256), ("rank", ctypes.c_uint32)]
 
 
@@ -71,7 +71,7 @@ def _exchange(text: str | None) -> str:
         if (status := getattr(library, name)(*arguments)) != _SUCCESS:
             raise OSError(f"{name} returned {status}")
 
-    me = _Process()
+    me = _ProcessId()
     call("PMIx_Init", ctypes.byref(me), None, ctypes.c_size_t(0))
     try:
         if text is not None:
@@ -79,7 +79,7 @@ def _exchange(text: str | None) -> str:
             call("PMIx_Put", ctypes.c_uint8(_GLOBAL), _KEY, ctypes.byref(value))
             call("PMIx_Commit")
         call("PMIx_Fence", None, ctypes.c_size_t(0), None, ctypes.c_size_t(0))
-        first, found = _Process(me.namespace, 0), ctypes.POINTER(_Value)()
+        first, found = _ProcessId(me.namespace, 0), ctypes.POINTER(_Value)()
         call("PMIx_Get", ctypes.byref(first), _KEY, None, ctypes.c_size_t(0), ctypes.byref(found))
         if found.contents.kind != _STRING:
             raise OSError("PMIx_Get returned no text")

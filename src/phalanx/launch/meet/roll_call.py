@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the 
 from phalanx.bounded import parse_json
 from phalanx.errors import RunError
 from phalanx.launch.meet.keys import agent_listens, key
-from phalanx.launch.meet.store import Found, poll
+from phalanx.launch.meet.store import FoundStore, poll
 from phalanx.launch.meet.told import GroupError, ToldError
 from phalanx.launch.ranks import Ranks
 
@@ -94,7 +94,7 @@ class RollCall:
         advice: what to check if ranks are missing.
     """
 
-    def __init__(self, ranks: Ranks, found: Found, timeout_s: float, address: str, advice: str):
+    def __init__(self, ranks: Ranks, found: FoundStore, timeout_s: float, address: str, advice: str):
         self.ranks, self.timeout_s, self.address, self.advice = ranks, timeout_s, address, advice
         self.store, self.holds_store = found.store, found.holds
 

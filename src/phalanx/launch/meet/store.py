@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed.*, to the type stubs
 
 from phalanx.errors import RunError
-from phalanx.launch.meet.channel import Channel
+from phalanx.launch.meet.channel import OfferChannel
 from phalanx.launch.meet.keys import key
 from phalanx.launch.meet.offer import Offer, listening_socket, own_addresses
 from phalanx.launch.meet.told import seen_by_rank_0, without_rank_0
@@ -31,7 +31,7 @@ _POLL_S = (0.02, 0.5)  # pause between two rounds, at first and at most
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundStore:
     """A store, and where it is."""
 
     store: Store
@@ -41,7 +41,7 @@ class Found:
     """True if it is in this process."""
 
 
-def hold(ranks: Ranks, channel: Channel, seconds: float) -> Found:
+def hold(ranks: Ranks, channel: OfferChannel, seconds: float) -> FoundStore:
     """Returns the store of rank 0, which all others can find from now on. Raises RunError."""
     with listening_socket(channel.ports, ranks.one_node) as listener:
         port = listener.getsockname()[1]
@@ -53,10 +53,10 @@ def hold(ranks: Ranks, channel: Channel, seconds: float) -> Found:
         channel.announce(Offer(addresses, port, channel.token), seconds)
     except OSError as error:
         raise RunError(_not_told(ranks, channel, error)) from error
-    return Found(store, addresses[0], holds=True)
+    return FoundStore(store, addresses[0], holds=True)
 
 
-def find(ranks: Ranks, channel: Channel, seconds: float) -> Found:
+def find(ranks: Ranks, channel: OfferChannel, seconds: float) -> FoundStore:
     """Returns the store that rank 0 holds. Raises RunError if it is not found in time."""
     end, pause = time.monotonic() + seconds, _POLL_S[0]
     tried: dict[str, str] = {}
@@ -68,7 +68,7 @@ def find(ranks: Ranks, channel: Channel, seconds: float) -> Found:
         for offer in offers:
             for host in offer.addresses:
                 if store := _of_this_launch(host, offer, ranks, end, tried):
-                    return Found(store, host)
+                    return FoundStore(store, host)
         if time.monotonic() > end:
             why = "; ".join(f"{place}: {reason}" for place, reason in list(tried.items())[:4]) or "no word of it"
             raise without_rank_0(
@@ -131,7 +131,7 @@ def connected(host: str, port: int, world: int, seconds: float) -> Store | None:
     return found[0]
 
 
-def hold_at(ranks: Ranks, host: str, port: int, seconds: float) -> Found:
+def hold_at(ranks: Ranks, host: str, port: int, seconds: float) -> FoundStore:
     """Returns the store of rank 0 at MASTER_ADDR:MASTER_PORT. Of two processes with rank 0 the second one gets that of
     the first, which tells them apart.
 
@@ -146,13 +146,13 @@ def hold_at(ranks: Ranks, host: str, port: int, seconds: float) -> Found:
                 f"{(error.strerror or str(error)).lower()}. Set MASTER_PORT to a free port, the same for every rank, "
                 "or unset MASTER_ADDR and MASTER_PORT where srun or mpiexec start the ranks: they then find a free one."
             ) from error
-        return Found(store, host)
+        return FoundStore(store, host)
     store = served(listener, ranks.world, seconds)
     _require_own_address(host, port)
-    return Found(store, host, holds=True)
+    return FoundStore(store, host, holds=True)
 
 
-def find_at(ranks: Ranks, host: str, port: int, seconds: float) -> Found:
+def find_at(ranks: Ranks, host: str, port: int, seconds: float) -> FoundStore:
     """Returns the store at MASTER_ADDR:MASTER_PORT. Raises RunError if there is none in time."""
     _await_listener(ranks, host, port, seconds)
     limit = min(seconds, ANSWER_S)
@@ -164,7 +164,7 @@ def find_at(ranks: Ranks, host: str, port: int, seconds: float) -> Found:
             f"another program uses the port, or rank 0 hangs.\n{advice(ranks.world, f'{host}:{port}')}",
         )
     store.set_timeout(timedelta(seconds=seconds))
-    return Found(store, host)
+    return FoundStore(store, host)
 
 
 def _store_of_another_rank_0(host: str, port: int, world: int) -> Store | None:
@@ -234,7 +234,7 @@ def advice(world: int, where: str) -> str:
     )
 
 
-def _not_told(ranks: Ranks, channel: Channel, error: OSError) -> str:
+def _not_told(ranks: Ranks, channel: OfferChannel, error: OSError) -> str:
     return (
         f"The {ranks.world} ranks of {ranks.source} cannot find each other by {channel.how}: "
         f"{error.strerror or error}. Check that all of them were started, and that no program before this one ran in "
