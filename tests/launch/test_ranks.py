@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError
-from phalanx.launch.ranks import Ranks, detect
+from phalanx.launch.ranks import Ranks, detect, lowest_evidence, rendezvous_address
 
 TORCHRUN = {
     "RANK": "5",
@@ -45,20 +45,41 @@ PALS = {
     "PMI_LOCAL_RANK": "1",
     "PMI_LOCAL_SIZE": "4",
 }
-ROWS = {"torchrun": TORCHRUN, "slurm": SLURM, "openmpi": OPENMPI, "mpich": MPICH, "pals": PALS}
+MVAPICH2 = {
+    "MV2_COMM_WORLD_RANK": "5",
+    "MV2_COMM_WORLD_SIZE": "8",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+}
+JSRUN = {"JSM_NAMESPACE_RANK": "5", "JSM_NAMESPACE_SIZE": "8", "JSM_NAMESPACE_LOCAL_RANK": "1"}
+FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1"}
+ROWS = {
+    "torchrun": TORCHRUN,
+    "slurm": SLURM,
+    "openmpi": OPENMPI,
+    "mpich": MPICH,
+    "pals": PALS,
+    "mvapich2": MVAPICH2,
+    "jsrun": JSRUN,
+    "flux": FLUX,
+}
 REQUIRED = {
     "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"],
     "slurm": ["SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],
     "openmpi": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
     "mpich": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
+    "mvapich2": ["MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"],
+    "jsrun": list(JSRUN),
+    "flux": list(FLUX),
 }
 NAMES = sorted({name for row in ROWS.values() for name in row} | {"SLURM_STEP_NUM_TASKS", "PALS_LOCAL_SIZE", "PATH"})
 
 
 @pytest.mark.parametrize("source", ROWS)
 def test_each_launcher(source: str) -> None:
-    node_rank = None if source in ("openmpi", "mpich") else 1
-    assert detect(ROWS[source]) == Ranks(5, 8, 1, 4, node_rank, source)
+    node_rank = 1 if source in ("torchrun", "slurm", "pals") else None
+    local_world = None if source in ("jsrun", "flux") else 4
+    assert detect(ROWS[source]) == Ranks(5, 8, 1, local_world, node_rank, source)
 
 
 def test_nobody_launched_us() -> None:
@@ -83,6 +104,58 @@ def test_launchers_that_agree() -> None:
     found = detect({**SLURM, **PALS})
     assert found is not None
     assert found.source == "pals"
+
+
+def test_a_torchrun_per_task_is_two_launchers() -> None:
+    with pytest.raises(JobError, match="slurm started torchrun 8 times(.|\\n)*--nnodes 8"):
+        detect({**SLURM, **TORCHRUN, "GROUP_WORLD_SIZE": "1"})
+    for more in ({"GROUP_WORLD_SIZE": "8"}, {"GROUP_WORLD_SIZE": "1", "PHALANX_LAUNCHER_PID": "7"}):
+        found = detect({**SLURM, **TORCHRUN, **more})
+        assert found is not None
+        assert found.source == "torchrun"
+
+
+def test_the_daemons_of_mpiexec_are_no_ranks() -> None:
+    """mpiexec in a batch job starts one daemon per node with srun, and these start the ranks."""
+    daemons = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    found = detect({**SLURM, **daemons, **OPENMPI})
+    assert found is not None
+    assert found.source == "openmpi"
+
+
+def test_a_launcher_that_says_no_local_rank() -> None:
+    found = detect({"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_FD": "6"})
+    assert found == Ranks(3, 8, None, None, None, "mpich")
+    found = detect({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "6", **FLUX})
+    assert found is not None
+    assert found.source == "flux", "which says it"
+
+
+def test_half_of_a_launchers_variables() -> None:
+    for half in ({"OMPI_COMM_WORLD_RANK": "1"}, {"WORLD_SIZE": "8"}, {"PMI_RANK": "0"}, {"PMI_SIZE": "2"}):
+        with pytest.raises(JobError, match="one of several processes, but incompletely"):
+            detect(half)
+    with pytest.raises(JobError, match="PMIX_RANK=3, but does not say of how many"):
+        detect({"PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-1@1"})
+
+
+def test_where_the_user_says_that_ranks_meet() -> None:
+    assert rendezvous_address({}) is None
+    assert rendezvous_address({"MASTER_ADDR": "host0", "MASTER_PORT": "29400"}) == ("host0", 29400)
+    for half in ({"MASTER_ADDR": "host0"}, {"MASTER_PORT": "29400"}, {"MASTER_ADDR": "host0", "MASTER_PORT": ""}):
+        with pytest.raises(JobError, match="is set, but .* is not: set both MASTER_ADDR, .* and MASTER_PORT"):
+            rendezvous_address(half)
+    for port in ("0", "65536", "http", "-1", "1" * 30):
+        with pytest.raises(JobError, match="is no port number"):
+            rendezvous_address({"MASTER_ADDR": "host0", "MASTER_PORT": port})
+
+
+def test_who_prints_if_no_rank_is_known() -> None:
+    """Of ranks with contradictory variables one at least prints, and without a living launcher every one."""
+    for rank in range(3):
+        living = {"PMI_RANK": str(rank), "PMI_FD": "6"}
+        assert lowest_evidence({**living, "OMPI_COMM_WORLD_RANK": "0"}) == rank
+    assert lowest_evidence({"OMPI_COMM_WORLD_RANK": "3", "RANK": "2"}) is None
 
 
 def test_launchers_that_disagree() -> None:

@@ -17,7 +17,8 @@ from phalanx.config.local_cluster import default_path
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.environment import LOG_DIR
-from phalanx.launch.ranks import SINGLE, Ranks, detect
+from phalanx.launch.meet.told import detected
+from phalanx.launch.ranks import SINGLE, Ranks
 from phalanx.nearest import nearest
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
     path = Path(options["out"]).expanduser() if options["out"] else default_path()
     save = "no_save" not in switches
     _refuse_early(options, command, path if save else None)
-    ranks = detect(os.environ)
+    ranks = detected(os.environ)
     # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.train.device import choose, threads_for
 

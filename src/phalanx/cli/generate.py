@@ -17,7 +17,7 @@ from phalanx.cli.commands import flag_of
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.ranks import detect
+from phalanx.launch.meet.told import detected
 from phalanx.nearest import did_you_mean
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     from phalanx.generate import pipelined
 
-    ranks = detect(os.environ)
+    ranks = detected(os.environ)
     if ranks is None:
         return pipelined.launch(["generate", *argv], options.run, options.step, options.pp)
     with pipelined.joined(ranks, options.run, options.step, options.device, options.pp) as loaded:

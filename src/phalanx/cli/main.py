@@ -14,6 +14,7 @@ from contextlib import nullcontext
 import phalanx
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
+from phalanx.launch.meet.told import ToldError
 from phalanx.launch.output import unblocked
 from phalanx.nearest import nearest
 
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_and_tell(argv: Sequence[str]) -> int:
     try:
         return run(argv)
+    except ToldError as error:  # another rank prints it
+        return error.exit_code
     except PhalanxError as error:
         echo(message_of(error), file=sys.stderr)
         return error.exit_code

@@ -15,16 +15,19 @@ from phalanx.check.load import LoadedJob
 from phalanx.cli.job_words import JobVerb
 from phalanx.config.job import Job
 from phalanx.echo import echo
-from phalanx.errors import JobError, PhalanxError, StoppedError
+from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.lost_peer import lost_peer_named
+from phalanx.launch.meet.told import detected
 from phalanx.launch.output import unblocked
-from phalanx.launch.ranks import SINGLE, Ranks, detect
+from phalanx.launch.ranks import SINGLE, Ranks
 from phalanx.train.append import AppendedFile
 from phalanx.train.run_directory import RunDirectory
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from phalanx.launch.nodes.join import Nodes
 
 log = logging.getLogger(__name__)
@@ -47,20 +50,21 @@ VERB = JobVerb(
 @unblocked()
 def run(argv: Sequence[str]) -> int:
     die_with_launcher()
+    is_ours = LOG_DIR in os.environ  # the launcher below started this process, with everything in place
+    ranks = detected(os.environ)
+    if ranks is not None and not is_ours:
+        return _be_a_foreign_rank(argv, ranks)
     words = VERB.parse(argv)
     if words is None:
         return 0
     loaded, job = words.loaded, words.job
     as_json = "json" in words.switches
-    if LOG_DIR in os.environ:  # the launcher below started this process, with everything in place
-        return _be_a_rank(job, detect(os.environ) or SINGLE, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)
+    if is_ours:
+        return _be_a_rank(job, ranks or SINGLE, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)
     from phalanx.data.prepare import prepare
     from phalanx.data.progress import stderr_progress
 
     directory = RunDirectory.of(job)
-    ranks = detect(os.environ)
-    if ranks is not None:
-        return _be_a_foreign_rank(loaded, ranks, "fresh" in words.switches, as_json)
     if "fresh" in words.switches and job.checkpoint.remote:
         _require_no_copies(job)
     if job.run.nnodes and not _is_host(job):
@@ -135,10 +139,10 @@ def _nodes(loaded: LoadedJob, directory: RunDirectory) -> Nodes:
     return Nodes(run.endpoint, terms, run.node_lost_s, lambda nodes: words_for(loaded, nodes), directory.path)
 
 
-def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool) -> int:
+def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool, store: Store | None = None) -> int:
     from phalanx.train.loop import train
 
-    summary = train(job, ranks, log_file)
+    summary = train(job, ranks, log_file, store)
     if ranks.rank == 0:
         summary["sample"] = _sample(job)
         text = json.dumps(summary, indent=1) if as_json else _text(summary)
@@ -161,28 +165,56 @@ def _sample(job: Job) -> str:
     )
 
 
-def _be_a_foreign_rank(loaded: LoadedJob, ranks: Ranks, fresh: bool, as_json: bool) -> int:
-    """Runs one of the processes that torchrun, srun or mpiexec started. Rank 0 manages the directory and the data; its
-    failures reach the others through the process group."""
-    if fresh:
-        raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
+def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
+    """Runs one of the processes that torchrun, srun or mpiexec started. They meet as soon as each has read the job, and
+    an error of any of them is one message."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
+    from phalanx.launch.meet.meeting import Meeting
+    from phalanx.launch.process_group import use_interface
+
+    meeting = Meeting(ranks)
+    with meeting.agreed():
+        words = VERB.parse(argv)
+        if words is None:
+            return 0
+        if "fresh" in words.switches:
+            raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
+        _require_world(words.job, ranks)
+        ranks = meeting.join(words.job.run.timeout_s)
+        use_interface(meeting.interface)
+        with lost_peer_named(ranks):
+            return _train_together(words.loaded, ranks, "json" in words.switches, meeting.store)
+
+
+def _require_world(job: Job, ranks: Ranks) -> None:
+    """Raises JobError unless the launcher started as many processes as the layout has ranks."""
+    processes, world = job.layout.processes, ranks.world
+    if processes != world:
+        raise JobError(
+            f"layout {job.layout.line()} needs {processes} processes, but {ranks.source} started {world}; start "
+            f"{processes}, or set layout.dp_replicate so that the product of the axes is {world}"
+        )
+
+
+def _train_together(loaded: LoadedJob, ranks: Ranks, as_json: bool, store: Store) -> int:
+    """Trains as one of the ranks that have met. Rank 0 manages the directory and the data; its failures reach the
+    others through the process group."""
+    from phalanx.train.loop import refuse
+    from phalanx.train.terminal import error_copied_to
+
+    if ranks.rank:
+        return _be_a_rank(loaded.job, ranks, None, as_json, store)
     directory = RunDirectory.of(loaded.job)
-    with lost_peer_named(ranks), ExitStack() as held:
-        if ranks.rank:
-            try:
-                return _be_a_rank(loaded.job, ranks, None, as_json)
-            except StoppedError as stopped:
-                return stopped.exit_code  # all ranks stop together; rank 0 says so
+    with ExitStack() as held:
         try:
             held.enter_context(directory.lock())
             directory.start(loaded)
             log_file = directory.next_log_dir() / "stderr.log"
         except PhalanxError as error:
-            from phalanx.train.loop import refuse
-
-            refuse(loaded.job, ranks, error)
+            refuse(loaded.job, ranks, error, store)
             raise
-        return _be_a_rank(loaded.job, ranks, log_file, as_json)
+        with error_copied_to(log_file):
+            return _be_a_rank(loaded.job, ranks, log_file, as_json, store)
 
 
 def _require_no_copies(job: Job) -> None:

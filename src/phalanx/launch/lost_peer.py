@@ -32,17 +32,21 @@ TEXTS = (
 _ROOT = Path(phalanx.__file__).parent
 
 
+class LostPeerError(RunError):
+    """This rank failed only because another one has gone, or does not answer."""
+
+
 @contextmanager
 def lost_peer_named(ranks: Ranks) -> Iterator[None]:
-    """Turns a backend's error about a lost connection, raised inside the `with` block, into a RunError that says what
-    this rank was waiting in."""
+    """Turns a backend's error about a lost connection, raised inside the `with` block, into a LostPeerError that says
+    what this rank was waiting in."""
     try:
         yield
     except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
         text = next((line for line in str(error).splitlines() if any(known in line for known in TEXTS)), None)
         if text is None:
             raise
-        raise RunError(
+        raise LostPeerError(
             f"rank {ranks.rank} of {ranks.world} on {platform.node()} lost {_peer(ranks, text)}: another rank ended, "
             f"hangs, or its connection broke while this one waited in {_waited_in(error)}. The first rank that ended "
             f"says why, in its log or on its node. ({_in_short(text)})"

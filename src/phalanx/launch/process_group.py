@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
 from phalanx.errors import RunError, StoppedError
 from phalanx.launch.environment import LOOPBACK
@@ -19,7 +20,9 @@ from phalanx.launch.rendezvous import not_formed, open_store
 
 
 @contextmanager
-def process_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> Iterator[None]:
+def process_group(
+    ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store | None = None
+) -> Iterator[None]:
     """The process group for the length of a `with` block.
 
     After an error the group of several ranks is left as it is: peers may be inside a collective, and waiting for them
@@ -28,7 +31,7 @@ def process_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> It
     Raises:
         RunError: as `init`.
     """
-    init(ranks, device=device, timeout_s=timeout_s)
+    init(ranks, device=device, timeout_s=timeout_s, store=store)
     try:
         yield
     except BaseException as error:
@@ -38,7 +41,7 @@ def process_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> It
     shutdown()
 
 
-def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
+def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store | None = None) -> None:
     """Initialises the default process group with the backend that `backend_of` names.
 
     A world of one also gets a group, so that callers need not check for one. Where all ranks are on this machine, the
@@ -48,16 +51,19 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
         ranks: the place of this process.
         device: the rank's own, as `device_of` gives it.
         timeout_s: seconds that this and every later collective may wait for a peer.
+        store: the store of ranks that have met (launch/meet); None if they still have to.
 
     Raises:
         RunError: there is no rendezvous, a peer did not join in time, or two have the same rank.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    backend = backend_of(ranks, device)
+    if store is None:
+        store, interface = open_store(ranks, backend, timeout_s)
+        use_interface(interface)
     if ranks.one_node:
         os.environ.update(LOOPBACK)
-    backend = backend_of(ranks, device)
-    store = open_store(ranks, backend, timeout_s)
     try:
         # Without device_id: torch would bind NCCL's communicator to the device and split groups off it, which all ranks
         # must call together, while only their members create some of ours (Mesh.among).
@@ -70,6 +76,13 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
         )
     except RuntimeError as error:
         raise RunError(not_formed(ranks, store, timeout_s, error)) from error
+
+
+def use_interface(name: str | None) -> None:
+    """Makes gloo use a network interface, unless the user has named one: by default it takes the address that the
+    host's name stands for, which may be loopback."""
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def backend_of(ranks: Ranks, device: torch.device) -> str:
@@ -85,6 +98,7 @@ def device_of(ranks: Ranks, device_type: str) -> torch.device:
     """Returns the device of a rank: the CPU, or the GPU with the rank's number on its node, modulo the node's GPUs."""
     if device_type == "cpu":
         return torch.device("cpu")
+    assert ranks.local_rank is not None, "the ranks have met"
     return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
 
 

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.errors import JobError
+from phalanx.launch.environment import LAUNCHER_PID
+
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -21,14 +24,15 @@ class Ranks:
     """Index among all processes, 0 … world - 1."""
     world: int
     """Number of processes."""
-    local_rank: int
-    """Index among the processes of this node; also the index of its device."""
+    local_rank: int | None
+    """Index among the processes of this node; also the index of its device. None if the launcher does not report it:
+    the ranks find it out when they meet (launch/meet)."""
     local_world: int | None
     """Number of processes on this node; None if the launcher does not report it."""
     node_rank: int | None
     """Index of this node; None if the launcher does not report it."""
     source: str
-    """The launcher: torchrun, pals, openmpi, mpich, slurm, or single."""
+    """The launcher: torchrun, pals, openmpi, mpich (also Intel MPI), mvapich2, jsrun, flux, slurm, or single."""
 
     @property
     def one_node(self) -> bool:
@@ -52,6 +56,9 @@ class _LauncherVariables:
     node_rank: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     """Further variables that must be present for the set to count."""
+    proves: tuple[str, ...] = ()
+    """Variables that nobody exports by hand: one of them proves that the launcher has started this process. The set
+    then counts also without a local rank."""
 
 
 # `phalanx train` starts its ranks with torchrun's variables. RANK alone proves nothing: a Kubernetes
@@ -72,6 +79,7 @@ _SLURM = _LauncherVariables(
     local_rank=("SLURM_LOCALID",),
     node_rank=("SLURM_NODEID",),
     needs=("SLURM_STEP_ID",),  # a batch shell also has SLURM_PROCID=0, but is not a task of a step
+    proves=("SLURM_STEP_ID",),
 )
 _SCHEDULERS = (
     _LauncherVariables(
@@ -81,6 +89,7 @@ _SCHEDULERS = (
         local_rank=("PALS_LOCAL_RANKID",),
         local_world=("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
         node_rank=("PALS_NODEID",),
+        proves=("PALS_APID",),
     ),
     _LauncherVariables(
         source="openmpi",
@@ -88,6 +97,7 @@ _SCHEDULERS = (
         world=("OMPI_COMM_WORLD_SIZE",),
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_world=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        proves=("PMIX_NAMESPACE",),
         # OMPI_COMM_WORLD_NODE_RANK is the rank on the node over all jobs, not the index of the node
     ),
     _LauncherVariables(
@@ -96,6 +106,30 @@ _SCHEDULERS = (
         world=("PMI_SIZE",),
         local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
         local_world=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        proves=("PMI_FD", "PMI_PORT"),
+    ),
+    _LauncherVariables(
+        source="mvapich2",
+        rank=("MV2_COMM_WORLD_RANK",),
+        world=("MV2_COMM_WORLD_SIZE",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_world=("MV2_COMM_WORLD_LOCAL_SIZE",),
+        proves=("MPIRUN_ID", "PMI_FD"),
+    ),
+    _LauncherVariables(
+        source="jsrun",
+        rank=("JSM_NAMESPACE_RANK",),
+        world=("JSM_NAMESPACE_SIZE",),
+        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+        local_world=("JSM_NAMESPACE_LOCAL_SIZE",),
+        proves=("PMIX_NAMESPACE",),
+    ),
+    _LauncherVariables(
+        source="flux",
+        rank=("FLUX_TASK_RANK",),
+        world=("FLUX_JOB_SIZE",),
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        proves=("FLUX_JOB_ID",),
     ),
     _SLURM,
 )
@@ -104,35 +138,68 @@ _SCHEDULERS = (
 def detect(env: Mapping[str, str]) -> Ranks | None:
     """Returns the place of this process according to `env`, or None if no launcher started it.
 
-    torchrun's variables are explicit and win; of the others all complete sets have to agree.
+    torchrun's variables are explicit and win; of the others all complete sets have to agree. A Slurm step with one task
+    per node does not count beside an MPI launcher: those tasks are the launcher's daemons.
 
     Raises:
         JobError: two launchers disagree; a launcher says that this is one process of several but not which;
             or this is a Slurm batch shell with several tasks and no `srun`.
     """
     explicit = _read(_TORCHRUN, env)
-    if explicit:
-        return explicit
     found = [ranks for row in _SCHEDULERS if (ranks := _read(row, env))]
+    if explicit:
+        _refuse_lone_torchruns(found, env)
+        return explicit
+    if len(found) > 1 and found[-1].source == "slurm" and found[-1].local_world == 1:
+        found = found[:-1] if _differ(found[0], found[-1]) else found
     for other in found[1:]:
-        if _place(other) != _place(found[0]):
+        if _differ(found[0], other):
             raise JobError(_conflict(found[0], other, env))
     if found:
-        return found[0]
+        return next((ranks for ranks in found if ranks.local_rank is not None), found[0])
     _refuse_incomplete_variables(env)
     _refuse_batch_shell(env)
     return None
 
 
+def rendezvous_address(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Returns where the user says that the ranks meet: MASTER_ADDR and MASTER_PORT; None if neither is set.
+
+    Raises JobError if only one of them is set, or the port is no port number.
+    """
+    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if not host and not port:
+        return None
+    if not host or not port:
+        there, missing = ("MASTER_ADDR", "MASTER_PORT") if host else ("MASTER_PORT", "MASTER_ADDR")
+        raise JobError(
+            f"{there}={env[there]} is set, but {missing} is not: set both MASTER_ADDR, a host name of rank 0's node, "
+            "and MASTER_PORT, a free port there, the same for every rank; or unset both, and the ranks find each other"
+        )
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) <= _LAST_PORT:
+        raise JobError(f"MASTER_PORT={port} is no port number; set it to a free port of rank 0's node, such as 29500")
+    return host, int(port)
+
+
+def lowest_evidence(env: Mapping[str, str]) -> int | None:
+    """Returns the lowest rank that the variables of living launchers give this process, however incomplete they are;
+    None if there is no sign of one."""
+    living = [row for row in _SCHEDULERS if any(name in env for name in row.proves)]
+    return min((rank for row in living if (rank := _number(env, row.rank)) is not None), default=None)
+
+
 def _read(row: _LauncherVariables, env: Mapping[str, str]) -> Ranks | None:
     rank, world, local_rank = (_number(env, names) for names in (row.rank, row.world, row.local_rank))
-    if rank is None or world is None or local_rank is None or any(name not in env for name in row.needs):
+    if rank is None or world is None or any(name not in env for name in row.needs):
+        return None
+    if local_rank is None and (_first_set(env, row.local_rank) or not any(name in env for name in row.proves)):
         return None
     node_rank = _number(env, row.node_rank)
     local_world = _slurm_local_world(env, node_rank) if row is _SLURM else _number(env, row.local_world)
     if local_world == world:
         node_rank = 0
-    if not (rank < world and local_rank < (world if local_world is None else local_world) <= world):
+    on_node = world if local_world is None else local_world
+    if not (rank < world and (local_rank or 0) < on_node <= world):
         return None
     if row is _SLURM and world == 1:
         return None  # `srun --pty bash`: the shell is the step's only task; commands in it were not launched
@@ -164,8 +231,9 @@ def _slurm_local_world(env: Mapping[str, str], node_rank: int | None) -> int | N
     return None
 
 
-def _place(ranks: Ranks) -> tuple[int, int, int]:
-    return ranks.rank, ranks.world, ranks.local_rank
+def _differ(one: Ranks, other: Ranks) -> bool:
+    locals_differ = None not in (one.local_rank, other.local_rank) and one.local_rank != other.local_rank
+    return locals_differ or (one.rank, one.world) != (other.rank, other.world)
 
 
 def _shown(row: _LauncherVariables, env: Mapping[str, str]) -> str:
@@ -190,26 +258,43 @@ def _conflict(one: Ranks, other: Ranks, env: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
+def _refuse_lone_torchruns(launched: list[Ranks], env: Mapping[str, str]) -> None:
+    """Raises JobError for one of N torchruns that do not know of each other: each would train alone."""
+    several = next((ranks for ranks in launched if ranks.world > 1), None)
+    if several and env.get("GROUP_WORLD_SIZE") == "1" and LAUNCHER_PID not in env:
+        raise JobError(
+            f"Two launchers at once: {several.source} started torchrun {several.world} times, and each torchrun is a "
+            f"run of its own (--nnodes 1).\nRun `phalanx train` under {several.source} itself, or give torchrun "
+            f"`--nnodes {several.world} --rdzv-backend c10d --rdzv-endpoint HOST:PORT`."
+        )
+
+
 def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
     """Raises JobError for one of N processes without a known rank: each would train alone into one directory."""
-    for row in (_TORCHRUN, *_SCHEDULERS):
+    # A world size alone may be that of two launchers; the rank tells which.
+    for row in sorted((_TORCHRUN, *_SCHEDULERS), key=lambda row: _first_set(env, row.rank) is None):
         rank, world = _first_set(env, row.rank), _first_set(env, row.world)
-        if rank is None or world is None or _number(env, row.world) == 1:
+        if (rank is None and world is None) or _number(env, row.world) == 1:
             continue
         if row is _SLURM and "SLURM_STEP_ID" not in env:
             continue  # a batch shell: see _refuse_batch_shell
         missing = [name for name in row.needs if name not in env]
-        if _first_set(env, row.local_rank) is None:
-            missing.append(" or ".join(row.local_rank))
+        missing += [" or ".join(names) for names in (row.rank, row.world, row.local_rank) if not _first_set(env, names)]
         reason = f"{', '.join(missing)} not set" if missing else "the numbers are inconsistent"
+        unset = " and ".join(name for name in (rank, world) if name)
         hint = (
-            "Start it with torchrun (in Kubernetes: one torchrun in each pod), or unset RANK and WORLD_SIZE."
+            f"Start it with torchrun (in Kubernetes: one torchrun in each pod), or unset {unset}."
             if row is _TORCHRUN
-            else f"Start it with the launcher's own command, or unset {rank}."
+            else f"Start it with the launcher's own command, or unset {unset}."
         )
         raise JobError(
             f"The environment describes one of several processes, but incompletely: {reason}.\n"
             f"  {row.source}: {_shown(row, env)}\n{hint}"
+        )
+    if "PMIX_RANK" in env and "PMIX_NAMESPACE" in env:
+        raise JobError(
+            f"A PMIx launcher started this process as PMIX_RANK={env['PMIX_RANK']}, but does not say of how many: "
+            "start it with mpiexec, srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
         )
 
 

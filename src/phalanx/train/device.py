@@ -17,13 +17,18 @@ DTYPES: dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16",
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
-def choose(wanted: str, local_rank: int) -> torch.device:
-    """Returns the device of a rank. Raises RunError if the job asks for one that does not exist."""
+def choose(wanted: str, local_rank: int | None) -> torch.device:
+    """Returns the device of a rank. Raises RunError if the job asks for one that does not exist, or if the rank does
+    not know its place on its node and so not which one is its own."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count:
         raise RunError(f"cluster.device is {wanted}, but this machine has {count} CUDA devices; use cluster.device=cpu")
+    if local_rank is None:
+        raise RunError(
+            "the launcher does not say which rank of its node this is: start it with torchrun, srun or mpiexec"
+        )
     if local_rank >= count:
         raise RunError(f"rank {local_rank} of this node has no device: the node has {count}, one process each")
     torch.cuda.set_device(local_rank)

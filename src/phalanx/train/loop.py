@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
 from phalanx.blocks.flops import train_flops_per_step
 from phalanx.blocks.parameters import count
@@ -50,7 +51,7 @@ from phalanx.train.shared import require_shared
 from phalanx.train.state import TrainState
 from phalanx.train.step import Step, Stepper
 from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal, logging_to
+from phalanx.train.terminal import Terminal, copied_to, error_copied_to, logging_to
 from phalanx.train.watched import watch
 from phalanx.units import counted
 
@@ -63,8 +64,15 @@ REFUSAL_S = 60.0
 """Seconds that rank 0 waits for the others in order to tell them that it cannot start."""
 
 
-def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
+def train(job: Job, ranks: Ranks, log_file: Path | None, store: Store | None = None) -> dict[str, Any]:
     """Trains `job` as one of `ranks`, from the run directory's newest checkpoint if there is one.
+
+    Args:
+        job: the resolved job.
+        ranks: this rank's place.
+        log_file: its log, in its folder of the attempt; None on ranks that another launcher started, but rank 0, which
+            tells them.
+        store: the store of ranks that have met (launch/meet).
 
     Returns the summary that `phalanx train --json` prints. Raises NotFiniteError if loss or gradients are no longer
     finite, StoppedError after a signal once a checkpoint is written, and the errors of reading data and checkpoints.
@@ -76,19 +84,21 @@ def train(job: Job, ranks: Ranks, log_file: Path | None) -> dict[str, Any]:
     torch.use_deterministic_algorithms(job.train.deterministic)
     with (
         Terminal(job.train.steps, visible=ranks.rank == 0) as terminal,
-        logging_to(terminal, job.run.log_level, ranks.rank, log_file),
-        process_group(ranks, device=device, timeout_s=job.run.timeout_s),
+        logging_to(terminal, job.run.log_level, ranks.rank, log_file, job.run.all_ranks),
+        process_group(ranks, device=device, timeout_s=job.run.timeout_s, store=store),
     ):
-        on_rank_zero(lambda: None)  # or the error of `refuse`
-        watch(job, ranks, log_file)
-        trainer = Trainer(job, ranks, device, StopRequest(), terminal)
-        with trainer.stop:  # from here on there is something to save
-            summary = trainer.run()
+        logs = on_rank_zero(lambda: str(log_file.parents[1]) if log_file else "")  # or the error of `refuse`
+        copy = log_file_of(Path(logs), ranks) if logs and not log_file else None
+        with copied_to(copy), error_copied_to(copy):
+            watch(job, ranks, log_file)
+            trainer = Trainer(job, ranks, device, StopRequest(), terminal)
+            with trainer.stop:  # from here on there is something to save
+                summary = trainer.run()
     heartbeat.enter(Phase.DONE)
     return summary
 
 
-def refuse(job: Job, ranks: Ranks, error: PhalanxError) -> None:
+def refuse(job: Job, ranks: Ranks, error: PhalanxError, store: Store | None = None) -> None:
     """Makes the other ranks' `train` raise the error for which rank 0 does not call its own: they would wait for it.
     Gives up after REFUSAL_S."""
 
@@ -97,8 +107,19 @@ def refuse(job: Job, ranks: Ranks, error: PhalanxError) -> None:
 
     with suppress(PhalanxError, RuntimeError):
         device = devices.choose(job.cluster.device, ranks.local_rank)
-        with process_group(ranks, device=device, timeout_s=min(REFUSAL_S, job.run.timeout_s)):
+        with process_group(ranks, device=device, timeout_s=min(REFUSAL_S, job.run.timeout_s), store=store):
             on_rank_zero(fail)
+
+
+def log_file_of(attempt: Path, ranks: Ranks) -> Path | None:
+    """Returns the log of a rank in the folder of an attempt, which rank 0 has made; None if this node does not see it,
+    which `require_shared` reports."""
+    folder = attempt / f"rank_{ranks.rank}"
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError:
+        return None
+    return folder / "stderr.log"
 
 
 class Trainer:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from phalanx.echo import echo, shortened, visible
+from phalanx.launch.outcome import describe
 from phalanx.train.append import AppendedFile
 
 
@@ -80,25 +81,55 @@ class _LogFile(logging.Handler):
 
 
 @contextlib.contextmanager
-def logging_to(terminal: Terminal, level: str, rank: int, file: Path | None) -> Iterator[None]:
-    """Sends the package's log lines to the terminal on rank 0, to standard error on the others, and a dated copy to
-    `file`. If many ranks share one standard error (file is None), only rank 0 and warnings are shown."""
+def logging_to(terminal: Terminal, level: str, rank: int, file: Path | None, shown: bool = True) -> Iterator[None]:
+    """Sends the package's log lines to the terminal on rank 0, to standard error on the others, and rank 0's with their
+    date to `file`. Other ranks have either a standard error of their own, which is `file`, or share one (file is None):
+    then their lines have the rank in front, and unless they are `shown` only critical ones come there."""
+    handler: logging.Handler = _AboveTheBar(terminal) if rank == 0 else logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Visible("%(message)s" if rank == 0 or file else f"[rank {rank}] %(message)s"))
+    if rank and not file and not shown:
+        handler.setLevel(logging.CRITICAL)
     logger = logging.getLogger("phalanx")
-    handlers: list[logging.Handler] = [_AboveTheBar(terminal) if rank == 0 else logging.StreamHandler(sys.stderr)]
-    handlers[0].setFormatter(_Visible("%(message)s" if rank == 0 or file else f"[rank {rank}] %(message)s"))
-    if rank and not file:
-        handlers[0].setLevel(logging.WARNING)
-    if rank == 0 and file:
-        handlers.append(_LogFile(file))
-        handlers[1].setFormatter(_Visible("%(asctime)s %(message)s"))
     logger.setLevel(level.upper())
     logger.propagate = False
-    for handler in handlers:
-        logger.addHandler(handler)
+    try:
+        with _attached(handler), copied_to(file if rank == 0 else None):
+            yield
+    finally:
+        logger.propagate = True
+
+
+@contextlib.contextmanager
+def copied_to(file: Path | None) -> Iterator[None]:
+    """Appends the package's log lines with their date to a file; does nothing without one."""
+    if file is None:
+        yield
+        return
+    handler = _LogFile(file)
+    handler.setFormatter(_Visible("%(asctime)s %(message)s"))
+    with _attached(handler):
+        yield
+
+
+@contextlib.contextmanager
+def error_copied_to(file: Path | None) -> Iterator[None]:
+    """Appends the error that ends the `with` block to a file: of several ranks that fail only one prints why."""
+    try:
+        yield
+    except Exception as error:
+        if file:
+            _, message, trace = describe(error)
+            with AppendedFile(file, lambda problem: echo(problem, file=sys.stderr)) as log:
+                log.append(visible(f"phalanx: {trace or message}"))
+        raise
+
+
+@contextlib.contextmanager
+def _attached(handler: logging.Handler) -> Iterator[None]:
+    logger = logging.getLogger("phalanx")
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.propagate = True
-        for handler in handlers:
-            logger.removeHandler(handler)
-            handler.close()
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,1 @@
+"""How the ranks of srun, mpiexec and PALS find each other without being told where."""

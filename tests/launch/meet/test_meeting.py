@@ -1,0 +1,165 @@
+"""Ranks that nobody told where to meet, and their errors."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.errors import DataError, JobError, PhalanxError
+from phalanx.launch.environment import STORE
+from phalanx.launch.lost_peer import LostPeerError
+from phalanx.launch.meet import roll_call
+from phalanx.launch.meet.board import Board
+from phalanx.launch.meet.identity import name_of
+from phalanx.launch.meet.meeting import Meeting
+from phalanx.launch.meet.offer import Offer
+from phalanx.launch.meet.roll_call import Problem, Verdict, message_of, placed
+from phalanx.launch.meet.told import ToldError
+from phalanx.launch.ranks import Ranks
+
+Pool = Callable[..., list[Any]]
+HOST = platform.node()
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Only these variables of launchers, and no group."""
+    dist.barrier()  # or another rank would still be connecting to this one
+    dist.destroy_process_group()
+    before = dict(os.environ)
+    for name in (STORE, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def slurm(job: str, state: Path, host: str = "localhost") -> dict[str, str]:
+    step = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": host}
+    return {**step, "XDG_STATE_HOME": str(state)}
+
+
+def job_number(path: Path) -> str:
+    """A job of which no other test has the ports."""
+    return f"{os.getpid()}{path}"
+
+
+def meet(ranks: Ranks, variables: dict[str, str], local_world: int | None, source: str = "slurm") -> Ranks:
+    with environment(**variables):
+        local_rank = None if local_world is None else 0
+        meeting = Meeting(Ranks(ranks.rank, ranks.world, local_rank, local_world, None, source))
+        joined = meeting.join(20)
+        meeting.store.add("met", 1)
+        while ranks.rank == 0 and meeting.store.add("met", 0) < joined.world:  # it holds the store
+            time.sleep(0.01)
+        return joined
+
+
+def test_a_slurm_step_meets_on_its_first_host(ranks: Pool, tmp_path: Path) -> None:
+    joined = ranks(meet, 3, slurm(job_number(tmp_path), tmp_path / "a"), 1)
+    assert [each.rank for each in joined] == [0, 1, 2]
+    assert not any(each.one_node for each in joined)
+
+
+def test_a_host_without_an_address_leaves_the_file(ranks: Pool, tmp_path: Path) -> None:
+    """As on virtual nodes, whose names only Slurm knows."""
+    joined = ranks(meet, 2, slurm(job_number(tmp_path), tmp_path, "no-such-host.invalid"), 1)
+    assert [each.rank for each in joined] == [0, 1]
+
+
+def test_a_file_that_is_left_over_is_not_believed(ranks: Pool, tmp_path: Path) -> None:
+    variables = {"PALS_APID": job_number(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    name = name_of(Ranks(0, 2, None, None, None, "pals"), variables)
+    assert name is not None
+    Board.of(name, variables, one_node=False).write(Offer(("127.0.0.1",), 9, "of an earlier job"))
+    joined = ranks(meet, 2, variables, None, "pals")
+    assert [(each.local_rank, each.local_world, each.node_rank) for each in joined] == [(0, 2, 0), (1, 2, 0)]
+
+
+def test_local_ranks_are_counted_by_host() -> None:
+    verdict = Verdict("", 0, (0, 1, 0, 1, 1), "")
+    found = [placed(Ranks(rank, 5, None, None, None, "flux"), verdict) for rank in range(5)]
+    assert [each.local_rank for each in found] == [0, 0, 1, 1, 2]
+    assert [each.local_world for each in found] == [2, 3, 2, 3, 3]
+    assert placed(Ranks(3, 5, 7, 8, 9, "slurm"), Verdict("", 0, (), "")) == Ranks(3, 5, 7, 8, 9, "slurm")
+
+
+def end(ranks: Ranks, variables: dict[str, str], errors: list[Exception | None], meets: bool) -> tuple[bool, str, int]:
+    """Ends as a rank of a launcher with an error. Returns whether this rank prints, what, and its exit code."""
+    roll_call._MORE_PROBLEMS_S = 0.5
+    error = errors[ranks.rank]
+    with environment(**variables):
+        meeting = Meeting(Ranks(ranks.rank, ranks.world, 0, 1, None, "slurm"))
+        try:
+            with meeting.agreed():
+                if meets:
+                    meeting.join(20)
+                if error:
+                    raise error
+                meeting.join(20)
+        except PhalanxError as raised:
+            return not isinstance(raised, ToldError), str(raised), raised.exit_code
+    return False, "", 0
+
+
+def test_a_mistake_of_all_ranks_is_one_message(ranks: Pool, tmp_path: Path) -> None:
+    ends = ranks(end, 3, slurm(job_number(tmp_path), tmp_path), [JobError("no field x")] * 3, False)
+    assert ends[0] == (True, "no field x", 2)
+    assert [(prints, code) for prints, _, code in ends[1:]] == [(False, 2)] * 2
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_mistake_of_one_rank_names_it(ranks: Pool, tmp_path: Path, culprit: int) -> None:
+    errors = [JobError("no field x") if rank == culprit else None for rank in range(3)]
+    ends = ranks(end, 3, slurm(job_number(tmp_path), tmp_path), errors, False)
+    assert ends[0] == (True, f"rank {culprit} of 3 on host {HOST}: no field x", 2)
+    assert [(prints, code) for prints, _, code in ends[1:]] == [(False, 2)] * 2
+
+
+def test_half_an_address_is_one_message(ranks: Pool, tmp_path: Path) -> None:
+    variables = {**slurm(job_number(tmp_path), tmp_path), "MASTER_ADDR": "localhost"}
+    ends = ranks(end, 2, variables, [None, None], False)
+    assert [(prints, code) for prints, _, code in ends] == [(True, 2), (False, 2)]
+    assert "MASTER_ADDR=localhost is set, but MASTER_PORT is not: set both" in ends[0][1]
+
+
+def test_an_error_in_training_is_printed_by_one_rank_and_all_have_its_exit_code(ranks: Pool, tmp_path: Path) -> None:
+    errors = [LostPeerError("lost rank 1"), DataError("no shard"), LostPeerError("lost rank 1")]
+    ends = ranks(end, 3, slurm(job_number(tmp_path), tmp_path / "a"), errors, True)
+    assert [(prints, code) for prints, _, code in ends] == [(False, 4), (True, 4), (False, 4)]
+    assert ends[1][1] == f"rank 1 of 3 on host {HOST}: no shard"
+    ends = ranks(end, 2, slurm(job_number(tmp_path / "b"), tmp_path / "b"), [DataError("no shard")] * 2, True)
+    assert [(prints, code) for prints, _, code in ends] == [(True, 4), (False, 4)]
+    assert ends[0][1] == "no shard"
+
+
+def late(ranks: Ranks, variables: dict[str, str]) -> tuple[bool, str, int]:
+    if ranks.rank:
+        time.sleep(1.5)
+    return end(ranks, variables, [JobError("no field x"), None], False)
+
+
+def test_a_rank_that_comes_after_the_verdict_hears_it(ranks: Pool, tmp_path: Path) -> None:
+    ends = ranks(late, 2, slurm(job_number(tmp_path), tmp_path))
+    assert [(prints, code) for prints, _, code in ends] == [(True, 2), (False, 2)]
+
+
+def test_problems_are_told_once_each() -> None:
+    def on(rank: int, message: str) -> Problem:
+        return Problem(message, 2, True, rank, f"host{rank % 2}")
+
+    assert message_of([on(1, "a"), on(0, "a")], 2) == "a"
+    assert message_of([on(2, "a"), on(0, "a")], 3) == "ranks 0, 2 of 3 on host host0: a"
+    assert message_of([on(0, "a"), on(1, "b")], 3) == "rank 0 of 3 on host host0: a\nrank 1 of 3 on host host1: b"
+    assert message_of([on(0, "a"), on(1, "a")], 3) == "ranks 0, 1 of 3 on 2 hosts (host0, host1): a"
