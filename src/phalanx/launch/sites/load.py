@@ -144,7 +144,7 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
     """Returns a node's value as a field's type. Raises ValueError that says what was expected."""
     if node.tag not in PLAIN_TAGS:
         raise ValueError(f"the tag {node.tag} is not allowed; plain values only")
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
         kind = typing.get_args(kind)[0]
     origin = typing.get_origin(kind)
     if origin is list and isinstance(node, yaml.SequenceNode) and len(node.value) <= _MOST_ITEMS:

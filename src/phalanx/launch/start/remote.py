@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, TextIO
@@ -54,6 +55,7 @@ class RemoteNodes:
         self.bare_stdout = bare_stdout
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
+        self._requests: deque[int] = deque()
         self._stopped_at: float | None = None
 
     def run(self) -> int:
@@ -100,6 +102,8 @@ class RemoteNodes:
         """Waits for every node. Returns whether one was lost, or never came."""
         told: set[int] = set()
         while True:
+            while self._requests:
+                self._tell(self._requests.popleft())
             alive = [node for node in self._nodes if node.poll() is None]
             for place, node in enumerate(self._nodes):
                 if place not in told and node.returncode in (_LOST, *_SHELL_CODES):
@@ -135,7 +139,7 @@ class RemoteNodes:
     def _signals(self) -> Iterator[None]:
         before = {number: signal.getsignal(number) for number in FORWARDED}
         for number in FORWARDED:
-            signal.signal(number, lambda received, _: self._tell(received))
+            signal.signal(number, lambda received, _: self._requests.append(received))
         try:
             yield
         finally:

@@ -24,7 +24,7 @@ def remote(request: StartRequest) -> list[HostCommand]:
     for host in request.hosts[: request.grid.nodes]:
         words = list(node_words(request))
         if request.ranks_by == "phalanx":
-            words.insert(words.index("phalanx.cli.node") + 1, "--controlled")
+            words.insert(words.index("phalanx.cli.node") + 1, "--controlled=variables" if names else "--controlled")
         settings = [f"{name}={value}" for name, value in sorted(request.exported.values.items())]
         inside = f"cd {shlex.quote(request.folder)} && exec {shlex.join(['env', *settings, *words])}"
         said = f"one line of JSON with {', '.join(names)}, then signals" if names else "signals, by name"

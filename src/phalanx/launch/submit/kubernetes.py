@@ -30,6 +30,17 @@ _FATAL_CODES = (2, 3, 4, 5)
 _STOPPED = 75
 
 
+class _Readable(yaml.SafeDumper):
+    """Writes texts of several lines as they are: a job file stays readable."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Readable.add_representer(str, _text)
+
+
 @dataclass(frozen=True)
 class ManifestRequest:
     """A job for Kubernetes."""
@@ -76,7 +87,9 @@ def manifest(request: ManifestRequest, kind: Kind) -> str:
     """Returns the manifest as YAML documents. Raises JobError with everything that is missing or malformed."""
     _check(request)
     documents = {"job": _indexed_job, "jobset": _jobset, "trainjob": _train_job}[kind](request)
-    text = yaml.safe_dump_all([_config_map(request), *documents], sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.dump_all(
+        [_config_map(request), *documents], Dumper=_Readable, sort_keys=False, allow_unicode=True, width=120
+    )
     if len(text.encode()) > _LONGEST_MANIFEST:
         raise JobError(f"the manifest has {len(text.encode()):,} bytes; Kubernetes takes 1 MiB")
     return text
