@@ -77,6 +77,12 @@ def test_a_host_that_cannot_be_reached_stops_the_others(run):
     assert time.monotonic() - began < 5
 
 
+def test_others_do_not_wait_for_a_node_that_failed(run):
+    code, _, err = run("read line; [ $line = SIGTERM ] && exit 143", "exit 2")
+    assert code == 2
+    assert "too few; they are stopped" in err
+
+
 def test_a_program_that_is_not_there(run):
     code, _, err = run("/no/such/python", least=1)
     assert code == 1

@@ -15,7 +15,7 @@ from phalanx.launch.sites.load import known
 from phalanx.launch.start import mpi, shell, srun
 from phalanx.launch.start.choose import commands_of, launcher_for
 from phalanx.launch.start.command import PORTS, StartRequest, port_for
-from phalanx.launch.where import Place
+from phalanx.launch.where import LaunchPlace
 
 REQUEST = StartRequest(
     words=("job.yaml", "train.steps=5"),
@@ -151,7 +151,10 @@ def test_what_a_launcher_cannot_do(launcher, change, message):
         commands_of(launcher, replace(REQUEST, **change))
 
 
-SLURM, PBS = Place("slurm job", "1", (HostSlots("a"), HostSlots("b"))), Place("pbs job", "1", (HostSlots("a"),))
+SLURM, PBS = (
+    LaunchPlace("slurm job", "1", (HostSlots("a"), HostSlots("b"))),
+    LaunchPlace("pbs job", "1", (HostSlots("a"),)),
+)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +164,8 @@ SLURM, PBS = Place("slurm job", "1", (HostSlots("a"), HostSlots("b"))), Place("p
         (PBS, 2, False, "polaris", "", "pals"),
         (PBS, 2, False, "", "mpirun (Open MPI) 5.0", "openmpi"),
         (PBS, 1, False, "", "", "local"),
-        (Place("host"), 1, False, "", "", "local"),
-        (Place("host"), 2, True, "", "", "ssh"),
+        (LaunchPlace("host"), 1, False, "", "", "local"),
+        (LaunchPlace("host"), 2, True, "", "", "ssh"),
     ],
 )
 def test_the_launcher_of_a_place(place, nodes, hosts_given, site, version, launcher):
@@ -174,10 +177,10 @@ def test_the_launcher_of_a_place(place, nodes, hosts_given, site, version, launc
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (Place("slurm login node"), "--submit slurm.*salloc.*--launcher local"),
-        (Place("pbs login node"), "--submit pbs.*qsub -I"),
-        (Place("pod"), "--submit k8s"),
-        (Place("host"), "--hostfile FILE"),
+        (LaunchPlace("slurm login node"), "--submit slurm.*salloc.*--launcher local"),
+        (LaunchPlace("pbs login node"), "--submit pbs.*qsub -I"),
+        (LaunchPlace("pod"), "--submit k8s"),
+        (LaunchPlace("host"), "--hostfile FILE"),
         (PBS, "no mpiexec: load its module"),
     ],
 )

@@ -25,7 +25,7 @@ from phalanx.launch.sites.site import GENERIC, Site
 from phalanx.launch.start.command import Launcher, StartRequest, ephemeral_ports, port_for
 from phalanx.launch.submit.kubernetes import ManifestRequest
 from phalanx.launch.submit.script import SubmitRequest, parse_time
-from phalanx.launch.where import IN_WORDS, Place, where
+from phalanx.launch.where import IN_WORDS, LaunchPlace, where
 
 _DEVICES_S = 20.0
 
@@ -37,7 +37,7 @@ class LaunchPlan:
     words: JobWords
     extra: tuple[str, ...]
     """The user's own options of the launcher."""
-    place: Place
+    place: LaunchPlace
     site: Site | None
     """The machine's settings; None on a machine of which nothing is known."""
     hosts: tuple[HostSlots, ...]
@@ -235,7 +235,7 @@ _LOCAL_PATHS = ("LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
 """Variables that name folders of this machine, which an image does not have."""
 
 
-def _grid_request(words: JobWords, place: Place, hosts: tuple[HostSlots, ...], devices: int) -> GridRequest:
+def _grid_request(words: JobWords, place: LaunchPlace, hosts: tuple[HostSlots, ...], devices: int) -> GridRequest:
     options, job = words.options, words.job
     layout, cluster, run = job.layout, job.cluster, job.run
     stated = cluster.nodes if cluster.nodes > 1 or cluster.devices_per_node else 0

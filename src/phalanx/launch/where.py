@@ -27,7 +27,7 @@ IN_WORDS: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchPlace:
     """Where a launch begins."""
 
     kind: Kind
@@ -50,7 +50,7 @@ def where(
     env: Mapping[str, str],
     which: Callable[[str], str | None],
     read: Callable[[Path], list[HostSlots]] = read_hosts,
-) -> Place:
+) -> LaunchPlace:
     """Returns the place that `env` describes.
 
     Args:
@@ -65,7 +65,7 @@ def where(
     _refuse_copies(env)
     if env.get("SLURM_JOB_ID"):
         nodelist = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
-        return Place(
+        return LaunchPlace(
             "slurm job",
             env["SLURM_JOB_ID"],
             tuple(map(HostSlots, _slurm_nodes(nodelist))),
@@ -75,14 +75,14 @@ def where(
     if env.get("PBS_JOBID"):
         if not env.get("PBS_NODEFILE"):
             raise JobError("PBS_JOBID is set, but PBS_NODEFILE is not: start this inside the job's own shell")
-        return Place("pbs job", env["PBS_JOBID"], tuple(read(Path(env["PBS_NODEFILE"]))))
+        return LaunchPlace("pbs job", env["PBS_JOBID"], tuple(read(Path(env["PBS_NODEFILE"]))))
     if env.get("KUBERNETES_SERVICE_HOST"):
-        return Place("pod")
+        return LaunchPlace("pod")
     if which("sbatch"):
-        return Place("slurm login node")
+        return LaunchPlace("slurm login node")
     if which("qsub"):
-        return Place("pbs login node")
-    return Place("host")
+        return LaunchPlace("pbs login node")
+    return LaunchPlace("host")
 
 
 def _refuse_copies(env: Mapping[str, str]) -> None:

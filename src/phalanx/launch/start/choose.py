@@ -9,13 +9,13 @@ from phalanx.errors import JobError
 from phalanx.launch.sites.site import Site
 from phalanx.launch.start import mpi, shell, srun
 from phalanx.launch.start.command import HostCommand, Launcher, StartRequest
-from phalanx.launch.where import IN_WORDS, Place
+from phalanx.launch.where import IN_WORDS, LaunchPlace
 
 _VERSION_S = 20.0
 
 
 def launcher_for(
-    place: Place,
+    place: LaunchPlace,
     *,
     nodes: int,
     wanted: Launcher | None,

@@ -25,9 +25,12 @@ from phalanx.launch.start.command import HostCommand
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _POLL_S = 0.1
 _LONGEST_LINE = 65536
-_SHELL_CODES = {126: "the program is not executable there", 127: "the program was not found there"}
-_LOST = 255
-"""ssh's own exit code: it could not connect, or the connection broke."""
+_LOST = {
+    126: "the program is not executable there",
+    127: "the program was not found there",
+    255: "the host cannot be reached, or the connection broke",
+}
+"""Exit codes of the remote shell itself."""
 
 
 class RemoteNodes:
@@ -56,23 +59,25 @@ class RemoteNodes:
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
         self._requests: deque[int] = deque()
+        self._failures: list[int] = []
+        """Exit codes of nodes that failed, in the order in which they ended."""
         self._stopped_at: float | None = None
 
     def run(self) -> int:
         """Runs the nodes to their ends, and returns the exit code: that of the rendezvous' host, to which a failure of
-        any node comes; 1 if a host could not be reached and the others were not enough. Raises RunError if the remote
-        shell itself cannot be started."""
+        any node comes, or of the node that failed while the others waited for it; 1 if a host could not be reached.
+        Raises RunError if the remote shell itself cannot be started."""
         with self._signals():
             try:
                 for command, prefix in zip(self.commands, self.prefixes, strict=True):
                     self._nodes.append(self._start(command, prefix))
-                lost = self._wait()
+                self._wait()
             finally:
                 self._kill()
         for reader in self._readers:
             reader.join(5)
-        code = self._nodes[0].returncode
-        if lost and (self._stopped_at is not None or code in (_LOST, *_SHELL_CODES)):
+        code = self._failures[0] if self._failures and self._stopped_at is not None else self._nodes[0].returncode
+        if code in _LOST:
             return RunError.exit_code
         return 128 - code if code < 0 else code
 
@@ -98,20 +103,24 @@ class RemoteNodes:
             self._readers.append(reader)
         return node
 
-    def _wait(self) -> bool:
-        """Waits for every node. Returns whether one was lost, or never came."""
-        told: set[int] = set()
-        while True:
+    def _wait(self) -> None:
+        """Waits for every node, and stops the others when one has failed without which they cannot go on."""
+        alive, failed_at = list(self._nodes), 0.0
+        while alive:
             while self._requests:
                 self._tell(self._requests.popleft())
-            alive = [node for node in self._nodes if node.poll() is None]
             for place, node in enumerate(self._nodes):
-                if place not in told and node.returncode in (_LOST, *_SHELL_CODES):
-                    told.add(place)
-                    _say_lost(self.commands[place], node.returncode)
-            if not alive:
-                return bool(told)
-            if told and len(alive) < self.least and self._stopped_at is None:
+                if node in alive and node.poll() is not None:
+                    alive.remove(node)
+                    if node.returncode:
+                        self._failures.append(node.returncode)
+                        failed_at = time.monotonic()
+                    if node.returncode in _LOST:
+                        _say_lost(self.commands[place], node.returncode)
+            # A launcher that could tell the others has done so. They have some time to end by themselves.
+            patience_s = 0 if any(code in _LOST for code in self._failures) else self.grace_s
+            too_few = bool(self._failures) and 0 < len(alive) < self.least
+            if too_few and self._stopped_at is None and time.monotonic() > failed_at + patience_s:
                 echo("phalanx: the nodes that are left are too few; they are stopped", file=sys.stderr)
                 self._tell(signal.SIGTERM)
                 self._stopped_at = time.monotonic()
@@ -150,11 +159,14 @@ class RemoteNodes:
 def _show(pipe: IO[bytes], stream: TextIO, prefix: str) -> None:
     for line in iter(lambda: pipe.readline(_LONGEST_LINE), b""):
         with suppress(BrokenPipeError):  # a reader that is gone does not stop training
-            echo(f"{prefix}{line.decode(errors='replace').rstrip()}", file=stream, flush=True)
+            # In one piece, or lines of two nodes would mix.
+            echo(f"{prefix}{line.decode(errors='replace').rstrip()}\n", file=stream, end="", flush=True)
 
 
 def _say_lost(command: HostCommand, code: int) -> None:
     (host,) = command.hosts
-    why = _SHELL_CODES.get(code, "the host cannot be reached, or the connection broke")
     shell = " ".join(command.argv[:-2])
-    echo(f"phalanx: {host}: the remote shell ended with {code}: {why}. Try: {shell} {host} hostname", file=sys.stderr)
+    echo(
+        f"phalanx: {host}: the remote shell ended with {code}: {_LOST[code]}. Try: {shell} {host} hostname",
+        file=sys.stderr,
+    )
