@@ -42,32 +42,15 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_
 
 
 def slurm_options(text: str) -> dict[str, str]:
-    """Returns the options of #SBATCH lines as sbatch reads them: words, in which a backslash quotes the next character,
-    also inside quotes, and # begins a comment."""
+    """Returns the options of #SBATCH lines as sbatch reads them: quotes as a shell has them, and # begins a comment
+    outside of them. What it does with a backslash depends on the place, so that there must be none."""
     found = {}
     for line in text.splitlines():
-        if not line.startswith("#SBATCH "):
-            continue
-        words, word, quote, escaped = [], None, "", False
-        for character in line.removeprefix("#SBATCH "):
-            if escaped:
-                word, escaped = (word or "") + character, False
-            elif character == "\\":
-                escaped = True
-            elif quote:
-                quote, word = ("", word) if character == quote else (quote, (word or "") + character)
-            elif character in "\"'":
-                quote, word = character, word or ""
-            elif character == "#":
-                break
-            elif character.isspace():
-                words, word = ([*words, word], None) if word is not None else (words, None)
-            else:
-                word = (word or "") + character
-        words += [word] if word is not None else []
-        assert len(words) == 1, line
-        name, _, value = words[0].partition("=")
-        found[name] = value
+        if line.startswith("#SBATCH "):
+            assert "\\" not in line
+            (word,) = shlex.split(line.removeprefix("#SBATCH "), comments=True)
+            name, _, value = word.partition("=")
+            found[name] = value
     return found
 
 
@@ -118,7 +101,7 @@ def test_sites_and_options_of_slurm():
 @settings(max_examples=300)
 @given(TEXTS, TEXTS)
 def test_any_folder_and_word_survives_slurm_and_bash_or_is_refused(folder, word):
-    request = replace(REQUEST, folder=f"/{folder}", directory=Path(f"/{folder}/runs"), words=(word,), account=word)
+    request = replace(REQUEST, folder=f"/{folder}", directory=Path(f"/{folder}/runs"), words=(word,))
     request = replace(request, exported=Exported({"A": word}))
     try:
         text = slurm.batch_script(request)
@@ -128,7 +111,6 @@ def test_any_folder_and_word_survives_slurm_and_bash_or_is_refused(folder, word)
         return
     found = slurm_options(text)
     assert found["--chdir"] == f"/{folder}"
-    assert found["--account"] == word
     assert (
         found["--output"].replace("%%", "\0").replace("%j", "J").replace("\0", "%")
         == f"{request.directory}/slurm-J.out"
@@ -175,6 +157,13 @@ def test_the_script_of_pbs_by_the_grammar_of_qsub(site):
     assert {("-N", "try"), ("-A", "me"), ("-r", "y"), ("-j", "oe"), ("-v", "HF_TOKEN")} <= set(found)
     assert "    qsub /work/runs/try/submit.pbs" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("word", ["a b", "a;b", "$(id)", "a'b"])
+def test_accounts_and_queues_are_plain_words(word):
+    with pytest.raises(JobError) as caught:
+        slurm.batch_script(replace(REQUEST, account=word, queue=word))
+    assert [problem.split()[0] for problem in caught.value.problems] == ["--account", "--queue"]
 
 
 def test_pbs_refuses_paths_that_its_directives_cannot_hold():

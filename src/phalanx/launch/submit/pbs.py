@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.launch.submit.script import (
     SubmitRequest,
-    check_paths,
+    check_words,
     clock,
     launch_line,
     plain_name,
@@ -25,7 +25,7 @@ _PATH = r"[A-Za-z0-9._/+-]+"  # no colon, which ends the name of a host, and no 
 
 def batch_script(request: SubmitRequest) -> str:
     """Returns the script. Raises JobError for a path that a directive cannot hold."""
-    check_paths(request, _PATH, "PBS")
+    check_words(request, _PATH, "PBS")
     head = [
         title(request, "pbs"),
         *(f"#PBS {line}" for line in _directives(request)),
@@ -49,9 +49,9 @@ def _directives(request: SubmitRequest) -> list[str]:
         found = []
     found += [f"-N {plain_name(request.name)}", f"-l walltime={clock(request.time_s)}"]
     found += [f"-l filesystems={':'.join(site.filesystems)}"] if site.filesystems else []
-    found += [f"-A {plain_name(request.account)}"] if request.account else []
+    found += [f"-A {request.account}"] if request.account else []
     queue = request.queue or site.queue
-    found += [f"-q {plain_name(queue)}"] if queue else []
+    found += [f"-q {queue}"] if queue else []
     found += ["-j oe", f"-o {request.directory}/", f"-r {'y' if request.requeue else 'n'}"]
     # Names only: qsub takes the values of these from the shell that submits.
     found += [f"-v {','.join(request.exported.secrets)}"] if request.exported.secrets else []

@@ -16,6 +16,7 @@ from phalanx.launch.start.command import RanksBy
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _LONGEST_NAME = 63
+_PLAIN = r"[A-Za-z0-9._@,+-]+"
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,19 @@ def plain_name(name: str) -> str:
     return plain or "phalanx"
 
 
-def check_paths(request: SubmitRequest, pattern: str, what: str) -> None:
-    """Raises JobError for a path that a directive cannot hold."""
+def check_words(request: SubmitRequest, path: str, scheduler: str) -> None:
+    """Raises JobError for a path that the regular expression `path` does not match, and for an account or a queue that
+    is no plain word: directives cannot hold them."""
+    words = (
+        (path, "the run directory", str(request.directory)),
+        (path, "the working directory", request.folder),
+        (_PLAIN, "--account", request.account),
+        (_PLAIN, "--queue", request.queue),
+    )
     problems = [
-        f"{kind} {text[:200]!r} cannot stand in a script of {what}: choose one of letters, digits and . _ - /"
-        for kind, text in (("the run directory", str(request.directory)), ("the working directory", request.folder))
-        if not re.fullmatch(pattern, text)
+        f"{what} {text[:200]!r} cannot stand in a script of {scheduler}: choose one of letters, digits and . _ - /"
+        for pattern, what, text in words
+        if text and not re.fullmatch(pattern, text)
     ]
     if problems:
         raise JobError(problems)

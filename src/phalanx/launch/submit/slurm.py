@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import shlex
 from pathlib import Path
 
 from phalanx.launch.submit.script import (
     SubmitRequest,
-    check_paths,
+    check_words,
     clock,
     launch_line,
     plain_name,
@@ -20,13 +20,12 @@ from phalanx.launch.submit.script import (
 FILE = "submit.sbatch"
 BASE = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
 """Variables that the job takes from the shell that submits it, beside the secrets named one by one."""
-_DIRECTORY = r"[^\x00-\x1f\x7f\\]+"  # Slurm reads no % after a backslash
-_SAFE = re.compile(r"([^\w@%+=:,./-])")
+_DIRECTORY = r"[^\x00-\x1f\x7f\\]+"  # a backslash quotes the next character, but not everywhere
 
 
 def batch_script(request: SubmitRequest) -> str:
     """Returns the script. Raises JobError for a path that Slurm cannot take."""
-    check_paths(request, _DIRECTORY, "Slurm")
+    check_words(request, _DIRECTORY, "Slurm")
     head = [
         title(request, "slurm"),
         *(f"#SBATCH {line}" for line in _directives(request)),
@@ -44,31 +43,27 @@ def batch_script(request: SubmitRequest) -> str:
 
 def _directives(request: SubmitRequest) -> list[str]:
     grid, site = request.grid, request.site
+    # sbatch reads quotes as a shell does, if there is no backslash.
     output = str(request.directory / "slurm-").replace("%", "%%") + "%j.out"
     found = [
         f"--job-name={plain_name(request.name)}",
         f"--nodes={grid.nodes}",
         f"--ntasks-per-node={grid.per_node if request.ranks_by == 'launcher' else 1}",
         f"--time={clock(request.time_s)}",
-        f"--chdir={quoted(request.folder)}",
-        f"--output={quoted(output)}",
+        f"--chdir={shlex.quote(request.folder)}",
+        f"--output={shlex.quote(output)}",
         "--open-mode=append",
         f"--export={','.join((*BASE, *request.exported.secrets))}",
         "--requeue" if request.requeue else "--no-requeue",
     ]
-    found += [f"--account={quoted(request.account)}"] if request.account else []
+    found += [f"--account={request.account}"] if request.account else []
     queue = request.queue or site.queue
-    found += [f"--{site.queue_option}={quoted(queue)}"] if queue else []
+    found += [f"--{site.queue_option}={queue}"] if queue else []
     # Without B: the signal goes to the steps, whose tasks pass it on to the ranks.
     found += [f"--signal=USR1@{request.signal_s}"] if request.signal_s else []
     found += [f"--gpus-per-node={request.devices}"] if request.devices else []
     found += ["--no-kill"] if grid.least_nodes < grid.nodes else []
     return [*found, *site_directives(request)]
-
-
-def quoted(text: str) -> str:
-    """Returns a value for a line of #SBATCH, where a backslash quotes what follows it, also inside quotes."""
-    return _SAFE.sub(r"\\\1", text)
 
 
 def submit_command(file: Path) -> tuple[str, ...]:
