@@ -91,12 +91,11 @@ class LaunchPlan:
 
     def sentence(self, launcher: Launcher) -> str:
         """Returns the plan in one line."""
-        nodes = self.grid.nnodes
-        where_ = f"{IN_WORDS[self.place.kind]}{f', job {self.place.job_id}' if self.place.job_id else ''}"
-        return (
-            f"{where_}; {launcher}; {nodes} node{'' if nodes == '1' else 's'} × {self.grid.per_node} processes = "
-            f"{self.grid.processes}; layout {self.words.job.layout.line()}"
-        )
+        grid, job = self.grid, f", job {self.place.job_id}" if self.place.job_id else ""
+        nodes = f"{grid.nnodes} node{'' if grid.nnodes == '1' else 's'}"
+        processes = f"{grid.per_node} process{'' if grid.per_node == 1 else 'es'} = {grid.processes}"
+        layout = self.words.job.layout.line()
+        return f"{IN_WORDS[self.place.kind]}{job}; {launcher}; {nodes} × {processes}; layout {layout}"
 
     def start_request(self, launcher: Launcher) -> StartRequest:
         """Returns the request for a launcher's commands."""

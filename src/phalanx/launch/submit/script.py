@@ -106,7 +106,7 @@ def title(request: SubmitRequest, scheduler: str) -> str:
     """Returns the comment at the head of a script."""
     grid = request.grid
     return (
-        f"# Run {plain_name(request.name)}: {grid.nnodes} nodes × {grid.per_node} processes. Made by `phalanx launch "
+        f"# Run {plain_name(request.name)} ({grid.nnodes} × {grid.per_node} processes), made by `phalanx launch "
         f"--submit {scheduler}`."
     )
 
