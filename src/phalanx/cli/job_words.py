@@ -67,6 +67,8 @@ class JobWords:
     switches: frozenset[str]
     options: dict[str, Any]
     """The value of every option of the verb."""
+    given: tuple[str, ...] = ()
+    """The words about the job, as they were given: files and fields, without the verb's switches and options."""
 
     @property
     def job(self) -> Job:
@@ -99,7 +101,7 @@ class JobVerb:
         if "-h" in argv or "--help" in argv:
             self._print_help(argv)
             return None
-        words, options = self._words(argv)
+        words, options, rest = self._words(argv)
         given = load_words(words, opens=self.opens)
         loaded = self._planned(given, fresh="fresh" in words.switches)
         if "print_config" in words.switches:
@@ -108,7 +110,9 @@ class JobVerb:
             return None
         if self.auto == "measure" and not given.job.layout.auto:  # the planner has checked it otherwise
             check_calibration(loaded.job.cluster, loaded.job.layout.world)
-        return JobWords(loaded, frozenset(words.switches), options)
+        switches = {*self.switches, *COMMON_SWITCHES}
+        about_job = (word for word in rest if word[:2] != "--" or word[2:].replace("-", "_") not in switches)
+        return JobWords(loaded, frozenset(words.switches), options, tuple(about_job))
 
     def _planned(self, loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
         if not loaded.job.layout.auto or self.auto in ("open", "always"):
@@ -119,9 +123,9 @@ class JobVerb:
             return auto_layout.planned_to_train(loaded, fresh=fresh)
         return auto_layout.planned(loaded, measures=self.auto == "measure")
 
-    def _words(self, argv: Sequence[str]) -> tuple[overrides.CommandLine, dict[str, Any]]:
-        """Returns the words of the command line without the verb's options, and the options' values. An option wins
-        over a field of the job with the same short name."""
+    def _words(self, argv: Sequence[str]) -> tuple[overrides.CommandLine, dict[str, Any], list[str]]:
+        """Returns the words of the command line without the verb's options, the options' values, and those words as
+        they were given. An option wins over a field of the job with the same short name."""
         found = {name: option.default for name, option in self.options.items()}
         problems: list[str] = []
         rest: list[str] = []
@@ -142,13 +146,13 @@ class JobVerb:
                 found[name] = (*found[name], *converted) if option.many else converted[0]
         words = overrides.parse(rest, {*self.switches, *COMMON_SWITCHES, *self.options})
         words.problems[:0] = problems
-        return words, found
+        return words, found, rest
 
     def _print_help(self, argv: Sequence[str]) -> None:
         """Prints tyro's page of every field; the defaults shown are those of the job files on the same command line."""
         import tyro
 
-        words, _ = self._words([word for word in argv if word not in ("-h", "--help")])
+        words, _, _ = self._words([word for word in argv if word not in ("-h", "--help")])
         try:
             job = load_words(words, opens=self.opens).job
         except JobError:

@@ -20,6 +20,7 @@ from phalanx.nearest import nearest
 
 VERBS = {
     "train": "train a job: start its processes, train, validate, save checkpoints; resumes an existing run",
+    "launch": "start a job where it is called (Slurm, PBS, MPI, ssh), or submit it (Slurm, PBS, Kubernetes)",
     "verify": "check that every layout computes what one process computes, in float64",
     "generate": "generate text from the newest checkpoint of a run",
     "checkpoint": "list, show, verify, convert and compare checkpoints",

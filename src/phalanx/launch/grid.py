@@ -1,0 +1,161 @@
+"""Nodes × processes per node = processes of the layout: any two give the third."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from phalanx.errors import JobError
+from phalanx.nearest import divisors, nearest_of
+
+
+@dataclass(frozen=True)
+class ProcessGrid:
+    """How many nodes, and how many processes on each."""
+
+    nodes: int
+    """The most, for which the layout is."""
+    per_node: int
+    least_nodes: int
+    """Nodes without which the run waits; as many as `nodes` unless a range was asked for."""
+
+    @property
+    def processes(self) -> int:
+        """Processes on all nodes."""
+        return self.nodes * self.per_node
+
+    @property
+    def nnodes(self) -> str:
+        """The nodes as torchrun's --nnodes has them: 2, or 1:2."""
+        return str(self.nodes) if self.least_nodes == self.nodes else f"{self.least_nodes}:{self.nodes}"
+
+
+@dataclass(frozen=True)
+class GridRequest:
+    """What is known before the grid is."""
+
+    nnodes: str = ""
+    """N or N:M as the user wrote it; empty if open."""
+    per_node: str = ""
+    """A number, "auto" for the devices of a node, or empty if open."""
+    processes: int = 0
+    """--nproc; 0 if open."""
+    layout: int = 0
+    """Processes of the layout; 0 if the planner chooses it."""
+    layout_words: str = ""
+    """The layout as it is printed."""
+    cluster_nodes: int = 0
+    """Nodes that the job's cluster has; 0 if the job does not say."""
+    available: int = 0
+    """Nodes of the allocation or of the host file; 0 if unknown."""
+    where: str = ""
+    """The source of `available`, in words."""
+    devices: int = 0
+    """Accelerators of a node; 0 if there are none, or if it is unknown."""
+    cpu: bool = False
+    """True if the job runs on CPUs whatever the node has."""
+
+
+def solve(request: GridRequest) -> ProcessGrid:
+    """Returns the grid. Raises JobError with every problem, its equation and the nearest legal choice."""
+    problems: list[str] = []
+    least, nodes = _nodes(request.nnodes, problems)
+    per_node = _per_node(request, problems)
+    total = request.layout or request.processes
+    if request.processes and request.layout and request.processes != request.layout:
+        problems.append(
+            f"--nproc {request.processes}, but the layout {request.layout_words} has {request.layout} processes; "
+            f"nearest legal: --nproc {request.layout}"
+        )
+    if not problems:
+        nodes, per_node = _inferred(request, nodes, per_node, total, problems)
+    if not problems and request.available and nodes > request.available:
+        problems.append(
+            f"{nodes} nodes, but {request.where} has {request.available}; nearest legal: "
+            f"--nnodes {request.available} --nproc-per-node {nodes * per_node // request.available}"
+            if nodes * per_node % request.available == 0
+            else f"{nodes} nodes, but {request.where} has {request.available}"
+        )
+    if not problems and request.devices and not request.cpu and per_node > request.devices:
+        problems.append(
+            f"{per_node} processes per node, but a node has {request.devices} devices, one process each; nearest "
+            f"legal: --nproc-per-node {request.devices}, or cluster.device=cpu"
+        )
+    if problems:
+        raise JobError(problems)
+    return ProcessGrid(nodes, per_node, min(least, nodes) if least else nodes)
+
+
+def _nodes(text: str, problems: list[str]) -> tuple[int, int]:
+    """Returns the least and the most nodes, 0 if they are open."""
+    if not text:
+        return 0, 0
+    match = re.fullmatch(r"([1-9][0-9]{0,4})(?::([1-9][0-9]{0,4}))?", text)
+    if not match:
+        problems.append(f"--nnodes {text[:80]!r}: expected a number of nodes, such as 2, or a range of it, such as 1:2")
+        return 0, 0
+    least, most = int(match[1]), int(match[2] or match[1])
+    if least > most:
+        problems.append(f"--nnodes {text}: the first is more than the second; nearest legal: --nnodes {most}:{least}")
+    return least, most
+
+
+def _per_node(request: GridRequest, problems: list[str]) -> int:
+    text = request.per_node
+    if text in ("", "auto"):
+        return request.devices if text and not request.cpu else 0
+    if not re.fullmatch(r"[1-9][0-9]{0,4}", text):
+        problems.append(f"--nproc-per-node {text[:80]!r}: expected a number of processes, or auto")
+        return 0
+    return int(text)
+
+
+def _inferred(request: GridRequest, nodes: int, per_node: int, total: int, problems: list[str]) -> tuple[int, int]:
+    """Returns nodes and processes per node, of which 0 are those that are open."""
+    if not total:
+        nodes = nodes or request.cluster_nodes or request.available or 1
+        if not (per_node or request.devices):
+            problems.append(
+                "the layout is left open, so that the number of processes is, too: give --nproc-per-node (or --nproc)"
+            )
+        return nodes, per_node or request.devices
+    if not nodes and not per_node:
+        nodes = _default_nodes(request, total)
+    if not nodes:
+        nodes = _divided(total, per_node, "--nproc-per-node", "--nnodes", request, problems)
+    elif not per_node:
+        per_node = _divided(total, nodes, "--nnodes", "--nproc-per-node", request, problems)
+    elif nodes * per_node != total:
+        fits = total // nodes
+        legal = [f"--nproc-per-node {fits}"] if total % nodes == 0 else []
+        legal += [f"--nnodes {total // per_node}"] if total % per_node == 0 else []
+        problems.append(
+            f"--nnodes {nodes} × --nproc-per-node {per_node} = {nodes * per_node} processes, but {_whose(request)} has "
+            f"{total}; nearest legal: {' or '.join(legal) or f'--nnodes {nearest_of(divisors(total), nodes)}'}, or a "
+            f"layout of {nodes * per_node} processes"
+        )
+    return nodes, per_node
+
+
+def _divided(total: int, by: int, given: str, other: str, request: GridRequest, problems: list[str]) -> int:
+    if total % by:
+        problems.append(
+            f"{given} {by}: {_whose(request)} has {total} processes, which are not divisible by {by}; nearest legal: "
+            f"{given} {nearest_of(divisors(total), by)}"
+        )
+    return total // by or 1
+
+
+def _default_nodes(request: GridRequest, total: int) -> int:
+    """Returns the nodes of a job that names none: those of its cluster, the fewest whose devices are enough, or all."""
+    if request.cluster_nodes:
+        return request.cluster_nodes
+    most = request.available or 1
+    if request.devices and not request.cpu:
+        enough = [nodes for nodes in divisors(total) if total // nodes <= request.devices]
+        return enough[0] if not request.available or enough[0] <= most else most
+    return max(nodes for nodes in divisors(total) if nodes <= most)
+
+
+def _whose(request: GridRequest) -> str:
+    return f"the layout {request.layout_words}" if request.layout else "--nproc"

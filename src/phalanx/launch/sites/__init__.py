@@ -1,0 +1,1 @@
+"""Sites: the machines whose settings `phalanx launch` knows, one YAML file each. Nothing here imports torch."""

@@ -1,0 +1,172 @@
+"""Runs the launchers of several nodes through remote shells: shows what they say, passes signals on, and ends with the
+exit code of the run.
+
+A remote shell carries no signals. The nodes read their names from standard input, and take its end for SIGTERM: so they
+stop when this process is killed, and when a connection breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, TextIO
+
+from phalanx.echo import echo
+from phalanx.errors import RunError
+from phalanx.launch.start.command import HostCommand
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_POLL_S = 0.1
+_LONGEST_LINE = 65536
+_LOST = {
+    126: "the program is not executable there",
+    127: "the program was not found there",
+    255: "the host cannot be reached, or the connection broke",
+}
+"""Exit codes of the remote shell itself."""
+
+
+class RemoteNodes:
+    """The nodes of one run.
+
+    Args:
+        commands: one for each node, that of the rendezvous' host first.
+        least: nodes without which the run cannot go on.
+        secrets: variables that the nodes read from their standard input.
+        grace_s: seconds for which nodes that were asked to stop may take.
+        bare_stdout: print standard output without the host in front: it is a document.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[HostCommand],
+        *,
+        least: int,
+        secrets: Mapping[str, str],
+        grace_s: float,
+        bare_stdout: bool,
+    ):
+        self.commands, self.least, self.secrets, self.grace_s = commands, least, secrets, grace_s
+        self.prefixes = [f"[{command.hosts[0]}] " if len(commands) > 1 else "" for command in commands]
+        self.bare_stdout = bare_stdout
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._readers: list[threading.Thread] = []
+        self._requests: deque[int] = deque()
+        self._failures: list[int] = []
+        """Exit codes of nodes that failed, in the order in which they ended."""
+        self._stopped_at: float | None = None
+
+    def run(self) -> int:
+        """Runs the nodes to their ends, and returns the exit code: that of the rendezvous' host, to which a failure of
+        any node comes, or of the node that failed while the others waited for it; 1 if a host could not be reached.
+        Raises RunError if the remote shell itself cannot be started."""
+        with self._signals():
+            try:
+                for command, prefix in zip(self.commands, self.prefixes, strict=True):
+                    self._nodes.append(self._start(command, prefix))
+                self._wait()
+            finally:
+                self._kill()
+        for reader in self._readers:
+            reader.join(5)
+        code = self._failures[0] if self._failures and self._stopped_at is not None else self._nodes[0].returncode
+        if code in _LOST:
+            return RunError.exit_code
+        return 128 - code if code < 0 else code
+
+    def _start(self, command: HostCommand, prefix: str) -> subprocess.Popen[bytes]:
+        try:
+            node = subprocess.Popen(
+                command.argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C of the terminal comes to this process alone, which passes it on
+            )
+        except OSError as error:
+            raise RunError(f"{command.argv[0]} cannot be started: {error.strerror}; give --remote-shell") from None
+        if self.secrets:
+            self._write(node, json.dumps(self.secrets))
+        assert node.stdout is not None
+        assert node.stderr is not None
+        out = "" if self.bare_stdout else prefix
+        for pipe, stream, front in ((node.stdout, sys.stdout, out), (node.stderr, sys.stderr, prefix)):
+            reader = threading.Thread(target=_show, args=(pipe, stream, front), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+        return node
+
+    def _wait(self) -> None:
+        """Waits for every node, and stops the others when one has failed without which they cannot go on."""
+        alive, failed_at = list(self._nodes), 0.0
+        while alive:
+            while self._requests:
+                self._tell(self._requests.popleft())
+            for place, node in enumerate(self._nodes):
+                if node in alive and node.poll() is not None:
+                    alive.remove(node)
+                    if node.returncode:
+                        self._failures.append(node.returncode)
+                        failed_at = time.monotonic()
+                    if node.returncode in _LOST:
+                        _say_lost(self.commands[place], node.returncode)
+            # A launcher that could tell the others has done so. They have some time to end by themselves.
+            patience_s = 0 if any(code in _LOST for code in self._failures) else self.grace_s
+            too_few = bool(self._failures) and 0 < len(alive) < self.least
+            if too_few and self._stopped_at is None and time.monotonic() > failed_at + patience_s:
+                echo("phalanx: the nodes that are left are too few; they are stopped", file=sys.stderr)
+                self._tell(signal.SIGTERM)
+                self._stopped_at = time.monotonic()
+            if self._stopped_at is not None and time.monotonic() > self._stopped_at + self.grace_s + 10:
+                self._kill()
+            time.sleep(_POLL_S)
+
+    def _tell(self, number: int) -> None:
+        for node in self._nodes:
+            self._write(node, signal.Signals(number).name)
+
+    def _write(self, node: subprocess.Popen[bytes], line: str) -> None:
+        assert node.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended
+            node.stdin.write(f"{line}\n".encode())
+            node.stdin.flush()
+
+    def _kill(self) -> None:
+        for node in self._nodes:
+            if node.poll() is None:
+                node.kill()
+                node.wait()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in FORWARDED}
+        for number in FORWARDED:
+            signal.signal(number, lambda received, _: self._requests.append(received))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _show(pipe: IO[bytes], stream: TextIO, prefix: str) -> None:
+    for line in iter(lambda: pipe.readline(_LONGEST_LINE), b""):
+        with suppress(BrokenPipeError):  # a reader that is gone does not stop training
+            # In one piece, or lines of two nodes would mix.
+            echo(f"{prefix}{line.decode(errors='replace').rstrip()}\n", file=stream, end="", flush=True)
+
+
+def _say_lost(command: HostCommand, code: int) -> None:
+    (host,) = command.hosts
+    shell = " ".join(command.argv[:-2])
+    echo(
+        f"phalanx: {host}: the remote shell ended with {code}: {_LOST[code]}. Try: {shell} {host} hostname",
+        file=sys.stderr,
+    )

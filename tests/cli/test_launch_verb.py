@@ -1,0 +1,241 @@
+"""`phalanx launch`, as a user calls it: printed, started, submitted. Stand-ins on PATH play the schedulers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = """
+model: {n_layers: 1, d_model: 16, n_heads: 2, seq_len: 16}
+cluster: {peak_tflops: 1.0}
+layout: {dp_replicate: 2}
+data: {corpus: random, random_tokens: 5000, random_vocab: 13}
+train: {steps: 3, global_batch: 4, eval_samples: 0}
+run: {sample_tokens: 0, threads: 1}
+"""
+LAUNCHERS = (
+    "SLURM_",
+    "PBS_",
+    "OMPI_",
+    "PMI",
+    "PALS_",
+    "KUBERNETES_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "NCCL_",
+    "HF_",
+)
+
+
+class Shell:
+    """A folder with a job, a PATH with stand-ins only, and `phalanx` in it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.bin = folder, folder / "bin"
+        self.bin.mkdir()
+        (folder / "job.yaml").write_text(JOB)
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+        self.env = {**plain, "PATH": str(self.bin), "XDG_CONFIG_HOME": str(folder / "config")}
+
+    def program(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    def __call__(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "phalanx", "launch", *words],
+            cwd=self.folder,
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+
+    def document(self, *words: str, **env: str) -> dict:
+        done = self("--json", *words, **env)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+def test_it_imports_no_torch():
+    text = "import sys, phalanx.cli.launch, phalanx.cli.node; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", text], check=True)
+
+
+def test_a_dry_run_on_this_host(shell):
+    done = shell("job.yaml", "--dry-run", NCCL_DEBUG="WARN", HF_TOKEN="hf_1")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith("local; 1 node × 2 processes = 2; layout dp_replicate=2")
+    assert "export NCCL_DEBUG=WARN" in lines
+    assert lines[-1] == f"{sys.executable} -P -m phalanx train job.yaml"
+    assert "hf_1" not in done.stdout
+
+
+def test_a_dry_run_in_an_allocation_as_json(shell):
+    found = shell.document(
+        *("job.yaml", "train.steps=5", "--nnodes", "2", "--dry-run", "--port", "12345", "--", "--exclude=n9"),
+        SLURM_JOB_ID="7",
+        SLURM_JOB_NODELIST="n[1-2]",
+        SLURM_NTASKS="2",
+    )
+    assert (found["launcher"], found["hosts"], found["endpoint"]) == ("srun", ["n1", "n2"], "n1:12345")
+    assert (found["nnodes"], found["nproc_per_node"], found["processes"]) == ("2", 1, 2)
+    (command,) = found["commands"]
+    words = command["argv"]
+    assert words[words.index("--exclude=n9") + 1] == sys.executable
+    assert words[-4:] == ["train.steps=5", "--json", "run.nnodes=2", "run.rdzv_endpoint=n1:12345"]
+
+
+def test_other_launchers_names_of_options(shell):
+    plain = shell.document(
+        "job.yaml", "--nnodes", "2", "--nproc-per-node=1", "--launcher", "srun", "--dry-run", **ALLOC
+    )
+    short = shell.document("job.yaml", "-N", "2", "-ppn", "1", "-n", "2", "--launcher", "srun", "--dry-run", **ALLOC)
+    assert plain == short
+
+
+ALLOC = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        (["-n", "3"], {}, "nearest legal: --nproc 2"),
+        (["--nnodes", "2"], {}, "--hostfile FILE"),
+        (["--nodess", "2"], {}, "did you mean --nnodes?"),
+        (["--submit", "slrm"], {}, "did you mean slurm?"),
+        (["--site", "polarys"], {}, "did you mean polaris?"),
+        (["--submit", "slurm", "--site", "polaris", "--account", "x"], {}, "--submit slurm: polaris has pbs"),
+        (["--submit", "pbs", "--site", "polaris"], {}, "--account is missing"),
+        (["--submit", "slurm", "--time", "90"], {}, "expected a time limit"),
+        (["--submit", "slurm", "--time", "1m", "--signal", "60"], {}, "not less than the time limit"),
+        (["--submit", "slurm", "--fresh"], {}, "would start over whenever"),
+        (["model.n_layers=0"], {}, "model.n_layers"),
+        (["--launcher", "srun", "--nnodes", "2"], {}, "no list of nodes is known here"),
+        (["--nnodes", "2"], {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"}, "2 nodes, but the allocation has 1"),
+        (
+            [],
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            "openmpi started 2 processes, and this is number 1",
+        ),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_code_2(shell, words, env, message):
+    done = shell("job.yaml", "--dry-run", *words, **env)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_login_node_starts_nothing(shell):
+    shell.program("sbatch", "exit 1")
+    done = shell("job.yaml")
+    assert done.returncode == 2
+    assert "--submit slurm" in done.stderr
+
+
+def test_srun_is_shown_and_becomes_this_process(shell):
+    shell.program("srun", 'echo "$# $NCCL_DEBUG"; exit 75')
+    done = shell("job.yaml", "--env", "NCCL_DEBUG=INFO", "--nnodes", "2", **ALLOC)
+    assert done.returncode == 75
+    assert done.stdout.endswith(" INFO\n")
+    assert done.stderr.startswith("phalanx: srun --nodes=2 ")
+
+
+def test_the_flavor_of_mpiexec_in_a_job_of_pbs(shell):
+    shell.program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
+    (shell.folder / "nodes").write_text("x1\nx1\nx2\nx2\n")
+    found = shell.document("job.yaml", "--dry-run", PBS_JOBID="5.pbs", PBS_NODEFILE=str(shell.folder / "nodes"))
+    assert (found["launcher"], found["hosts"]) == ("openmpi", ["x1", "x2"])
+
+
+def test_without_the_schedulers_program_a_dry_run_is_suggested(shell):
+    done = shell("job.yaml", "--submit", "slurm")
+    assert done.returncode == 1
+    assert "sbatch is not installed here" in done.stderr
+    assert "--dry-run" in done.stderr
+    assert not (shell.folder / "runs").exists()
+
+
+def test_the_script_is_the_text_that_is_submitted(shell):
+    shell.program("sbatch", 'echo "41;cluster"')
+    words = ("job.yaml", "--submit", "slurm", "--nnodes", "2", "--requeue", "--time", "90m")
+    printed = shell(*words, "--dry-run")
+    done = shell(*words)
+    assert (printed.returncode, done.returncode) == (0, 0)
+    assert (shell.folder / "runs/job/submit.sbatch").read_text() == printed.stdout
+    assert "submitted: 41" in done.stdout
+    assert "scancel 41" in done.stdout
+    assert "run.grace_s=110 --nnodes=2 --nproc-per-node=1 --site=slurm" in printed.stdout
+    found = shell.document(*words)
+    assert (found["job"], found["cancel"]) == ("41", "scancel 41")
+
+
+def test_what_the_scheduler_refuses_is_said(shell):
+    shell.program("sbatch", "echo 'Invalid account' >&2; exit 1")
+    done = shell("job.yaml", "--submit", "slurm")
+    assert done.returncode == 1
+    assert "refused" in done.stderr
+    assert "Invalid account" in done.stderr
+
+
+QSUB = """
+# Sets what PBS documents for a job (PBS Professional User's Guide, "Job environment"), and runs it here.
+printf 'x1\\nx2\\n' > nodes
+export PBS_JOBID=9.pbs PBS_NODEFILE=$PWD/nodes PBS_O_WORKDIR=$PWD PBS_ENVIRONMENT=PBS_BATCH PBS_JOBNAME=job
+/bin/bash "$1" > out 2>&1
+echo "$?" > code
+echo 9.pbs
+"""
+
+
+def test_a_script_of_pbs_runs_its_launch_inside_the_job(shell):
+    """A stand-in for qsub: no PBS server was there."""
+    shell.program("qsub", QSUB)
+    shell.program("mpiexec", '[ "$1" = --version ] && echo "HYDRA build details:" || { echo "ran $@"; exit 3; }')
+    done = shell("job.yaml", "--submit", "pbs", "--nnodes", "2", "--time", "30m")
+    assert done.returncode == 0, done.stderr
+    assert "submitted: 9.pbs" in done.stdout
+    assert (shell.folder / "code").read_text() == "3\n"
+    shown = (shell.folder / "out").read_text()
+    assert "ran -n 2 -ppn 1 -hosts x1,x2" in shown
+    assert "phalanx.cli.node --stop-after=1680 job.yaml run.grace_s=110 run.nnodes=2 run.rdzv_endpoint=x1:" in shown
+
+
+def test_a_manifest_on_standard_output(shell):
+    done = shell("job.yaml", "--submit", "k8s", "--nnodes", "2", "--image", "r/p:1", "--pvc", "runs", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "completionMode: Indexed" in done.stdout
+    assert done.stderr == ""
+
+
+def test_sites_are_listed(shell):
+    names = {site["name"] for site in json.loads(shell("--list-sites", "--json").stdout)}
+    assert {"polaris", "aurora", "perlmutter", "frontier", "sophia", "slurm", "pbs"} <= names
+    assert "ALCF Polaris" in shell("--list-sites").stdout
+
+
+def test_a_node_behind_a_remote_shell_trains(shell):
+    shell.program("remote", 'shift; exec /bin/sh -c "$*"')
+    (shell.folder / "hosts").write_text("127.0.0.1\n")
+    done = shell(
+        *("job.yaml", "--hostfile", "hosts", "--remote-shell", str(shell.bin / "remote"), "--env", "OMP_NUM_THREADS=1"),
+        PATH=f"{shell.bin}:/usr/bin:/bin",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained 192 tokens in 3 steps" in done.stdout
