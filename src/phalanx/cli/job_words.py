@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections import deque
@@ -22,7 +23,8 @@ from phalanx.config.clusters import CLUSTERS, LOCAL
 from phalanx.config.job import Job
 from phalanx.config.presets import PRESETS
 from phalanx.echo import echo
-from phalanx.errors import JobError
+from phalanx.errors import JobError, PhalanxError
+from phalanx.launch.ranks import detect
 
 COMMON_SWITCHES = {
     "json": "Print one JSON document on standard output and nothing else.",
@@ -101,6 +103,7 @@ class JobVerb:
             return None
         words, options = self._words(argv)
         given = load_words(words, opens=self.opens)
+        tell(given.answers)
         loaded = self._planned(given, fresh="fresh" in words.switches)
         if "print_config" in words.switches:
             text = json.dumps(_with_origins(loaded), indent=2) if "json" in words.switches else as_yaml(loaded).rstrip()
@@ -190,6 +193,17 @@ class JobVerb:
             )
         except SystemExit:
             sys.stdout.flush()
+
+
+def tell(answers: Sequence[str]) -> None:
+    """Prints what was understood on standard error, once: of several ranks that parse the same words, only rank 0."""
+    try:
+        ranks = detect(os.environ)
+    except PhalanxError:
+        ranks = None  # a verb that starts no ranks need not know; `phalanx train` stops with the message
+    if ranks is None or ranks.rank == 0:
+        for answer in answers:
+            echo(answer, file=sys.stderr)
 
 
 def _take(left: deque[str], option: Option) -> list[str]:
