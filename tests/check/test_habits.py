@@ -14,6 +14,7 @@ from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob, load_words
 from phalanx.cli import main
 from phalanx.config import overrides, values
+from phalanx.config.aliases import ALIASES
 from phalanx.config.fields import get, leaves, replace
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -234,6 +235,26 @@ def test_the_same_value_by_two_names_is_no_contradiction() -> None:
     assert load("--lr=1e-3", "learning_rate=0.001").job.optimizer.lr == 0.001
     assert load("--max-iters=5", "--max-iters=6").job.train.steps == 6
     assert load("--ac=full", "layout=tp=2").job.layout == Layout(tp=2)
+
+
+VALUES = ["", "0", "-1", "1", "4", "1e300", "9" * 90, "0.5", "nan", "x", "true", "DDP", "random", "chunked", "a,b", "é"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(ALIASES)), st.sampled_from(VALUES)), max_size=5), st.sampled_from(VALUES)
+)
+def test_no_values_of_aliases_make_it_crash(words: list[tuple[str, str]], size: str) -> None:
+    try:
+        load(f"dp_shard={size}", f"d_model={size}", f"lr={size}", *(f"{name}={value}" for name, value in words))
+    except JobError as error:
+        assert error.problems
+
+
+def test_a_password_is_not_repeated() -> None:
+    loaded = load("--outdir", "s3://me:secret@host/runs")
+    assert loaded.answers == ["--outdir s3://…@host/runs: taken as run.dir=s3://…@host/runs"]
+    assert "secret" not in loaded.origins["run.dir"]
 
 
 def test_no_resume_is_fresh() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -35,9 +36,8 @@ def test_an_alias_never_shadows_a_name_of_ours(name: str) -> None:
 def test_an_alias_stands_for_a_field_a_rule_or_nothing_to_set(name: str) -> None:
     alias = ALIASES[name]
     assert alias.path in leaves() or (not alias.path and (alias.rule or alias.nothing))
-    assert (
-        not alias.nothing or name.rpartition(".")[2] in foreign_names.ADVICE
-    )  # its other values are refused with a reason
+    # its other values are refused with a reason
+    assert not alias.nothing or name.rpartition(".")[2] in foreign_names.ADVICE
     for value in alias.values.values():
         values.convert(value, leaves()[alias.path])
     assert alias.rule == (name in derived.RULES)
@@ -113,3 +113,9 @@ def test_presets_and_their_values_exist() -> None:
         for value in table.values():
             assert value in PRESETS or path != "model.preset"
             values.convert(value, leaves()[path])
+
+
+def test_the_page_names_every_alias() -> None:
+    page = Path(__file__).parents[2] / "docs" / "habits.md"
+    text = page.read_text(encoding="utf-8")
+    assert not [name for name in NAMES if f"`{name}" not in text]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from phalanx.config import values
 from phalanx.config.aliases import ALIASES, Derived
@@ -43,6 +42,9 @@ def apply(
             changed = {path: values.convert(text, leaves()[path]) for path, text in found.items()}
         except ValueError as error:
             problems.append(f"{one.origin}: {error}")
+            continue
+        except (OverflowError, ZeroDivisionError):
+            problems.append(f"{one.origin}: gives no legal value with the job's other fields")
             continue
         clashes = [path for path in changed if path in given and get(job, path) != changed[path]]
         problems += [f"{_both(one.origin, given[path])} {path} {found[path]} and {get(job, path)}" for path in clashes]
@@ -142,7 +144,7 @@ def _feed_forward(_: str, around: _Around) -> dict[str, str]:
     multiple = values.convert(around.derived.get("multiple_of", "360"), int)
     if multiple < 1 or width < 1:
         raise ValueError("must be positive")
-    return {"model.d_ff": str(multiple * ceil(width / multiple))}
+    return {"model.d_ff": str(-(-width // multiple) * multiple)}
 
 
 def _loss(text: str, around: _Around) -> dict[str, str]:

@@ -158,7 +158,8 @@ def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setti
             problems.append(f"{setting.origin}: {setting.path}: {reason}")
             continue
         if setting.alias or text != setting.text:
-            answers.append(f"{setting.origin.removeprefix('command line: ')}: taken as {setting.path}={text}")
+            word = setting.origin.removeprefix("command line: ")
+            answers.append(f"{word}: taken as {setting.path}={overrides.shown(text)}")
         taken.append(dataclasses.replace(setting, text=text))
     return taken, answers
 

@@ -22,7 +22,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import CLUSTERS, LOCAL
 from phalanx.config.job import Job
 from phalanx.config.presets import PRESETS
-from phalanx.echo import echo
+from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.ranks import detect
 
@@ -203,7 +203,7 @@ def tell(answers: Sequence[str]) -> None:
         ranks = None  # a verb that starts no ranks need not know; `phalanx train` stops with the message
     if ranks is None or ranks.rank == 0:
         for answer in answers:
-            echo(answer, file=sys.stderr)
+            echo(shortened(answer), file=sys.stderr)
 
 
 def _take(left: deque[str], option: Option) -> list[str]:

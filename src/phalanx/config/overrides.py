@@ -116,8 +116,7 @@ def _set(name: str, text: str, word: str, words: CommandLine) -> None:
     elif path is None:
         words.problems.append(f"unknown key {name} in {word!r}{_meant(name, words)}")
     else:
-        shown = re.sub("://[^/@]*@", "://…@", word)  # a password before a host is no legal value, and is not repeated
-        words.settings.append(Setting(path, text, f"command line: {shown}"))
+        words.settings.append(Setting(path, text, f"command line: {shown(word)}"))
 
 
 def _alias_flag(
@@ -152,6 +151,7 @@ def _is_bool(word: str, alias: Alias) -> bool:
 
 def _alias(name: str, text: str, word: str, words: CommandLine) -> bool:
     """Takes `name=text`, if the name is an alias, and returns whether it is."""
+    word = shown(word)
     name, origin = name.lstrip("+"), f"command line: {word}"  # hydra's + adds a key
     if group := aliases.GROUPS.get(f"{name}={text}"):
         words.groups += [Setting(path, value, origin) for path, value in group.items()]
@@ -170,6 +170,11 @@ def _alias(name: str, text: str, word: str, words: CommandLine) -> bool:
     else:
         words.problems.append(f"{origin}: {foreign_names.ADVICE[known.rpartition('.')[2]]}")
     return True
+
+
+def shown(word: str) -> str:
+    """Returns a word as messages show it: without a password before a host, which is no legal value."""
+    return re.sub("://[^/@]*@", "://…@", word)
 
 
 def _meant(name: str, words: CommandLine, switches: Collection[str] = ()) -> str:
