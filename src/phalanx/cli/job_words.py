@@ -178,7 +178,8 @@ class JobVerb:
         )
         page.__doc__ = (
             f"{self.about}\n\nFields may be written as `train.steps=10`, `--train.steps 10` or, where the last name is "
-            f"enough, `--lr 1e-3`.\n\nModel presets: {', '.join(PRESETS)}.\n\nMachines "
+            "enough, `--lr 1e-3`. Names of ezpz, wordplay and nanoGPT are taken, too (docs/habits.md).\n\n"
+            f"Model presets: {', '.join(PRESETS)}.\n\nMachines "
             f"(docs/devices.md): {', '.join([*CLUSTERS, LOCAL])}."
         )
         values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
