@@ -1,6 +1,6 @@
 """FSDP with tensor parallelism of degree 1, 2 and 4 on four processes, in turn in the same processes.
 
-    phalanx bench compute && phalanx bench comm --nproc-per-node 4
+    phalanx bench compute && phalanx bench comm
     python -m benchmarks.tensor_parallel [--rounds 15] [--seconds 180] [--quick] [--json]
 
 The comparison of ezpz's example fsdp_tp: examples/fsdp_tp.yaml, whose mesh is dp_shard × tp, with --tp 1, 2 and 4. The
@@ -32,6 +32,7 @@ from benchmarks.report import machine, save
 from benchmarks.turns import MIN_ROUNDS, Turns, agree, lasted, prepare, ratio, take_turns
 from phalanx.check.load import load_file
 from phalanx.config import local_cluster
+from phalanx.config.calibration import assess
 from phalanx.config.fields import replace
 from phalanx.config.job import Job
 from phalanx.cost.job_spec import step_spec
@@ -105,21 +106,22 @@ def peak_bytes(recorded: profile) -> int:
     return int(live.max())
 
 
-def predicted(words: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Returns seconds of a step and peak bytes of a rank's tensors by contender; none on a machine that was not
-    measured."""
+def predicted(words: Sequence[str]) -> tuple[dict[str, dict[str, float]], str]:
+    """Returns seconds of a step and peak bytes of a rank's tensors by contender, and the reliability of the machine's
+    measurements in words; none on a machine that was not measured."""
     try:
         cluster = local_cluster.read(nodes=1)
     except JobError as error:
         print(f"no predictions: {error}", file=sys.stderr)
-        return {}
+        return {}, "this machine was not measured"
     found: dict[str, dict[str, float]] = {}
     for tp in DEGREES:
         job = load(tp, words)
         job = replace(job, "cluster", replace(cluster, "devices_per_node", RANKS))
         step = predict(step_spec(job, job.model.vocab_size))
         found[name_of(tp)] = {"step_s": step.step_time_s, "bytes": step.fullest.peak - step.fullest.reserved}
-    return found
+    assessment = assess(cluster.calibration, ("compute", "comm"), here=True)
+    return found, f"{assessment.status}: {assessment.problem}" if assessment.problem else assessment.status
 
 
 def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -150,7 +152,7 @@ def seen(result: dict[str, Any]) -> str:
     return (
         f"{RANKS} processes × 1 thread on {result['machine']['cores']} cores, fp32, {result['rounds']} rounds, "
         f"{result['tokens']:,} tokens per step. Load average when it began: {before:.1f}; when it ended: {after:.1f}, "
-        f"with about {RANKS} of this benchmark."
+        f"with about {RANKS} of this benchmark. Measurements that the predictions rest on: {result['calibration']}."
     )
 
 
@@ -173,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "words": [*BATCH, *words],
     }
     result |= {"load_average": [began, os.getloadavg()[0]], "tokens": tokens(load(1, words))}
-    result |= {"rounds": len(seconds[name_of(1)]), "predicted": predicted(words)}
+    expected, calibration = predicted(words)
+    result |= {"rounds": len(seconds[name_of(1)]), "predicted": expected, "calibration": calibration}
     result |= {"median_s": {name: statistics.median(values) for name, values in seconds.items()}}
     result |= {"ratios": {name: ratio(seconds, name, name_of(1)) for name in seconds}}
     result |= {"peak_bytes": {name: max(peaks[name] for _, peaks in answers) for name in seconds}, "seconds": seconds}
