@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.contenders import ROOT
@@ -70,7 +71,7 @@ def measure(ranks: Ranks, rounds: int, seconds: float, words: Sequence[str]) -> 
     peaks: dict[str, int] = {}
     for tp in DEGREES:
         job = load(tp, words)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with allocations() as recorded:
             stepper = Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), job.model.vocab_size)
             step = partial(stepper.step, [batch(job, stepper.mesh.data_rank)], 0, tokens(job))
             first = step(0.0)  # a learning rate of 0 changes nothing
@@ -95,6 +96,12 @@ def batch(job: Job, data_rank: int) -> MicroBatch:
 
 def tokens(job: Job) -> int:
     return job.train.global_batch * job.model.seq_len
+
+
+def allocations() -> profile:
+    """Returns a profile of allocations and releases in all threads: those that communicate release buffers of others."""
+    everywhere = _ExperimentalConfig(profile_all_threads=True)
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=everywhere)
 
 
 def peak_bytes(recorded: profile) -> int:
