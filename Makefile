@@ -52,6 +52,7 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.pipeline $(ARGS)
 	$(BIN)/python -m benchmarks.context $(ARGS)
 	$(BIN)/python -m benchmarks.experts $(ARGS)
+	$(BIN)/python -m benchmarks.tensor_parallel $(ARGS)
 	$(BIN)/python -m benchmarks.guard $(ARGS)
 	$(BIN)/python -m benchmarks.heartbeat $(ARGS)
 	$(BIN)/python -m benchmarks.checkpoints $(ARGS)

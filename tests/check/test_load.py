@@ -96,8 +96,11 @@ def test_the_promised_short_names_exist(alias):
     [
         (["--stepz", "3"], "unknown option --stepz; did you mean train.steps?"),
         (["--json2"], "unknown option --json2; did you mean --json?"),
-        (["batch_size=3"], "unknown key batch_size in 'batch_size=3'; did you mean layout.micro_batch?"),
-        (["--max-iters", "3"], "unknown option --max-iters; did you mean train.steps?"),
+        (
+            ["micro_batch_size=3"],
+            "unknown key micro_batch_size in 'micro_batch_size=3'; did you mean layout.micro_batch?",
+        ),
+        (["--max-steps", "3"], "unknown option --max-steps; did you mean train.steps?"),
         (["--steps"], "--steps needs a value"),
         (["--schedule=cosin"], "unknown option --schedule; which one: layout.schedule or optimizer.schedule?"),
         (
@@ -108,8 +111,8 @@ def test_the_promised_short_names_exist(alias):
         (["tp=2,ppp=3"], "command line: tp=2,ppp=3: layout 'tp=2,ppp=3': unknown key ppp; did you mean pp?"),
         (["tp=2,lr=3"], "command line: tp=2,lr=3: layout 'tp=2,lr=3': optimizer.lr is not a field of the layout"),
         (
-            ["train.backend=DDP"],
-            "unknown key train.backend in 'train.backend=DDP'; set the layout instead: dp_replicate",
+            ["train.strategy=ddp"],
+            "unknown key train.strategy in 'train.strategy=ddp'; set the layout instead: dp_replicate",
         ),
         (
             ["zero_optimization.stage=2"],

@@ -28,7 +28,7 @@ def test_a_section_as_one_word_is_its_preset():
 
 def test_a_layout_in_one_word_is_auto_or_a_line():
     settings, problems = parse("layout: auto\n", "j")
-    assert (settings, problems) == ([Setting("layout.auto", "True", "j:1")], [])
+    assert (settings, problems) == ([Setting("layout.auto", "true", "j:1")], [])
     settings, problems = parse("layout: tp=2,sp=true\n", "j")
     assert problems == []
     assert {setting.path: setting.text for setting in settings}["layout.tp"] == "2"

@@ -54,6 +54,13 @@ def test_the_job_s_own_layout_comes_first():
     assert lines(selection).count("tp=2") == 1
 
 
+def test_a_schedule_by_another_framework_s_name_is_taken_and_said():
+    selection = select(JOB, lines=["pp=2,schedule=GPipe,micro_batch=1", "tp=2"])
+    assert lines(selection) == ["pp=2,schedule=gpipe,micro_batch=1", "tp=2"]
+    said = "layout 'pp=2,schedule=GPipe,micro_batch=1': taken as pp=2,schedule=gpipe,micro_batch=1"
+    assert selection.notes == [said]
+
+
 def test_what_is_too_large_is_reduced_and_said():
     selection = select(replace(JOB, layout=Layout(dp_shard=64, tp=4, zero=2), train=Train(global_batch=64)))
     assert lines(selection)[0] == "dp_shard=2,tp=4,zero=2"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from phalanx.check import derived as rules
 from phalanx.check.job import problems_of
-from phalanx.config import overrides, values, yaml_file
+from phalanx.config import overrides, spelling, values, yaml_file
+from phalanx.config.aliases import Derived
 from phalanx.config.clusters import cluster_of
 from phalanx.config.fields import get, leaves, replace
 from phalanx.config.job import Job
@@ -18,6 +21,7 @@ from phalanx.config.presets import PRESETS
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
+from phalanx.schedule import catalogue
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class LoadedJob:
 
     job: Job
     origins: dict[str, str]
+    answers: list[str] = field(default_factory=list)
+    """A line for every other name or value that was taken for the field's own."""
 
 
 def load_words(words: overrides.CommandLine, opens: str = "") -> LoadedJob:
@@ -41,13 +47,42 @@ def load_words(words: overrides.CommandLine, opens: str = "") -> LoadedJob:
         found, wrong = yaml_file.read(path)
         settings = _over(settings, found)
         problems += wrong
-    command_line = words.settings
+    command_line = [*words.groups, *words.settings]
     if opens and not _leaves_layout([*settings, *command_line]):
         command_line = [Setting("layout.auto", "true", opens), *command_line]
     settings = _over(settings, command_line)
-    problems += words.problems
+    problems += [*words.problems, *_contradictions(words.settings)]
     name = words.files[-1].stem if words.files else "job"
-    return resolve(settings, problems, default_name=name)
+    given = {setting.path: setting.origin for setting in words.settings if not setting.implied}
+    loaded = resolve(settings, problems, name, derived=words.derived, given=given)
+    return dataclasses.replace(loaded, answers=[*words.answers, *loaded.answers])
+
+
+def _contradictions(settings: Sequence[Setting]) -> Iterator[str]:
+    """Yields fields that an alias and another name on the command line set to different values. The same name given
+    twice is none: the later one wins."""
+    seen: dict[str, Setting] = {}
+    for setting in settings:
+        if setting.implied:
+            continue
+        first = seen.setdefault(setting.path, setting)
+        if first.alias != setting.alias and _meant(first) != _meant(setting):
+            word = setting.origin.removeprefix("command line: ")
+            yield f"{first.origin} and {word} both set {setting.path}; give one of them"
+
+
+def _meant(setting: Setting) -> Any:
+    """Returns the value of a setting, or its text if it is none."""
+    text = setting.text if isinstance(setting.text, list) else spelled(setting.path, setting.text)
+    try:
+        return values.convert(text, leaves()[setting.path])
+    except ValueError:
+        return setting.text
+
+
+def spelled(path: str, text: str) -> str:
+    """Returns the text of a field's value, or the value that it names by another word."""
+    return catalogue.named(text) if path == "layout.schedule" else spelling.value(path, text, leaves()[path])
 
 
 def _over(earlier: list[Setting], later: list[Setting]) -> list[Setting]:
@@ -70,11 +105,19 @@ def load_file(path: Path, argv: Sequence[str] = ()) -> LoadedJob:
 
 
 def resolve(
-    settings: Sequence[Setting], problems: Sequence[str] = (), default_name: str = "job", *, presets: bool = True
+    settings: Sequence[Setting],
+    problems: Sequence[str] = (),
+    default_name: str = "job",
+    *,
+    presets: bool = True,
+    derived: Sequence[Derived] = (),
+    given: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadedJob:
-    """Applies settings in order to the default job, then checks the result. Without `presets`, the names of presets are
-    plain values. Raises JobError with all problems."""
+    """Applies settings in order to the default job, then names whose value depends on others (`derived`; `given` are
+    the fields that the command line sets itself, with their origins), then checks the result. Without `presets`, the
+    names of presets are plain values. Raises JobError with all problems."""
     found = list(problems)
+    settings, answers = _taken(settings, found)
     job, origins = _start(settings, found) if presets else (Job(), dict.fromkeys(leaves(), "default"))
     for setting in settings:
         kind = leaves()[setting.path]
@@ -90,10 +133,35 @@ def resolve(
         job = replace(job, "run.name", default_name)
         origins["run.name"] = "the job file's name"
     job = _fill_rest(job, found, origins)
+    job, more, wrong = rules.apply(job, derived, given, origins)
+    answers += more
+    found += wrong
     found += [_at(path, message, origins) for path, message in problems_of(job)]
     if found:
         raise JobError(found)
-    return LoadedJob(job, origins)
+    if equation := rules.equation(job, derived):
+        answers.append(equation)
+    return LoadedJob(job, origins, answers)
+
+
+def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setting], list[str]]:
+    """Returns the settings with their fields' own values, and an answer for every alias and every value that another
+    word named."""
+    taken: list[Setting] = []
+    answers: list[str] = []
+    for setting in settings:
+        if isinstance(setting.text, list):
+            taken.append(setting)
+            continue
+        text = spelled(setting.path, setting.text)
+        if reason := spelling.refusal(setting.path, text):
+            problems.append(f"{setting.origin}: {setting.path}: {reason}")
+            continue
+        if setting.alias or text != setting.text:
+            word = setting.origin.removeprefix("command line: ")
+            answers.append(f"{word}: taken as {setting.path}={overrides.shown(text)}")
+        taken.append(dataclasses.replace(setting, text=text))
+    return taken, answers
 
 
 def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections import deque
@@ -21,8 +22,9 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import CLUSTERS, LOCAL
 from phalanx.config.job import Job
 from phalanx.config.presets import PRESETS
-from phalanx.echo import echo
-from phalanx.errors import JobError
+from phalanx.echo import echo, shortened
+from phalanx.errors import JobError, PhalanxError
+from phalanx.launch.ranks import detect
 
 COMMON_SWITCHES = {
     "json": "Print one JSON document on standard output and nothing else.",
@@ -103,6 +105,7 @@ class JobVerb:
             return None
         words, options, rest = self._words(argv)
         given = load_words(words, opens=self.opens)
+        tell(given.answers)
         loaded = self._planned(given, fresh="fresh" in words.switches)
         if "print_config" in words.switches:
             text = json.dumps(_with_origins(loaded), indent=2) if "json" in words.switches else as_yaml(loaded).rstrip()
@@ -179,7 +182,8 @@ class JobVerb:
         )
         page.__doc__ = (
             f"{self.about}\n\nFields may be written as `train.steps=10`, `--train.steps 10` or, where the last name is "
-            f"enough, `--lr 1e-3`.\n\nModel presets: {', '.join(PRESETS)}.\n\nMachines "
+            "enough, `--lr 1e-3`. Names of ezpz, wordplay and nanoGPT are taken, too (docs/habits.md).\n\n"
+            f"Model presets: {', '.join(PRESETS)}.\n\nMachines "
             f"(docs/devices.md): {', '.join([*CLUSTERS, LOCAL])}."
         )
         values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
@@ -194,6 +198,17 @@ class JobVerb:
             )
         except SystemExit:
             sys.stdout.flush()
+
+
+def tell(answers: Sequence[str]) -> None:
+    """Prints what was understood on standard error, once: of several ranks that parse the same words, only rank 0."""
+    try:
+        ranks = detect(os.environ)
+    except PhalanxError:
+        ranks = None  # a verb that starts no ranks need not know; `phalanx train` stops with the message
+    if ranks is None or ranks.rank == 0:
+        for answer in answers:
+            echo(shortened(answer), file=sys.stderr)
 
 
 def _take(left: deque[str], option: Option) -> list[str]:

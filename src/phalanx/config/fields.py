@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.config import foreign_names, values
+from phalanx.config import aliases, foreign_names, spelling, values
 from phalanx.config.constraints import Constraint
 from phalanx.config.job import Job
 from phalanx.nearest import nearest
@@ -105,7 +105,7 @@ def _by_value(paths: Sequence[str], text: str) -> str | None:
     """Returns the field whose type takes the value. Specific types precede free text, unless the text looks like a
     mistyped choice of the former."""
     closed = [path for path in paths if leaves()[path] is not str]
-    fitting = [path for path in closed if _fits(text, leaves()[path])]
+    fitting = [path for path in closed if _fits(spelling.value(path, text, leaves()[path]), leaves()[path])]
     choices = [str(choice) for path in closed for choice in typing.get_args(leaves()[path])]
     if not fitting and not nearest(text, choices):
         fitting = [path for path in paths if path not in closed]
@@ -130,7 +130,7 @@ def suggestion(name: str) -> str:
     parts = plain.split(".")[::-1]  # DeepSpeed's zero_optimization.stage is known by its section
     if advice := next((foreign_names.ADVICE[part] for part in parts if part in foreign_names.ADVICE), ""):
         return f"; {advice}"
-    foreign = next((foreign_names.FIELDS[part] for part in parts if part in foreign_names.FIELDS), None)
+    foreign = next((_foreign_fields()[part] for part in parts if part in _foreign_fields()), None)
     target = foreign or _mistyped(*plain.rpartition(".")[::2])
     return f"; did you mean {target}?" if target else ""
 
@@ -147,8 +147,15 @@ def _mistyped(section: str, name: str) -> str | None:
     shallow = [path for path in leaves() if path.count(".") == 1]
     if found := _alike(name, shallow, FIELD_CUTOFF) or _alike(name, list(leaves()), RARE_FIELD_CUTOFF):
         return found
-    foreign = nearest(name, foreign_names.FIELDS, RARE_FIELD_CUTOFF)
-    return foreign_names.FIELDS[foreign] if foreign else None
+    foreign = nearest(name, _foreign_fields(), RARE_FIELD_CUTOFF)
+    return _foreign_fields()[foreign] if foreign else None
+
+
+@functools.cache
+def _foreign_fields() -> dict[str, str]:
+    """Returns the field of every name in other frameworks. Files have the field's own name, so that for them aliases
+    are suggestions, too."""
+    return {**foreign_names.FIELDS, **{name: alias.path for name, alias in aliases.ALIASES.items() if alias.path}}
 
 
 def _alike(name: str, paths: Sequence[str], cutoff: float) -> str | None:

@@ -1,7 +1,7 @@
-"""Names in other frameworks and their counterparts here, offered as suggestions, never accepted silently.
+"""Names in other frameworks and their counterparts here, offered as suggestions and not taken.
 
-nanoGPT (train.py), wordplay (configs.py), torchtitan (job_config.py), Megatron-LM (arguments.py), DeepSpeed (JSON
-configuration), Accelerate and transformers' Trainer, torchrun.
+torchtitan (job_config.py), Megatron-LM (arguments.py), DeepSpeed (JSON configuration), Accelerate and transformers'
+Trainer, torchrun. Names of ezpz, wordplay and nanoGPT with a counterpart are in aliases.py; here are those without one.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 _NAMES = {
     # sizes of the batch and the run
     "layout.micro_batch": (
-        "batch_size local_batch_size micro_batch_size per_device_train_batch_size "
+        "local_batch_size micro_batch_size per_device_train_batch_size "
         "pipeline_parallel_microbatch_size train_micro_batch_size_per_gpu"
     ),
-    "layout.accumulation": "accumulate_grad_batches gas gradient_accumulation_steps",
+    "layout.accumulation": "accumulate_grad_batches",
     "train.global_batch": "global_batch_size train_batch_size",
-    "train.steps": "max_iters max_steps train_iters",
+    "train.steps": "max_steps",
     # the model
-    "model.seq_len": "block_size max_position_embeddings max_seq_len seq_length",
+    "model.seq_len": "max_position_embeddings max_seq_len",
     "model.window": "sliding_window window_size",
-    "model.d_model": "hidden hidden_size n_embd",
-    "model.n_layers": "layers n_layer num_hidden_layers num_layers",
-    "model.n_heads": "heads n_head num_attention_heads",
+    "model.d_model": "hidden hidden_size",
+    "model.n_layers": "layers num_hidden_layers num_layers",
+    "model.n_heads": "heads num_attention_heads",
     "model.n_kv_heads": "num_key_value_heads num_query_groups",
     "model.head_dim": "kv_channels",
     "model.d_ff": "ffn_hidden_size intermediate_size",
@@ -53,35 +53,31 @@ _NAMES = {
     "layout.zero": "zero_optimization zero_stage",
     "layout.reshard": "fsdp_reshard_after_forward",
     "layout.recompute": (
-        "activation_checkpoint activation_checkpointing fsdp_activation_checkpointing gradient_checkpointing "
+        "activation_checkpointing fsdp_activation_checkpointing gradient_checkpointing "
         "recompute_activations recompute_granularity"
     ),
     "layout.bucket_mb": "reduce_bucket_size",
     # optimizer
-    "optimizer.lr": "learning_rate",
-    "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
+    "optimizer.betas": "adam_beta1 adam_beta2",
     "optimizer.eps": "adam_eps",
-    "optimizer.clip": "clip_grad grad_clip gradient_clip_val gradient_clipping max_grad_norm max_norm",
-    "optimizer.schedule": "decay_lr decay_type lr_decay_style lr_scheduler_type",
+    "optimizer.clip": "clip_grad gradient_clip_val gradient_clipping max_norm",
+    "optimizer.schedule": "decay_type lr_decay_style lr_scheduler_type",
     "optimizer.decay_fraction": "decay_ratio",
-    "optimizer.decay_steps": "lr_decay_iters",
-    "optimizer.warmup_steps": "lr_warmup_iters warmup_iters",
-    "optimizer.min_lr_ratio": "min_lr min_lr_factor",
+    "optimizer.warmup_steps": "lr_warmup_iters",
+    "optimizer.min_lr_ratio": "min_lr_factor",
     # precision, metrics, checkpoints, data, machine
-    "train.precision": "bf16 dtype fp16 mixed_precision mixed_precision_param",
+    "train.precision": "bf16 fp16 mixed_precision mixed_precision_param",
     "train.gradients": "mixed_precision_reduce",
-    "train.log_every": "log_freq log_interval logging_steps steps_per_print",
-    "train.eval_every": "eval_interval eval_steps",
-    "train.eval_samples": "eval_iters",
-    "checkpoint.every": "save_interval save_steps",
+    "train.log_every": "logging_steps steps_per_print",
+    "train.eval_every": "eval_steps",
+    "checkpoint.every": "save_steps",
     "checkpoint.keep": "keep_latest_k save_total_limit",
     "guard.every": "check_weight_hash_across_dp_replicas_interval",
     "guard.on_nan": "check_for_nan_in_loss_and_grad",
     "guard.on_spike": "check_for_large_grads check_for_spiky_loss",
-    "data.corpus": "dataset",
     "data.path": "data_path dataset_path",
     "data.tokenizer": "tokenizer_model tokenizer_type",
-    "run.dir": "dump_folder folder out_dir output_dir",
+    "run.dir": "dump_folder folder output_dir",
     "run.timeout_s": "init_timeout_seconds train_timeout_seconds",
     "cluster.nodes": "num_machines num_nodes",
     "cluster.devices_per_node": "gpus gpus_per_node ngpus",
@@ -92,12 +88,42 @@ FIELDS = {name: field for field, names in _NAMES.items() for name in names.split
 
 _DATA_PARALLEL = "dp_replicate=N for DDP, dp_shard=N with zero=1, 2 or 3 for ZeRO and FSDP"
 _NOTHING = "there is nothing to set"
+_PROFILE = "every step's times are in metrics.jsonl, and `phalanx simulate JOB --trace FILE` draws a step"
+_HABITS = {
+    "framework": "PyTorch is the only framework",
+    "experiment": "wordplay's experiments are job files here; experiment=shakespeare is taken, or name the fields",
+    "eval_only": "a run trains; `phalanx generate RUN` reads its checkpoint",
+    "eval_iters": "train.eval_samples counts sequences: eval_iters × batch_size of them",
+    "test_batch_size": "train.eval_samples is the number of sequences of a validation",
+    "always_save_checkpoint": "checkpoint.every saves at any loss, checkpoint.keep_best also keeps the best",
+    "meta_init": f"{_NOTHING}: parameters are created on the meta device",
+    "compile_mode": "train.compile uses torch.compile's default mode",
+    "act_mem_budget": "layout.recompute is none, selective or full; layout.recompute_cut names it per layer",
+    "num_workers": f"{_NOTHING}: a thread of each rank reads batches ahead (data.prefetch)",
+    "warmup": "optimizer.warmup_steps is the learning rate's warm-up",
+    "depth_init": "weights start at model.init_std, residual outputs at init_std / sqrt(2 n_layers)",
+    "ckpt_dir": "checkpoints are in the run's directory: set run.dir and run.name, or checkpoint.remote",
+    "ckpt_stage_dir": f"{_NOTHING}: checkpoints are written from a copy in host memory",
+    "dataset_root": "data.path is the corpus, data.dir the folder of its token shards",
+    "root_path": "data.path is the corpus, data.dir the folder of its token shards",
+    "hf_split": "nothing is downloaded from the hub; data.val_fraction is the share of the corpus for validation",
+    "hf_limit": "data.limit_mb uses a part of the corpus",
+    "tokenizer_name": "data.tokenizer is char, byte, bpe (trained on the corpus), or the path of a tokenizer.json",
+    "model_name_or_path": "model.preset is a known shape, whose weights are initialised; weights are not downloaded",
+    **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "lora_target"), "all weights are trained"),
+    **dict.fromkeys(("layer_sizes", "input_size", "output_size"), "models are transformers: model.d_model, model.d_ff"),
+    **dict.fromkeys(("profile", "pytorch_profiler", "pyinstrument_profiler", "rank_zero_only", "acc_events"), _PROFILE),
+}
+"""Names of ezpz and wordplay that no field corresponds to."""
 ADVICE = {
     **dict.fromkeys(
         ("backend", "ddp", "deepspeed", "distributed_type", "ds_config_path", "fsdp", "fsdp_version", "strategy"),
         f"set the layout instead: {_DATA_PARALLEL}",
     ),
-    "fsdp_sharding_strategy": "FULL_SHARD is zero=3, SHARD_GRAD_OP zero=2, HYBRID_SHARD dp_replicate with dp_shard",
+    **dict.fromkeys(
+        ("fsdp_sharding_strategy", "sharding_strategy"),
+        "FULL_SHARD is zero=3, SHARD_GRAD_OP zero=2, HYBRID_SHARD dp_replicate with dp_shard",
+    ),
     "use_distributed_optimizer": "that is zero=1 with dp_shard=N",
     **dict.fromkeys(("data_parallel_size", "dp"), f"set one of the two: {_DATA_PARALLEL}"),
     **dict.fromkeys(
@@ -111,11 +137,12 @@ ADVICE = {
     **dict.fromkeys(("overlap_comm", "overlap_grad_reduce", "overlap_param_gather"), f"{_NOTHING}: it always overlaps"),
     "init_from": f"{_NOTHING}: a run resumes from its own newest checkpoint, --fresh starts over",
     **dict.fromkeys(("load", "resume", "resume_from_checkpoint"), "a run resumes by itself; --fresh starts over"),
-    "num_train_epochs": "a run is as long as train.steps",
+    **dict.fromkeys(("epochs", "num_train_epochs"), "a run is as long as train.steps"),
     "disable_bias_linear": "that is model.bias=false",
     "untie_embeddings_and_output_weights": "that is model.tied=false",
     "group_query_attention": "model.n_kv_heads says it: fewer of them than n_heads",
     **dict.fromkeys(("use_wandb", "wandb_log", "wandb_project"), "metrics go to metrics.jsonl in the run directory"),
+    **_HABITS,
     **dict.fromkeys(
         ("local_rank", "master_addr", "master_port", "node_rank", "rdzv_backend"),
         "start the command with torchrun, srun or mpiexec, which say it",

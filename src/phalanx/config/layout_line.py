@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.config import values
+from phalanx.config import spelling, values
 from phalanx.config.fields import leaves, resolve, suggestion
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
@@ -19,13 +20,19 @@ AUTO = "auto"
 def parse(line: str) -> Layout:
     """Returns the layout of a line; fields that are not in it have their defaults. Legality is checked in check/job.py.
     Raises JobError with every problem of the line."""
-    return Layout(**_fields_of(line))
+    return Layout(**{name: value for name, (_, value) in _fields_of(line).items()})
 
 
-def settings_of(text: str) -> dict[str, str]:
-    """Returns the settings of a section written as one word, by dotted path: only the named fields for `layout: auto`
-    or `layout: auto,tp=2`, every field for a line such as `layout: tp=2,sp=true`, because a line is a whole layout.
-    Raises JobError with every problem of the text."""
+def items(line: str) -> list[str]:
+    """Returns the items of a line, `key=value`, which commas or spaces separate."""
+    return re.split(r"\s*,\s*|\s+", re.sub(r"\s*=\s*", "=", line.strip()))
+
+
+def settings_of(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the settings of a section written as one word, by dotted path: the fields that it names, as written, and
+    those that it sets without naming them. These are all others for a line such as `layout: tp=2,sp=true`, because a
+    line is a whole layout, and none for `layout: auto` or `layout: auto,tp=2`. Raises JobError with every problem of
+    the text."""
     if text != AUTO and "=" not in text and "," not in text:
         hint = f"; did you mean {AUTO}?" if nearest(text.lower(), [AUTO]) or text.lower().startswith(AUTO) else ""
         raise JobError(
@@ -33,33 +40,34 @@ def settings_of(text: str) -> dict[str, str]:
             f"found {text!r}{hint}"
         )
     given = _fields_of(text)
-    if not given.get(AUTO):
-        given = asdict(Layout(**given))
-    return {f"{SECTION}.{name}": str(value) for name, value in given.items()}
+    whole = asdict(Layout()) if not given.get(AUTO, ("", False))[1] else {}
+    named = {f"{SECTION}.{name}": written for name, (written, _) in given.items()}
+    return named, {f"{SECTION}.{name}": str(value) for name, value in whole.items() if name not in given}
 
 
-def _fields_of(line: str) -> dict[str, Any]:
-    """Returns the fields in a line. Raises JobError with every problem."""
+def _fields_of(line: str) -> dict[str, tuple[str, Any]]:
+    """Returns the text and the value of the fields in a line. Raises JobError with every problem."""
     kinds = leaves(Layout)
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[str, Any]] = {}
     problems: list[str] = []
-    for item in line.split(","):
-        key, equals, text = (part.strip() for part in item.partition("="))
+    for item in items(line):
+        key, equals, text = item.partition("=")
         if key == AUTO and not equals:
             equals, text = "=", "true"
         name = key.replace("-", "_").removeprefix("layout.")
         if not equals:
-            problems.append(f"expected key=value with commas between, found {item.strip()!r}")
+            problems.append(f"expected key=value with commas between, found {item!r}")
         elif name not in kinds:
             problems.append(_unknown(key, name))
         elif name in found:
             problems.append(f"{name} is given twice")
         else:
+            found[name] = text, None  # given, even if it is invalid: a repetition is still reported
             try:
-                found[name] = values.convert(text, kinds[name])
+                meant = spelling.value(f"{SECTION}.{name}", text, kinds[name])
+                found[name] = text, values.convert(meant, kinds[name])
             except ValueError as error:
                 problems.append(f"{name}: {error}")
-                found[name] = None  # given, though invalid: a repetition is still reported
     if problems:
         raise JobError([f"layout {line!r}: {problem}" for problem in problems])
     return found

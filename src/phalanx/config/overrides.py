@@ -1,4 +1,5 @@
-"""The words after `phalanx VERB`: job files, `key=value` and `--key value` overrides, and the verb's own switches."""
+"""The words after `phalanx VERB`: job files, `key=value` and `--key value` overrides, names of other programs for them,
+and the verb's own switches."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.config import aliases, foreign_names, layout_line, values
+from phalanx.config.aliases import Alias, Derived
 from phalanx.config.fields import leaves, resolve, suggestion
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import AUTO, SECTION
@@ -26,6 +29,12 @@ class CommandLine:
     settings: list[Setting] = field(default_factory=list)
     switches: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    derived: list[Derived] = field(default_factory=list)
+    """Names of other programs whose value depends on the rest of the job."""
+    groups: list[Setting] = field(default_factory=list)
+    """Settings that one word stands for. The others of the command line win over them."""
+    answers: list[str] = field(default_factory=list)
+    """What was understood, for the user."""
 
 
 def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
@@ -33,16 +42,21 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
 
     `train.steps=10`, `--train.steps 10`, `--train.steps=10`, `--steps 10` and `--train.compile` (a true/false field
     without a value) all set a field; `-` and `_` are the same in names. `layout=auto` and `layout=tp=2,sp=true` set the
-    whole section, and so does a line alone, as verbs print it: `tp=2,sp=true`.
+    whole section, and so does a line alone, as verbs print it: `tp=2,sp=true`, also behind `layout:` and with spaces.
+    Names of ezpz, wordplay and nanoGPT are taken too (aliases.py).
     """
     words = CommandLine()
     rest = deque(argv)
     while rest:
         word = rest.popleft()
+        while word.endswith(",") and rest and _is_layout_line(word + rest[0]):  # a table's cell of several lines
+            word += rest.popleft()
         if not word.isascii() and not_unicode(word):
             words.problems.append(f"{word!a} is not UTF-8: config.yaml could not be written with it")
         elif word.startswith("--") and len(word) > 2:
             _flag(word, rest, switches, words)
+        elif word == f"{SECTION}:" and rest:  # as in the log of a run
+            _set(SECTION, rest[0], f"{word} {rest.popleft()}", words)
         elif _is_layout_line(word):
             _set(SECTION, word, word, words)
         elif "=" in word and not word.startswith(("-", ".", "/")):
@@ -57,9 +71,9 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
 
 def _is_layout_line(word: str) -> bool:
     """Returns whether a word is a layout's line: an item of the layout first, and others after a comma."""
-    first, *others = word.split(",")
+    first, *others = layout_line.items(word)
     name, equals, _ = first.partition("=")
-    name = name.strip().replace("-", "_").removeprefix(f"{SECTION}.")
+    name = name.replace("-", "_").removeprefix(f"{SECTION}.")
     return any("=" in item for item in others) and (name in leaves(Layout) if equals else name == AUTO)
 
 
@@ -71,6 +85,8 @@ def _flag(word: str, rest: deque[str], switches: Collection[str], words: Command
         return
     following = rest[0] if rest else None
     path = SECTION if plain == SECTION else resolve(plain, text if equals else following)
+    if path is None and _alias_flag(plain, text if equals else None, word, rest, switches, words):
+        return
     negated = resolve(re.sub(r"(^|\.)no_([^.]+)$", r"\1\2", plain))
     if path is None and negated and leaves()[negated] is bool and not equals:
         words.settings.append(Setting(negated, "false", f"command line: {word}"))
@@ -91,6 +107,8 @@ def _flag(word: str, rest: deque[str], switches: Collection[str], words: Command
 
 def _set(name: str, text: str, word: str, words: CommandLine) -> None:
     path = resolve(name, text)
+    if path is None and _alias(name, text, word, words):
+        return
     if name == SECTION:
         found, wrong = layout_settings(text, f"command line: {word}")
         words.settings += found
@@ -98,8 +116,65 @@ def _set(name: str, text: str, word: str, words: CommandLine) -> None:
     elif path is None:
         words.problems.append(f"unknown key {name} in {word!r}{_meant(name, words)}")
     else:
-        shown = re.sub("://[^/@]*@", "://…@", word)  # a password before a host is no legal value, and is not repeated
-        words.settings.append(Setting(path, text, f"command line: {shown}"))
+        words.settings.append(Setting(path, text, f"command line: {shown(word)}"))
+
+
+def _alias_flag(
+    name: str, text: str | None, word: str, rest: deque[str], switches: Collection[str], words: CommandLine
+) -> bool:
+    """Takes `--name [value]`, if the name is an alias, and returns whether it is."""
+    if text is None and name in aliases.FLAGS:
+        path, value = aliases.FLAGS[name]
+        words.settings.append(Setting(path, value, f"command line: {word}", alias=name))
+        return True
+    if text is None and aliases.SWITCHES.get(name) in switches:
+        words.switches.add(aliases.SWITCHES[name])
+        words.answers.append(f"{word}: taken as --{aliases.SWITCHES[name]}")
+        return True
+    found = aliases.find(name)
+    if found is None:
+        return False
+    if text is None and leaves().get(found[1].path) is bool and not (rest and _is_bool(rest[0], found[1])):
+        text = "true"
+    elif text is None and (not rest or rest[0].startswith("--")):
+        words.problems.append(f"{word} needs a value")
+        return True
+    elif text is None:
+        text = rest.popleft()
+        word = f"{word} {text}"
+    return _alias(name, text, word, words)
+
+
+def _is_bool(word: str, alias: Alias) -> bool:
+    return word.lower() in {*values.TRUE, *values.FALSE, *alias.values}
+
+
+def _alias(name: str, text: str, word: str, words: CommandLine) -> bool:
+    """Takes `name=text`, if the name is an alias, and returns whether it is."""
+    word = shown(word)
+    name, origin = name.lstrip("+"), f"command line: {word}"  # hydra's + adds a key
+    if group := aliases.GROUPS.get(f"{name}={text}"):
+        words.groups += [Setting(path, value, origin) for path, value in group.items()]
+        words.answers.append(f"{word}: taken as {', '.join(f'{path}={value}' for path, value in group.items())}")
+        return True
+    found = aliases.find(name)
+    if found is None:
+        return False
+    known, alias = found
+    if what := alias.nothing.get(text.lower()):
+        words.answers.append(f"{word}: nothing to set, {what}")
+    elif alias.rule:
+        words.derived.append(Derived(known, text, origin))
+    elif alias.path:
+        words.settings.append(Setting(alias.path, alias.values.get(text.lower(), text), origin, alias=known))
+    else:
+        words.problems.append(f"{origin}: {foreign_names.ADVICE[known.rpartition('.')[2]]}")
+    return True
+
+
+def shown(word: str) -> str:
+    """Returns a word as messages show it: without a password before a host, which is no legal value."""
+    return re.sub("://[^/@]*@", "://…@", word)
 
 
 def _meant(name: str, words: CommandLine, switches: Collection[str] = ()) -> str:

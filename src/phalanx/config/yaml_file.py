@@ -31,6 +31,10 @@ class Setting:
     path: str
     text: str | list[str]
     origin: str
+    alias: str = ""
+    """The name that was given, if it is another program's (config/aliases.py)."""
+    implied: bool = False
+    """Whether the field itself was not named: a layout's line sets every field."""
 
 
 def read(path: Path) -> tuple[list[Setting], list[str]]:
@@ -136,7 +140,9 @@ def _meant_key(path: str, key: str, value: yaml.Node) -> str:
 def layout_settings(text: str, origin: str) -> tuple[list[Setting], list[str]]:
     """Returns the settings of `layout: TEXT` (layout_line.settings_of) and its problems."""
     try:
-        return [Setting(path, value, origin) for path, value in layout_line.settings_of(text).items()], []
+        named, implied = layout_line.settings_of(text)
+        settings = [Setting(path, value, origin, implied=True) for path, value in implied.items()]
+        return [*settings, *(Setting(path, value, origin) for path, value in named.items())], []
     except JobError as error:
         return [], [f"{origin}: {problem}" for problem in error.problems]
 

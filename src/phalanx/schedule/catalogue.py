@@ -200,6 +200,9 @@ SCHEDULES = {
 """All schedules by name. The planner does not search those with the bubble of another one and more activations (naive,
 gpipe, looped_bfs), one that trains with older weights (pipedream), and one that needs slices (terapipe)."""
 
+FAMILIES = ("zerobubble", "interleavedzerobubble", "zb1p", "zb2p")
+"""Names in `also_called` of several schedules, or of ones that a search makes: suggestions only."""
+
 
 def problems(
     name: str, ranks: int, micro_batches: int, chunks: int = 0, slices: int = 0, steps: int = 0, *, sized: bool = True
@@ -232,6 +235,14 @@ def likely(name: str) -> str | None:
     plain |= {other: known for known, entry in SCHEDULES.items() for other in entry.also_called}
     close = nearest(_plain(name), plain)
     return plain[close] if close else None
+
+
+def named(name: str) -> str:
+    """Returns the schedule that a name in another framework means without doubt (`1F1B`, `Interleaved1F1B`), or the
+    name itself, which may be a file's."""
+    plain = {other: known for known, entry in SCHEDULES.items() for other in entry.also_called if other not in FAMILIES}
+    plain |= {_plain(known): known for known in SCHEDULES}
+    return name if name in SCHEDULES else plain.get(_plain(name), name)
 
 
 def chunks_of(name: str, chunks: int = 0) -> int:

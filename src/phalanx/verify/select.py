@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx.check.job import out_of_range, problems_of
+from phalanx.check.load import spelled
 from phalanx.check.sizes import size_problems
 from phalanx.config import layout_line
 from phalanx.config.job import Job
@@ -79,9 +80,13 @@ def select(
     for line in lines:
         try:
             layout = layout_line.parse(line)
+            named, _ = layout_line.settings_of(line)
         except JobError as error:
             problems += error.problems
             continue
+        layout = replace(layout, schedule=spelled("layout.schedule", layout.schedule))
+        if any(spelled(path, text) != text for path, text in named.items()):
+            selection.notes.append(f"layout {line!r}: taken as {layout.line()}")
         if layout.auto:
             problems.append(f"layout {line!r}: verify compares layouts, not the planner's choice; name its fields")
             continue
