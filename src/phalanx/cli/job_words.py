@@ -110,6 +110,14 @@ class JobVerb:
             check_calibration(loaded.job.cluster, loaded.job.layout.world)
         return JobWords(loaded, frozenset(words.switches), options)
 
+    def command_line(self, argv: Sequence[str]) -> tuple[overrides.CommandLine, dict[str, Any]]:
+        """Returns the words and the options' values without loading the job. Raises JobError about words that mean
+        nothing, but not about the job."""
+        words, options = self._words(argv)
+        if words.problems:
+            raise JobError(words.problems)
+        return words, options
+
     def _planned(self, loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
         if not loaded.job.layout.auto or self.auto in ("open", "always"):
             return loaded
