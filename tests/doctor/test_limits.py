@@ -1,6 +1,7 @@
 """Processors, memory, shared memory, ulimits."""
 
 import resource
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -36,7 +37,16 @@ def test_threads_of_openmp(tmp_path):
     assert statuses(processors(machine(tmp_path, job=job, env={"OMP_NUM_THREADS": "2"}), 4)) == "OK"
     line = only(processors(machine(tmp_path, job=job, env={"OMP_NUM_THREADS": "4"}), 4), "WARN")
     assert line.remedy == "set OMP_NUM_THREADS=2, or unset it"
+    assert "take turns" in only(processors(machine(tmp_path, job=job, env={"OMP_NUM_THREADS": "1"}), 1), "WARN").text
     assert statuses(processors(machine(tmp_path, env={"OMP_NUM_THREADS": "many"}), 4)) == "WARN OK"
+
+
+def test_ranks_that_their_launcher_has_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("RANK", "0"), ("SIZE", "8"), ("LOCAL_RANK", "0"))}
+    found = machine(tmp_path, env=mpi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMP_NUM_THREADS": "1"})
+    assert "1 core of 8" in only(processors(found, 1), "OK").text
+    assert statuses(processors(replace(found, env=mpi | {"OMP_NUM_THREADS": "2"}), 1)) == "WARN"
 
 
 @pytest.mark.parametrize("version", [1, 2])

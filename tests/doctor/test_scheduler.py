@@ -15,7 +15,7 @@ ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     ("env", "text"),
     [
         ({"PATH": ""}, "no allocation"),
-        (SLURM, "Slurm job 77, 2 nodes: n[1-2]; time left not known"),
+        (SLURM | {"PATH": ""}, "Slurm job 77, 2 nodes: n[1-2]; time left not known"),
         (SLURM | {"SLURM_JOB_END_TIME": "1007200"}, "Slurm job 77, 2 nodes: n[1-2]; 2h00m left"),
         ({"LSB_JOBID": "5", "LSB_HOSTS": "a a b"}, "LSF job 5 on a, b"),
         ({"FLUX_JOB_ID": "f1"}, "Flux job f1"),
@@ -35,6 +35,16 @@ def test_a_login_node_is_named(tmp_path):
 def test_an_allocation_that_ends_soon(left, status):
     found = scheduler(machine(env=SLURM | {"SLURM_JOB_END_TIME": str(int(NOW) + left)}), NOW)
     assert " left" in only(found, status).text
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [("4:59", "4m59s left"), ("1-02:03:04", "26h03m left"), ("UNLIMITED", "not known"), ("", "not known")],
+)
+def test_an_older_slurm_is_asked(tmp_path, told, text):
+    program(tmp_path / "bin", "squeue", f"print({told!r})")
+    [line] = scheduler(machine(env=SLURM | {"PATH": str(tmp_path / "bin")}), NOW)
+    assert text in line.text
 
 
 def test_the_node_file_of_pbs(tmp_path):

@@ -30,9 +30,11 @@ def checks(machine: CheckedMachine) -> list[DoctorCheck]:
 
 def processors(machine: CheckedMachine, usable: int) -> Iterator[CheckResult]:
     """Yields the cores that this process may use (`usable`, by its affinity mask) against the threads of its ranks."""
-    quota, ranks = cgroup_cores(machine), machine.local_ranks
+    quota, ranks, every = cgroup_cores(machine), machine.local_ranks, os.cpu_count() or usable
+    if machine.ranks is not None and usable < every:
+        ranks = 1  # the launcher has bound each rank to cores of its own
     nodes = [name for name in machine.list("/sys/devices/system/node") if re.fullmatch(r"node[0-9]+", name)]
-    text = f"{counted(usable, 'core')} of {os.cpu_count()}"
+    text = f"{counted(usable, 'core')} of {every}"
     text += f" in {len(nodes)} NUMA nodes" if len(nodes) > 1 else ""
     stated = machine.env.get("OMP_NUM_THREADS", "")
     if stated and not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", stated):
@@ -43,15 +45,15 @@ def processors(machine: CheckedMachine, usable: int) -> Iterator[CheckResult]:
             f"{text}, but the cgroup allows {quota:.3g}: threads chosen by the number of cores wait for each other",
             f"set run.threads={max(1, int(quota / ranks))}, or ask the scheduler for more CPUs",
         )
-    elif stated.isdigit() and int(stated) * ranks > usable:
-        yield warn(
-            f"{text}; OMP_NUM_THREADS={stated} × {counted(ranks, 'rank')} is more",
-            f"set OMP_NUM_THREADS={max(1, usable // ranks)}, or unset it",
-        )
     elif ranks > usable:
         yield warn(
             f"{text} for {counted(ranks, 'rank')}: they take turns",
             "ask for more cores per task (srun --cpus-per-task, mpiexec --cpu-bind), or start fewer ranks",
+        )
+    elif stated.isdigit() and int(stated) * ranks > usable:
+        yield warn(
+            f"{text}; OMP_NUM_THREADS={stated} × {counted(ranks, 'rank')} is more",
+            f"set OMP_NUM_THREADS={max(1, usable // ranks)}, or unset it",
         )
     else:
         yield ok(text + (f", OMP_NUM_THREADS={stated}" if stated else ""))

@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.bounded import read_text
@@ -58,11 +59,10 @@ def _slurm(machine: CheckedMachine, now: float) -> Iterator[CheckResult]:
     text = f"Slurm job {env['SLURM_JOB_ID']}, {nodes} node{'s' if nodes != '1' else ''}"
     if listed := env.get("SLURM_JOB_NODELIST"):
         text += f": {listed[:200]}"
-    end = env.get("SLURM_JOB_END_TIME", "")
-    if not re.fullmatch(r"[0-9]{1,12}", end):
+    left = _slurm_left(machine, now)
+    if left is None:
         yield ok(f"{text}; time left not known")
         return
-    left = int(end) - now
     text += f"; {seconds(max(0.0, left))} left"
     stated = machine.job.run.grace_s
     if left < stated:
@@ -78,6 +78,23 @@ def _slurm(machine: CheckedMachine, now: float) -> Iterator[CheckResult]:
         )
     else:
         yield ok(text)
+
+
+def _slurm_left(machine: CheckedMachine, now: float) -> float | None:
+    """Returns the seconds until Slurm ends the allocation, or None. Slurm before 23.02 does not set the variable, but
+    squeue tells: "4:59", "1-02:03:04", or a word for no limit."""
+    end = machine.env.get("SLURM_JOB_END_TIME", "")
+    if re.fullmatch(r"[0-9]{1,12}", end):
+        return int(end) - now
+    squeue = shutil.which("squeue", path=machine.env.get("PATH", ""))
+    if squeue is None:
+        return None
+    with suppress(OSError):
+        told = machine.call([squeue, "-h", "-j", machine.env["SLURM_JOB_ID"], "-o", "%L"], machine.seconds / 2).out
+        if found := re.fullmatch(r"(?:([0-9]{1,4})-)?(?:([0-9]{1,2}):)?([0-9]{1,2}):([0-9]{1,2})", told.strip()):
+            days, hours, minutes, rest = (int(number or 0) for number in found.groups())
+            return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    return None
 
 
 def _pbs(env: Mapping[str, str]) -> Iterator[CheckResult]:
