@@ -34,12 +34,12 @@ def doctor(*argv, launcher=(), **env):
 
 
 def test_a_machine_with_a_job(here):
-    done = doctor("job.yaml", "--json")
+    done = doctor("job.yaml", "--json", "--timeout", "40")  # the machine may be busy with other tests
     document = json.loads(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert document["status"] in ("OK", "WARN")
-    assert document["seconds"] < 60
+    assert document["seconds"] < 100
     assert {finding["group"] for finding in document["findings"]} == {
         *("launch", "software", "accelerator", "limits", "storage", "network", "environment", "job")
     }
@@ -68,7 +68,7 @@ def test_words_that_mean_nothing(here, argv, capsys):
 
 def test_ranks_of_torchrun_are_compared(here):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = doctor("job.yaml", "--json", launcher=launcher, OMP_NUM_THREADS="1")
+    done = doctor("job.yaml", "--json", "--timeout", "40", launcher=launcher, OMP_NUM_THREADS="1")
     document = json.loads(done.stdout)
     assert done.returncode == 0, done.stdout
     assert (document["launcher"], document["world"]) == ("torchrun", 2)

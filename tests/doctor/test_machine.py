@@ -1,10 +1,10 @@
 """What checks may ask of a machine: files of the kernel, programs with deadlines, torch in a process of its own."""
 
-import sys
 import time
 
 from doctor.machines import machine, program, write
 from phalanx.doctor.machine import CheckedMachine
+from phalanx.launch.watchdog.processes import process_state
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
@@ -26,9 +26,15 @@ def test_a_program_that_leaves_a_child_behind_does_not_hang_the_caller(tmp_path)
     assert time.monotonic() - began < 4
 
 
-def test_a_program_that_hangs_is_killed(tmp_path):
-    ran = machine().call([sys.executable, "-S", "-c", "print(1, flush=True)\nwhile True: pass"], 0.5)
-    assert (ran.code, ran.out) == (None, "1\n")
+def test_a_program_that_hangs_is_killed_with_its_children(tmp_path):
+    program(tmp_path / "bin", "parent", "import os, time\nprint(os.fork(), flush=True)\ntime.sleep(60)\n")
+    ran = machine().call([str(tmp_path / "bin" / "parent")], 0.5)
+    assert ran.code is None
+    child = max(map(int, ran.out.split()))
+    end = time.monotonic() + 5
+    while (state := process_state(child)) and state.state != "Z" and time.monotonic() < end:
+        time.sleep(0.01)
+    assert state is None or state.state == "Z"
 
 
 def test_the_ranks_of_a_node():

@@ -13,7 +13,7 @@ from phalanx.cli.job_words import JobVerb, Option
 from phalanx.config.job import Job
 from phalanx.doctor.findings import SECONDS
 from phalanx.doctor.machine import CheckedMachine
-from phalanx.doctor.report import DoctorReport, facts_of, launcher_findings, local_findings, merged, text
+from phalanx.doctor.report import DoctorReport, facts_of, launcher_findings, local_findings, merged, show
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.lifeline import die_with_launcher
@@ -62,11 +62,11 @@ def run(argv: Sequence[str]) -> int:
         return 0  # another rank prints, and its exit code is the launcher's
     if machine.ranks is not None and machine.ranks.rank:
         # The nodes could not meet: rank 0 prints its own report on standard output, the others explain themselves.
-        print(text(report, sys.stderr), file=sys.stderr, flush=True)
+        show(report, sys.stderr)
     elif "json" in line.switches:
         echo(json.dumps(report.as_dict(), indent=1))
     else:
-        print(text(report, sys.stdout), flush=True)  # its texts are visible, its colours are ours
+        show(report, sys.stdout)
     return report.exit_code
 
 

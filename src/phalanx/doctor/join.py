@@ -26,7 +26,7 @@ _PATIENCE = 6
 """Factor on the seconds of a check: processes start, and import torch, at different times."""
 _POLL_S = 0.2
 _ADVICE = "start the same command on every node, and look at what this node says about the network"
-_NO_TORCH = "torch is not installed here, so nodes cannot be compared"
+_NO_TORCH = "torch is not installed here, so nodes cannot be compared\ninstall it, or use --hosts"
 Compared = tuple[list[CheckResult], int]
 """The lines of all nodes, and the number of processes that took part."""
 

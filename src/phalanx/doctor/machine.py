@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -108,8 +110,8 @@ class CheckedMachine:
             return []
 
     def call(self, command: Sequence[str], seconds: float | None = None) -> EndedProgram:
-        """Runs a program without input, in this machine's environment, and kills it after `seconds`. Raises OSError if
-        it cannot be started."""
+        """Runs a program without input, in this machine's environment, and kills it and its children after `seconds`.
+        Raises OSError if it cannot be started."""
         # Files, not pipes: a grandchild that survives would keep a pipe open, and reading it would wait for it.
         with _file_in_memory() as out, _file_in_memory() as err:
             child = subprocess.Popen(
@@ -119,7 +121,8 @@ class CheckedMachine:
                 code: int | None = child.wait(self.seconds if seconds is None else seconds)
             except subprocess.TimeoutExpired:
                 code = None
-                child.kill()  # not waited for: a process inside a driver that hangs cannot be killed
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)  # not waited for: a driver that hangs keeps its process
             texts = []
             for file in (out, err):
                 file.seek(0)

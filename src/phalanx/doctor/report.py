@@ -134,6 +134,13 @@ def text(report: DoctorReport, stream: TextIO, env: dict[str, str] | None = None
     return "\n".join([*_grouped(report, colours, shutil.get_terminal_size().columns), _summary(report)])
 
 
+def show(report: DoctorReport, stream: TextIO) -> None:
+    """Writes the report for people. It does not pass `echo`, which would show its colours as escapes: the texts of the
+    checks are made visible one by one."""
+    stream.write(f"{text(report, stream)}\n")
+    stream.flush()
+
+
 def _plain(line: CheckResult, report: DoctorReport) -> str:
     remedy = f" -> {line.remedy}" if line.remedy else ""
     return visible(f"{line.status:<5}  {line.group}: {line.check}: {_where(line, report)}{line.text}{remedy}")

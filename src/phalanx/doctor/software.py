@@ -15,6 +15,7 @@ from pathlib import Path
 import phalanx
 from phalanx.doctor.findings import CheckResult, DoctorCheck, error, ok, warn
 from phalanx.doctor.machine import CheckedMachine
+from phalanx.units import counted
 
 _HANGS = "the file system of the Python installation is slow or hangs: install on a local disk, or try again"
 _MOST_NAMES = 10_000
@@ -133,7 +134,7 @@ def import_path(machine: CheckedMachine, here: Path) -> Iterator[CheckResult]:
             "unset PYTHONPATH, or load the modules of this Python",
         )
     if not problems:
-        yield ok(f"{len(stated)} folders in PYTHONPATH" if stated else "nothing shadows a library")
+        yield ok(f"{counted(len(stated), 'folder')} in PYTHONPATH" if stated else "nothing shadows a library")
 
 
 def _shadows(folder: Path, libraries: set[str]) -> list[str]:

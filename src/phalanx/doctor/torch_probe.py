@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+from phalanx.echo import echo
+
 
 def main(threads: int, local_ranks: int) -> dict[str, Any]:
     """Returns torch's facts; "facts" are those that all ranks of a run must share (train/agreement.py)."""
@@ -35,4 +37,4 @@ def main(threads: int, local_ranks: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]))))
+    echo(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]))))
