@@ -28,6 +28,11 @@ DAMAGED = ".damaged-"
 T = TypeVar("T")
 
 
+def space_for(need: int, checkpoints: int = 1) -> float:
+    """Returns the free bytes that so many checkpoints of `need` bytes ask for, with their manifests."""
+    return checkpoints * need * 1.01 + 2**20
+
+
 @dataclass(frozen=True)
 class Retention:
     """The policy of one job."""

@@ -34,7 +34,7 @@ from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, ShardFile, StoredTensor
 from phalanx.checkpoint.parts import Part, whole_parts
 from phalanx.checkpoint.reports import Reports
-from phalanx.checkpoint.retention import DAMAGED, Retention, remove_expired, remove_leftovers
+from phalanx.checkpoint.retention import DAMAGED, Retention, remove_expired, remove_leftovers, space_for
 from phalanx.checkpoint.validity import by_age, check, directory_of
 from phalanx.data.files import TEMPORARY, write_atomic
 from phalanx.errors import CheckpointError, PhalanxError, RunError
@@ -259,10 +259,10 @@ def _require_space(root: Path, need: int, retention: Retention) -> None:
     """Raises OSError if a checkpoint of `need` bytes does not fit. Warns if it is the first one, and those kept at the
     same time will not fit: the `keep` newest, and the next one while it is written."""
     free = shutil.disk_usage(root).free
-    if free < need * 1.01 + 2**20:
+    if free < space_for(need):
         raise _TooLittleSpaceError(f"it needs {gib(need)}, and {root} has {gib(free)} free")
     kept = retention.keep + 1
-    if retention.keep and free < kept * need * 1.01 and not by_age(root):
+    if retention.keep and free < space_for(need, kept) and not by_age(root):
         log.warning(
             "checkpoints: %s has %s free, and checkpoint.keep=%d needs %s: %d × %s, the next one while it is written "
             "included; %s",

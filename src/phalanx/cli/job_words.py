@@ -117,6 +117,14 @@ class JobVerb:
         about_job = (word for word in rest if word[:2] != "--" or word[2:].replace("-", "_") not in switches)
         return JobWords(loaded, frozenset(words.switches), options, tuple(about_job))
 
+    def command_line(self, argv: Sequence[str]) -> tuple[overrides.CommandLine, dict[str, Any]]:
+        """Returns the words and the options' values without loading the job. Raises JobError about words that mean
+        nothing, but not about the job."""
+        words, options = self._words(argv)
+        if words.problems:
+            raise JobError(words.problems)
+        return words, options
+
     def _planned(self, loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
         if not loaded.job.layout.auto or self.auto in ("open", "always"):
             return loaded

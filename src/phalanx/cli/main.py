@@ -28,6 +28,7 @@ VERBS = {
     "plan": "choose the layout of a job: the fastest that fits, and why",
     "predict": "time, memory and traffic of a step on any machine, without it",
     "simulate": "a step as a timeline: every pass and message, slow devices, failures",
+    "doctor": "check this machine, or all nodes, before a run: every line OK, WARN or ERROR with a remedy",
     "bench": "measure this machine, for predictions on cluster=local",
     "schedule": "pipeline schedules: list, draw, measure and check them",
     "collectives": "algorithms of collectives: list, draw, count and check them",

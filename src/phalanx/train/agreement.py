@@ -5,9 +5,6 @@ A rank with another learning rate, seed, version or shard would train to the end
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 import logging
 import os
 import platform
@@ -19,28 +16,14 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 import phalanx
-from phalanx.check.show import as_dict
 from phalanx.comm.agree import on_every_rank
 from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
-from phalanx.config.fields import leaves
 from phalanx.config.job import Job
 from phalanx.data.shards import Index, open_shards, repair_command
 from phalanx.errors import DataError, JobError, RunError
+from phalanx.train.facts import job_facts, source_digest
 
 log = logging.getLogger(__name__)
-
-MAY_DIFFER = (
-    "run.threads",  # the number of threads itself is compared, where results depend on it
-    "run.log_level",
-    "run.all_ranks",
-    # cluster=local reads these from the measurements of each machine; only predictions depend on them.
-    "cluster.accelerator.",
-    "cluster.intra.",
-    "cluster.inter.",
-    "cluster.sharing.",
-    "cluster.calibration.",
-)
-"""Fields of a job, or their beginnings, that may differ between ranks."""
 
 MAY_DIFFER_WITH_WARNING = ("processor capability", "accelerator")
 """Facts about a rank's machine that change rounding, but that a user cannot always make equal."""
@@ -107,16 +90,6 @@ def open_same_shards(folder: Path) -> Index:
     return index
 
 
-def job_facts(job: Job) -> dict[str, Any]:
-    """Returns every field of the job that must be the same on all ranks, by dotted path."""
-    document = as_dict(job)
-    return {
-        path: functools.reduce(lambda values, name: values[name], path.split("."), document)
-        for path in leaves()
-        if not path.startswith(MAY_DIFFER)
-    }
-
-
 def program_facts(device: torch.device) -> dict[str, Any]:
     """Returns the versions and settings of this process that must be the same on all ranks, by name."""
     facts: dict[str, Any] = {
@@ -142,18 +115,6 @@ def program_facts(device: torch.device) -> dict[str, Any]:
         "cuDNN": [torch.backends.cudnn.version(), torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32],
         "rounding variables": {name: os.environ.get(name) for name in ROUNDING_VARIABLES},
     }
-
-
-@functools.cache
-def source_digest() -> str:
-    """Returns a digest (sha256, 16 hexadecimal digits) of the program's own source files, by relative path and content:
-    what a version number does not tell while somebody edits a working copy."""
-    root = Path(phalanx.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(json.dumps([str(path.relative_to(root)), len(content)]).encode() + content)
-    return digest.hexdigest()[:16]
 
 
 def _message(found: list[Disagreement], program: Facts) -> str:

@@ -26,10 +26,10 @@ def require_shared(directory: RunDirectory, shards: Path, ranks: Ranks) -> None:
     shards that rank 0 sees. Ranks of one node are not asked. A collective; the path `shards` is rank 0's."""
     if ranks.one_node:
         return
-    token = directory.path / on_rank_zero(lambda: _write_token(directory))
+    token = directory.path / on_rank_zero(lambda: write_token(directory))
     paths = {"run.dir": token, "data.dir": shards / INDEX}
     deadline = time.monotonic() + VISIBLE_S
-    hidden = {field: str(path.parent.absolute()) for field, path in paths.items() if not _sees(path, deadline)}
+    hidden = {field: str(path.parent.absolute()) for field, path in paths.items() if not sees(path, deadline)}
     answers = gather_json({"host": platform.node(), "hidden": hidden})
     if ranks.rank == 0:
         token.unlink(missing_ok=True)
@@ -38,7 +38,8 @@ def require_shared(directory: RunDirectory, shards: Path, ranks: Ranks) -> None:
         raise RunError("\n".join(problems))
 
 
-def _write_token(directory: RunDirectory) -> str:
+def write_token(directory: RunDirectory) -> str:
+    """Creates an empty file in the directory, and returns its name. Raises RunError if that fails."""
     name = f".seen-{secrets.token_hex(8)}"
     with directory.writing():
         directory.path.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,8 @@ def _write_token(directory: RunDirectory) -> str:
     return name
 
 
-def _sees(path: Path, deadline: float) -> bool:
+def sees(path: Path, deadline: float) -> bool:
+    """Returns whether a file that another node has written is seen before `deadline`, by time.monotonic()."""
     while not path.exists():
         if time.monotonic() > deadline:
             return False

@@ -69,6 +69,13 @@ def state_bytes(
     return StateBytes(*(sum(kind) for kind in zip(*map(astuple, parts), strict=True)))
 
 
+def checkpoint_bytes(model: ModelConfig, precision: str, vocab: int) -> int:
+    """Returns the bytes of the tensors of one checkpoint of `phalanx train`, whatever the layout: every parameter and
+    its optimizer state once. State that a `layout.sync` other than bsp adds is not counted."""
+    whole = state_bytes(model, Layout(), precision, vocab=vocab)
+    return whole.parameters + whole.optimizer
+
+
 def _sharded(shapes: Shapes, layout: Layout, width: int, gradient_width: int, state_width: int) -> StateBytes:
     """Returns the state of parameters of these shapes, sharded in the same way, with these bytes per element."""
     ranks = layout.shard_ranks

@@ -36,14 +36,20 @@ def interface_towards(host: str) -> str | None:
         except OSError:
             return None
         own = probe.getsockname()[0]
+    return next((name for name, address in interfaces().items() if address == own), None)
+
+
+def interfaces() -> dict[str, str]:
+    """Returns the IPv4 address of every network interface of this machine that has one, by the interface's name."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
             except OSError:
                 continue
-            if socket.inet_ntoa(found[20:24]) == own:
-                return name
-    return None
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
 
 
 def free_port(address: str) -> int:

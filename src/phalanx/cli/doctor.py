@@ -1,0 +1,105 @@
+"""`phalanx doctor [JOB]`: looks for what would keep a run from starting or finishing, here or on all nodes."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.cli.job_words import JobVerb, Option
+from phalanx.config.job import Job
+from phalanx.doctor.findings import SECONDS
+from phalanx.doctor.machine import CheckedMachine
+from phalanx.doctor.report import DoctorReport, facts_of, launcher_findings, local_findings, merged, show
+from phalanx.echo import echo
+from phalanx.errors import JobError
+from phalanx.launch.lifeline import die_with_launcher
+
+VERB = JobVerb(
+    "doctor",
+    "Checks this machine, and with a job whether it can run here: scheduler and launcher, versions, GPUs, limits, the "
+    "file system of the run directory, network, environment. Every line is OK, WARN or ERROR with a remedy; the exit "
+    "code is 1 if there is an ERROR. Under torchrun, srun or mpiexec, with run.nnodes, or with --hosts, all nodes are "
+    "compared.",
+    {},
+    {
+        "hosts": Option(
+            str,
+            (),
+            "Run the checks on these hosts through ssh and compare them: --hosts node-a node-b, or node-a,node-b.",
+            many=True,
+            like=r"[^=]*$",
+        ),
+        "rsh": Option(
+            str, "ssh -o BatchMode=yes -o ConnectTimeout=5", "with --hosts: the remote shell; HOST COMMAND follow."
+        ),
+        "timeout": Option(float, SECONDS, "Seconds that a check may take; slow ones may take a few times as long."),
+    },
+    auto="open",
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    began = time.monotonic()
+    die_with_launcher()
+    problems: list[str] = []
+    try:
+        words = VERB.parse(argv)
+        if words is None:
+            return 0
+        job = words.job
+    except JobError as error:
+        problems, job = error.problems, Job()
+    line, options = VERB.command_line(argv)  # raises for a word that means nothing; a wrong job is a line of the report
+    machine = CheckedMachine(
+        job=job, has_job=not problems and bool(line.files or line.settings), seconds=options["timeout"]
+    )
+    report = _on_hosts(argv, options, began) if options["hosts"] else _here(machine, problems, began)
+    if report is None:
+        return 0  # another rank prints, and its exit code is the launcher's
+    if machine.ranks is not None and machine.ranks.rank:
+        # The nodes could not meet: rank 0 prints its own report on standard output, the others explain themselves.
+        show(report, sys.stderr)
+    elif "json" in line.switches:
+        echo(json.dumps(report.as_dict(), indent=1))
+    else:
+        show(report, sys.stdout)
+    return report.exit_code
+
+
+def _here(machine: CheckedMachine, problems: Sequence[str], began: float) -> DoctorReport | None:
+    """Returns the report of this machine, or, on the first of several processes, of all nodes; None on the others."""
+    ranks, host = machine.ranks, (platform.node(),)
+    if ranks is not None and ranks.local_rank:
+        findings = launcher_findings(machine)
+    else:
+        findings = local_findings(machine, problems)
+    launcher, world, facts = "none", 1, {}
+    if ranks is not None and ranks.world > 1:
+        from phalanx.doctor.join import by_launcher
+
+        compared = by_launcher(machine, ranks, findings)
+        launcher = ranks.source
+    elif machine.has_job and machine.job.run.nnodes:
+        from phalanx.doctor.join import by_endpoint
+
+        compared = by_endpoint(machine, findings)
+        launcher = "phalanx"
+    else:
+        compared, facts = (findings, 1), facts_of(machine)
+    if compared is None:
+        return None
+    findings, world = compared
+    hosts = tuple(dict.fromkeys(name for finding in findings for name in finding.hosts)) or host
+    return DoctorReport(merged(findings), hosts, launcher, world, time.monotonic() - began, facts)
+
+
+def _on_hosts(argv: Sequence[str], options: dict[str, Any], began: float) -> DoctorReport:
+    from phalanx.doctor.remote import compare, words_for
+
+    hosts = list(dict.fromkeys(host for word in options["hosts"] for host in word.split(",") if host))
+    findings = compare(hosts, options["rsh"], words_for(argv), options["timeout"])
+    return DoctorReport(merged(findings), tuple(hosts), "rsh", len(hosts), time.monotonic() - began)

@@ -1,0 +1,172 @@
+"""What checks look at: files of this machine under /proc, /sys and /dev, the environment, programs with deadlines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+from phalanx.config.job import Job
+from phalanx.errors import JobError
+from phalanx.launch.ranks import Ranks, detect
+from phalanx.train.run_directory import RunDirectory
+
+_MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class EndedProgram:
+    """The end of a program."""
+
+    code: int | None
+    """Its exit code; None if it was killed because it took too long."""
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class CheckedMachine:
+    """This machine as the checks see it."""
+
+    job: Job = field(default_factory=Job)
+    """The job that is to run here, or the defaults of one."""
+    has_job: bool = False
+    """Whether the user named a job."""
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    root: Path = Path("/")
+    """Where /proc, /sys and /dev are; another folder in tests."""
+    seconds: float = 10.0
+    """Seconds that a program started by a check may take."""
+    resolve: Callable[..., list[Any]] = socket.getaddrinfo
+    """Looks up a host name, as socket.getaddrinfo."""
+    python: str = sys.executable
+
+    @property
+    def run_directory(self) -> RunDirectory:
+        return RunDirectory.of(self.job)
+
+    @property
+    def folder(self) -> Path:
+        """The job's run directory, or without a job the folder of all run directories."""
+        return self.run_directory.path if self.has_job else Path(self.job.run.dir)
+
+    @cached_property
+    def ranks(self) -> Ranks | None:
+        """This process among others; None without a launcher, or if its variables contradict each other."""
+        try:
+            return detect(self.env)
+        except JobError:
+            return None
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of the run on this node, as far as launcher and job tell; at least 1."""
+        if self.ranks is not None:
+            return self.ranks.local_world or 1
+        if not self.has_job:
+            return 1
+        nodes = self.job.run.most_nodes if self.job.run.nnodes else self.job.cluster.nodes
+        return max(1, self.job.layout.processes // nodes)
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether the run uses, or may use, more than this machine."""
+        if self.ranks is not None and not self.ranks.one_node:
+            return self.ranks.world > 1
+        return self.has_job and (self.job.run.most_nodes > 1 or self.job.cluster.nodes > 1)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether this process is compared with others, which then see for themselves what the nodes share."""
+        return bool(self.has_job and self.job.run.nnodes) or (self.ranks is not None and self.ranks.world > 1)
+
+    @property
+    def may_use_gpus(self) -> bool:
+        return self.job.cluster.device != "cpu"
+
+    def read(self, path: str, otherwise: str = "") -> str:
+        """Returns the text of a file of the kernel, such as "/proc/meminfo"; `otherwise` if it cannot be read."""
+        try:
+            with (self.root / path.lstrip("/")).open(encoding="utf-8", errors="replace") as file:
+                return file.read(_MOST_BYTES)
+        except OSError:
+            return otherwise
+
+    def list(self, path: str) -> list[str]:
+        """Returns the names in a folder of the kernel; none if it cannot be read."""
+        try:
+            return sorted(os.listdir(self.root / path.lstrip("/")))
+        except OSError:
+            return []
+
+    def call(self, command: Sequence[str], seconds: float | None = None) -> EndedProgram:
+        """Runs a program without input, in this machine's environment, and kills it and its children after `seconds`.
+        Raises OSError if it cannot be started."""
+        # Files, not pipes: a grandchild that survives would keep a pipe open, and reading it would wait for it.
+        with _file_in_memory() as out, _file_in_memory() as err:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(self.env), start_new_session=True
+            )
+            try:
+                code: int | None = child.wait(self.seconds if seconds is None else seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)  # not waited for: a driver that hangs keeps its process
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read(_MOST_BYTES).decode(errors="replace"))
+        return EndedProgram(code, *texts)
+
+    @cached_property
+    def torch(self) -> TorchProbe:
+        """What torch says about itself and the GPUs, from a process of its own; it is started at the first use."""
+        return TorchProbe(self)
+
+
+class TorchProbe:
+    """Asks torch in a child process: an import may take long, hang in a driver, or crash."""
+
+    def __init__(self, machine: CheckedMachine):
+        self._machine, self._lock = machine, threading.Lock()
+        self._facts: dict[str, Any] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the facts of `torch_probe.main`, or {"problem": text}. Waits for the child; thread-safe."""
+        with self._lock:
+            if self._facts is None:
+                self._facts = self._ask()
+        return self._facts
+
+    def _ask(self) -> dict[str, Any]:
+        seconds = 4 * self._machine.seconds
+        command = [self._machine.python, "-P", "-m", "phalanx.doctor.torch_probe"]
+        numbers = (self._machine.job.run.threads, self._machine.local_ranks)
+        try:
+            ran = self._machine.call([*command, *map(str, numbers)], seconds)
+        except OSError as problem:
+            return {"problem": f"Python could not be started: {problem}"}
+        if ran.code is None:
+            return {"problem": f"importing torch takes more than {seconds:g} s"}
+        try:
+            found = json.loads(ran.out.splitlines()[-1])
+        except (ValueError, IndexError):
+            last = (ran.err.strip().splitlines() or ["no message"])[-1]
+            ended = f"signal {-ran.code}" if ran.code < 0 else f"exit code {ran.code}"
+            return {"problem": f"importing torch ended with {ended}: {last[:300]}"}
+        return found if isinstance(found, dict) else {"problem": "torch answered with something else"}
+
+
+def _file_in_memory() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("phalanx-doctor"), "w+b")

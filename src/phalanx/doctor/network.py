@@ -1,0 +1,218 @@
+"""Checks of names, interfaces and ports: where gloo and NCCL connect, and whether this machine reaches itself there."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from phalanx.doctor.findings import CheckResult, DoctorCheck, error, ok, warn
+from phalanx.doctor.machine import CheckedMachine
+from phalanx.launch.nodes import addresses
+from phalanx.units import seconds
+
+_SLOW_NAME_S = 2.0
+_CONNECT_S = 3.0
+_FEW_PORTS = 1000
+_NAME_HANGS = "a name server does not answer: put this host into /etc/hosts, or repair /etc/resolv.conf"
+Interfaces = Callable[[], Mapping[str, str]]
+
+
+def checks(machine: CheckedMachine) -> list[DoctorCheck]:
+    """Returns the checks of this group."""
+    found = [
+        DoctorCheck("network", "host name", lambda: host_name(machine, socket.gethostname()), _NAME_HANGS),
+        DoctorCheck("network", "loopback", loopback),
+        DoctorCheck("network", "interface", lambda: interface(machine, addresses.interfaces), _NAME_HANGS),
+        DoctorCheck("network", "ports", lambda: ports(machine)),
+    ]
+    host, port = _endpoint(machine)
+    if host:
+        found.append(DoctorCheck("network", "rendezvous", lambda: rendezvous(machine, host, port), _NAME_HANGS))
+    return found
+
+
+def host_name(machine: CheckedMachine, name: str) -> Iterator[CheckResult]:
+    """Yields the addresses of this machine's own name, which gloo looks up."""
+    began = time.monotonic()
+    try:
+        found = machine.resolve(name, None, type=socket.SOCK_STREAM)
+    except OSError as problem:
+        yield warn(
+            f"{name} does not resolve: {problem.strerror or problem}; gloo and torchrun look it up",
+            f"add a line to /etc/hosts: ADDRESS {name}; or set GLOO_SOCKET_IFNAME, and torchrun's --local-addr",
+        )
+        return
+    took = time.monotonic() - began
+    own = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    text = f"{name} is {', '.join(own[:4])}"
+    if took > _SLOW_NAME_S:
+        yield warn(f"{text}, after {seconds(took)}", _NAME_HANGS)
+    elif machine.several_nodes and all(address.startswith("127.") or address == "::1" for address in own):
+        yield warn(
+            f"{text}: only this machine reaches that",
+            "set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes",
+        )
+    else:
+        yield ok(text)
+
+
+def loopback() -> Iterator[CheckResult]:
+    """Yields whether 127.0.0.1 works: the ranks of one machine use nothing else."""
+    if problem := _reaches_itself("127.0.0.1"):
+        yield error(f"127.0.0.1: {problem}", "ip link set lo up")
+    else:
+        yield ok("127.0.0.1 answers")
+
+
+def _reaches_itself(address: str) -> str:
+    """Returns why a listener at an own address is not reached; empty if it is."""
+    try:
+        with socket.create_server((address, 0)) as server:
+            server.settimeout(_CONNECT_S)
+            with socket.create_connection(server.getsockname()[:2], _CONNECT_S):
+                server.accept()[0].close()
+    except OSError as problem:
+        return str(problem.strerror or problem)
+    return ""
+
+
+def interface(machine: CheckedMachine, interfaces: Interfaces) -> Iterator[CheckResult]:
+    """Yields the interface that gloo and NCCL take, and whether a listener there is reached."""
+    known = interfaces()
+    listed = ", ".join(f"{name} {address}" for name, address in known.items()) or "none has an IPv4 address"
+    problems = False
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        wanted = machine.env.get(variable, "")
+        if wanted and not _matching(variable, wanted, known):
+            problems = True
+            yield error(
+                f"{variable}={wanted[:80]} names no interface with an address; there are: {listed}",
+                f"unset {variable}, or set it to one of them",
+            )
+    if problems:
+        return
+    name, reason = chosen(machine, known)
+    if name is None:
+        yield ok(f"no interface is set, and the host's name leads to none; there are: {listed}")
+        return
+    text = f"{name} {known[name]} ({reason})"
+    if problem := _reaches_itself(known[name]):
+        yield error(
+            f"{text}: a listener there is not reached: {problem}",
+            "look for a firewall on this machine (nft list ruleset), or an address that it does not own (ip address)",
+        )
+    else:
+        others = ", ".join(f"{other} {address}" for other, address in known.items() if other not in (name, "lo"))
+        yield ok(text + (f"; also {others}" if others else ""))
+
+
+def _matching(variable: str, wanted: str, known: Mapping[str, str]) -> list[str]:
+    """Returns the interfaces that a variable names: NCCL's is a list of prefixes, of whole names after `=`, or of
+    those to leave out after `^`; gloo's is a list of names."""
+    names = [name.strip() for name in wanted.lstrip("^=").split(",")]
+    if not variable.startswith("NCCL") or wanted.startswith("="):
+        # torch starts one gloo device per name, so each has to exist.
+        return names if all(name in known for name in names) else []
+    begins = [name for name in known if any(name.startswith(prefix) for prefix in names if prefix)]
+    return [name for name in known if name not in begins] if wanted.startswith("^") else begins
+
+
+def chosen(machine: CheckedMachine, known: Mapping[str, str]) -> tuple[str | None, str]:
+    """Returns the interface that gloo takes on this machine, and why; None if that cannot be told."""
+    ranks = machine.ranks
+    if not machine.several_nodes and (ranks is None or ranks.one_node) and "lo" in known:
+        return "lo", "all ranks are on this machine"
+    if wanted := machine.env.get("GLOO_SOCKET_IFNAME"):
+        return next(iter(_matching("GLOO_SOCKET_IFNAME", wanted, known)), None), "GLOO_SOCKET_IFNAME"
+    host, _ = _endpoint(machine)
+    if host and machine.has_job and machine.job.run.nnodes:
+        name = addresses.interface_towards(host)
+        return (name if name in known else None), f"leads to {host}"
+    try:
+        entries = machine.resolve(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return None, ""
+    own = {str(entry[4][0]) for entry in entries}
+    return next((name for name, address in known.items() if address in own), None), "this host's name"
+
+
+def ports(machine: CheckedMachine) -> Iterator[CheckResult]:
+    """Yields the range of ports for outgoing connections, and whether a fixed port lies in it."""
+    numbers = re.findall(r"[0-9]+", machine.read("/proc/sys/net/ipv4/ip_local_port_range", "32768 60999"))
+    low, high = int(numbers[0]), int(numbers[1])
+    if high - low < _FEW_PORTS:
+        yield warn(
+            f"outgoing connections have the ports {low} to {high} only", "widen net.ipv4.ip_local_port_range (sysctl)"
+        )
+        return
+    stated = machine.env.get("MASTER_PORT", "")
+    if stated and not (re.fullmatch(r"[0-9]{1,5}", stated) and int(stated) < 65536):
+        yield error(f"MASTER_PORT={stated[:40]} is not a port", "set a number from 1024 to 65535")
+    elif stated and low <= int(stated) <= high and "TORCHELASTIC_RUN_ID" not in machine.env:
+        yield warn(
+            f"MASTER_PORT={stated} lies among the ports of outgoing connections, {low} to {high}: it may be taken",
+            f"set a port below {low}",
+        )
+    else:
+        yield ok(f"outgoing {low} to {high}" + (f", MASTER_PORT={stated}" if stated else ""))
+
+
+def _endpoint(machine: CheckedMachine) -> tuple[str, int]:
+    """Returns where the nodes of the run meet: host and port; an empty host if nothing says it."""
+    if machine.has_job and machine.job.run.rdzv_endpoint:
+        return machine.job.run.endpoint
+    port = machine.env.get("MASTER_PORT", "")
+    return (machine.env.get("MASTER_ADDR", ""), int(port)) if re.fullmatch(r"[0-9]{1,5}", port) else ("", 0)
+
+
+def rendezvous(machine: CheckedMachine, host: str, port: int) -> Iterator[CheckResult]:
+    """Yields whether the address where the nodes meet resolves, and is free or reached."""
+    try:
+        found = machine.resolve(host, port, type=socket.SOCK_STREAM)
+    except OSError as problem:
+        yield error(
+            f"{host} does not resolve: {problem.strerror or problem}", "use an address, or a name that every node knows"
+        )
+        return
+    family, kind, protocol, _, address = found[0]
+    text = f"{host}:{port}" + (f" ({address[0]})" if address[0] != host else "")
+    way = addresses.interface_towards(address[0]) if family == socket.AF_INET else None
+    text += f" through {way}" if way else ""
+    reached = _connect(family, kind, protocol, address)
+    if not _is_own(family, kind, protocol, address):
+        if reached in ("", "refused"):
+            # Refused is an answer: the host is there, and nothing filters the port. Its program may start later.
+            yield ok(f"{text}: {'answers' if not reached else 'the host answers, nobody listens there yet'}")
+        else:
+            yield error(
+                f"{text}: {reached}", f"check the address, and a firewall between here and there: nc -vz {host} {port}"
+            )
+    elif reached == "" and machine.ranks is None:
+        yield error(f"{text}: another program listens at this port of this machine", "choose another port")
+    else:
+        yield ok(f"{text}, an address of this machine" + ("" if reached else "; it answers"))
+
+
+def _connect(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> str:
+    """Returns why an address is not reached: empty if it is, "refused" if nobody listens there."""
+    with socket.socket(family, kind, protocol) as probe:
+        probe.settimeout(_CONNECT_S)
+        try:
+            probe.connect(address)
+        except TimeoutError:
+            return f"no answer within {_CONNECT_S:g} s: the host is down, or a firewall drops packets"
+        except OSError as problem:
+            return "refused" if problem.errno == errno.ECONNREFUSED else str(problem.strerror or problem)
+    return ""
+
+
+def _is_own(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> bool:
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,287 @@
+"""Checks of the file system of the run directory: what a run relies on is tried there, in a folder that is removed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.checkpoint.files import REMOVED, sync
+from phalanx.data.files import TEMPORARY, open_regular, write_atomic
+from phalanx.doctor.findings import CheckResult, DoctorCheck, error, ok, warn
+from phalanx.doctor.machine import CheckedMachine
+from phalanx.errors import RunError
+from phalanx.train.run_directory import ENTRIES
+from phalanx.train.run_lock import LOCK, Holder
+from phalanx.units import counted, gib, seconds
+
+_PATIENCE = 1.5
+_SLOW_FSYNC_S = 1.0
+_MAX_SKEW_S = 2.0
+_FEW_INODES, _LEAST_INODES = 10_000, 200
+_LITTLE_SPACE = 2**30
+_ELSEWHERE = "set run.dir to a folder on another file system"
+_NO_LOCK = """
+import fcntl, sys
+try:
+    fcntl.flock(open(sys.argv[1], "r+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.exit(3)
+"""
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+_SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "fuse")
+"""Beginnings of the types of file systems that several nodes can mount."""
+_WEAK = ("9p", "cifs", "smb3", "vboxsf", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "vfat", "exfat")
+"""File systems without some of what a run relies on, or across a slow link."""
+
+
+def checks(machine: CheckedMachine) -> list[DoctorCheck]:
+    """Returns the checks of this group."""
+    folder = machine.folder
+
+    def mounted() -> str:
+        kind, source, _ = mount_of(machine, folder)
+        return f"{folder} on {kind} ({source})"
+
+    found = [("file system", file_system), ("writes", writes), ("locks", locks), ("space", space)]
+    found += [("umask", umask), ("leftovers", leftovers)]
+    hangs = "its server does not answer: set run.dir to another file system, or tell the administrator"
+    return [
+        DoctorCheck(
+            "storage", name, lambda find=find: find(machine), hangs, _PATIENCE, mounted if find is not umask else str
+        )
+        for name, find in found
+    ]
+
+
+def mount_of(machine: CheckedMachine, path: Path) -> tuple[str, str, set[str]]:
+    """Returns type, source and options of the file system that a path is on, from the kernel's table alone, which no
+    file server can make hang. Links on the way are not resolved."""
+    best: tuple[str, str, set[str]] = ("an unknown file system", "?", set())
+    length = -1
+    wanted = Path(os.path.abspath(path))
+    for line in machine.read("/proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, behind = before.split(), after.split()
+        if len(fields) < 6 or len(behind) < 3:
+            continue
+        point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4]))
+        if len(point.parts) >= length and wanted.is_relative_to(point):
+            length = len(point.parts)
+            best = behind[0], behind[1], {*fields[5].split(","), *behind[2].split(",")}
+    return best
+
+
+def nearest_folder(path: Path) -> Path:
+    """Returns the path, or the first folder above it that exists."""
+    path = Path(os.path.abspath(path))
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def file_system(machine: CheckedMachine) -> Iterator[CheckResult]:
+    """Yields the type of the file system."""
+    folder = machine.folder
+    kind, source, options = mount_of(machine, nearest_folder(folder).resolve())
+    text = f"{folder}: {kind} ({source})"
+    if kind in _IN_MEMORY:
+        yield warn(f"{text}, in memory: checkpoints are gone after a restart of the machine", _ELSEWHERE)
+    elif kind == "overlay":
+        yield warn(
+            f"{text}, a container's own layer: it goes with the container", "mount a volume, and set run.dir to it"
+        )
+    elif kind in _WEAK:
+        yield warn(f"{text}: slow, or without reliable renames and locks", _ELSEWHERE)
+    elif kind.startswith("nfs") and options & {"nolock", "local_lock=all", "local_lock=flock"}:
+        yield warn(f"{text} with locks that other nodes do not see", "mount it without nolock and local_lock")
+    elif kind == "lustre" and "flock" not in options:
+        yield warn(f"{text} without locks across nodes", "mount it with -o flock")
+    elif machine.several_nodes and not machine.is_compared and not kind.startswith(_SHARED):
+        yield warn(f"{text}: perhaps a disk of this node alone", "set run.dir to a file system that all nodes mount")
+    else:
+        yield ok(text)
+
+
+def writes(machine: CheckedMachine) -> Iterator[CheckResult]:
+    """Yields whether files are created exclusively, written durably, renamed atomically, and dated by our clock."""
+    folder = machine.folder
+    try:
+        scratch = _scratch(folder)
+    except OSError as problem:
+        yield error(f"{folder} cannot be written: {problem.strerror}", _ELSEWHERE)
+        return
+    try:
+        yield from _writes(scratch)
+    except OSError as problem:
+        yield error(f"{folder}: {problem.strerror or problem} ({problem.filename})", _ELSEWHERE)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _scratch(folder: Path) -> Path:
+    scratch = nearest_folder(folder) / f".phalanx-doctor-{secrets.token_hex(6)}"
+    scratch.mkdir(0o700)
+    return scratch
+
+
+def _writes(scratch: Path) -> Iterator[CheckResult]:
+    path, problems = scratch / "file", False
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        pass
+    else:
+        problems = True
+        yield error("a file was created twice (O_EXCL has no effect): two runs may take one directory", _ELSEWHERE)
+    before, began = time.time(), time.monotonic()
+    write_atomic(path, b"new" * 1000)
+    took = time.monotonic() - began
+    if path.read_bytes() != b"new" * 1000 or os.listdir(scratch) != ["file"]:
+        problems = True
+        yield error("a file renamed over another one was not replaced by it", _ELSEWHERE)
+    sync(scratch)
+    skew = path.stat().st_mtime - before
+    if abs(skew) > took + _MAX_SKEW_S:
+        problems = True
+        yield warn(
+            f"the file system's clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's",
+            "set the clocks by NTP (chronyc tracking)",
+        )
+    if took > _SLOW_FSYNC_S:
+        yield warn(f"fsync of a small file takes {seconds(took)}", "expect slow checkpoints; " + _ELSEWHERE)
+    elif not problems:
+        yield ok(f"exclusive create, fsync ({seconds(took)}), atomic rename, clock within {abs(skew):.1f} s")
+
+
+def locks(machine: CheckedMachine) -> Iterator[CheckResult]:
+    """Yields whether a lock of one process (flock) keeps another one out."""
+    folder = machine.folder
+    slower = "a run then tells by heartbeats who has its directory, which takes up to 15 s; " + _ELSEWHERE
+    try:
+        scratch = _scratch(folder)
+    except OSError:
+        return  # `writes` says so
+    try:
+        with (scratch / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ran = machine.call([machine.python, "-I", "-S", "-c", _NO_LOCK, str(scratch / "lock")])
+    except OSError as problem:
+        if problem.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            yield warn(f"no locks (flock): {problem.strerror}", slower)
+        else:
+            yield error(f"locking a file failed: {problem.strerror}", _ELSEWHERE)
+        return
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if ran.code == 3:
+        yield ok("flock keeps a second process out")
+    elif ran.code == 0:
+        yield warn("flock does not keep a second process out", slower)
+    else:
+        yield error(f"a second process could not try the lock: {ran.err.strip()[-200:] or 'no answer'}", _ELSEWHERE)
+
+
+def space(machine: CheckedMachine) -> Iterator[CheckResult]:
+    """Yields free space and free inodes; a job's checkpoints are compared with it by the group `job`."""
+    folder = machine.folder
+    found = os.statvfs(nearest_folder(folder))
+    free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    text = f"{gib(free)} free of {gib(size)}"
+    if not found.f_files:  # btrfs and others have as many as fit
+        inodes = ""
+    else:
+        inodes = f", {found.f_favail:,} inodes"
+        if found.f_favail < _LEAST_INODES:
+            yield error(f"{text}{inodes}: no room for new files", "delete small files, or " + _ELSEWHERE)
+            return
+        if found.f_favail < _FEW_INODES:
+            yield warn(f"{text}{inodes}", "delete small files, or " + _ELSEWHERE)
+            return
+    if free < _LITTLE_SPACE:
+        yield warn(f"{text}{inodes}", "free some space, or " + _ELSEWHERE)
+    else:
+        yield ok(f"{text}{inodes} (quotas are not seen)")
+
+
+def umask(machine: CheckedMachine) -> Iterator[CheckResult]:
+    """Yields whether the owner may read and write what he creates."""
+    found = re.search(r"^Umask:\s+([0-7]+)$", machine.read("/proc/self/status"), flags=re.MULTILINE)
+    mask = int(found[1], 8) if found else 0o022
+    if mask & 0o700:
+        yield error(f"umask {mask:04o} takes the owner's own rights", "umask 022")
+    else:
+        yield ok(f"{mask:04o}")
+
+
+def leftovers(machine: CheckedMachine) -> Iterator[CheckResult]:
+    """Yields what earlier runs left in the run directory, and processes that outlived their launcher."""
+    directory = machine.run_directory
+    problems = False
+    if machine.has_job:
+        for line in _of_directory(directory.path):
+            problems = True
+            yield line
+    if orphans := _orphans(machine):
+        problems = True
+        yield warn(
+            f"ranks of an earlier run that outlived their launcher: process {', '.join(map(str, orphans[:8]))}",
+            f"look at them (ps -fp {orphans[0]}), and end them: kill {' '.join(map(str, orphans[:8]))}",
+        )
+    if not problems:
+        yield ok("none")
+
+
+def _of_directory(path: Path) -> Iterator[CheckResult]:
+    if links := [name for name in ENTRIES if (path / name).is_symlink()]:
+        yield error(f"{path} holds links, through which nothing is written: {', '.join(links)}", "remove them")
+    holder = _holder(path / LOCK)
+    if holder is not None and holder.is_gone:
+        yield ok(f"{path / LOCK} names {holder}, which has ended: the next run takes the lock")
+    elif holder is not None:
+        where = "" if holder.is_here else f"; if it has ended, delete {path / LOCK}"
+        yield warn(f"{path} is in use by {holder}", f"wait for it, or choose another run.name{where}")
+    half = []
+    for folder in (path, path / "checkpoints"):
+        with suppress(OSError):
+            half += [name for name in sorted(os.listdir(folder)) if _is_left(name)]
+    if half:
+        shown = ", ".join(half[:4]) + (", …" if len(half) > 4 else "")
+        yield ok(f"{counted(len(half), 'file')} of interrupted saves, removed by the next save: {shown}")
+
+
+def _is_left(name: str) -> bool:
+    return name.startswith(REMOVED) or (name.startswith(".") and (TEMPORARY in name))
+
+
+def _holder(path: Path) -> Holder | None:
+    try:
+        descriptor = open_regular(path, os.O_RDONLY)
+    except (OSError, RunError):
+        return None
+    try:
+        return Holder.read(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _orphans(machine: CheckedMachine) -> list[int]:
+    """Returns processes of this user that are ranks of a run, and whose launcher has ended: their parent is the first
+    process."""
+    found = []
+    for name in machine.list("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        words = machine.read(f"/proc/{name}/cmdline").split("\0")
+        if "phalanx.cli.rank" not in words:
+            continue
+        status = dict(re.findall(r"^(PPid|Uid):\s+([0-9]+)", machine.read(f"/proc/{name}/status"), flags=re.MULTILINE))
+        if status.get("PPid") == "1" and status.get("Uid") == str(os.getuid()):
+            found.append(int(name))
+    return found
