@@ -15,6 +15,7 @@ from phalanx.comm.agree import gather_json
 from phalanx.comm.axis import Axis
 from phalanx.launch.lost_peer import TEXTS
 from phalanx.selftest.calls import ALL, AxisCollective, averages_fit_bf16
+from phalanx.units import counted
 
 SIZES = (0, 1, 7, 1031, 40_009)
 """Elements of the whole tensor: none, odd numbers, and more than gloo's collectives treat as latency-bound."""
@@ -52,14 +53,14 @@ class WrongResult:
     def line(self) -> str:
         """Returns the sentence for the user."""
         name = self.collective.replace("_", "-")
-        form = "" if self.form == "plain" else f" {self.form}"
-        what = f"{name} of {self.elements}{form} {self.dtype} on {self.axis}"
+        form = "" if self.form == "plain" else f" ({self.form})"
+        what = f"{name} of {self.elements} × {self.dtype}{form} per rank on {self.axis}"
         where = f"rank {self.rank} ({self.host}): {what}"
         if self.place < 0:
             return f"{where}: wrote to {self.wrong} elements beside the tensor"
         return (
             f"{where}: element {self.place} is {self.got:g}, expected {self.expected:g} "
-            f"({self.wrong} of {self.elements} elements are wrong)"
+            f"({counted(self.wrong, 'wrong element')})"
         )
 
 

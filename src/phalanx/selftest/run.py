@@ -42,6 +42,9 @@ TIMING_S = {True: 2.0, False: 8.0}
 """Seconds for the timing of all axes together, by --quick."""
 PAIRS_S = {True: 1.5, False: 6.0}
 """Seconds for the matrix of pairs, by --quick."""
+START_S = 300.0
+"""Seconds without a sign of life that count as a hang before the test, while modules are loaded, and until the first
+training step is done, which may compile."""
 UNKNOWN_VOCABULARY = 256
 """Vocabulary size of the training where only the corpus, which is not read, would tell."""
 
@@ -58,8 +61,8 @@ class SelfTestOptions:
 
     @property
     def limits(self) -> Limits:
-        """When a silent rank hangs."""
-        return Limits(self.timeout_s / 2, self.timeout_s / 2)
+        """The limits of a silent rank."""
+        return Limits(self.timeout_s / 2, max(START_S, self.timeout_s / 2))
 
 
 def self_test(job: Job, ranks: Ranks, device: torch.device, threads: int, options: SelfTestOptions) -> DistReport:
@@ -79,6 +82,7 @@ def self_test(job: Job, ranks: Ranks, device: torch.device, threads: int, option
             reports = (options.traces or Path("traces")).absolute()
             join(ranks, hosts, token, options.limits, reports, None)
         agree_on_job(job, device)
+        heartbeat.enter(Phase.TEST)
         # The training must be legal here, before anything is measured.
         mesh = meshes.build(trainable(job)[0].layout, device.type)
         report = DistReport(job.layout, hosts, backend_of(ranks, device), device.type, threads)

@@ -56,8 +56,10 @@ class Phase(IntEnum):
     RECORD = 5
     VALIDATION = 6
     SAVE = 7
-    END = 8
-    DONE = 9
+    TEST = 8
+    """The self-test of the ranks before any training."""
+    END = 9
+    DONE = 10
     """The process group has been left: nobody waits for this rank any more, and it may take any time."""
 
     @property
