@@ -9,8 +9,9 @@ import phalanx
 
 ROOT = Path(phalanx.__file__).parent
 FLOORS = [
-    *("cli", "calibrate", "generate", "verify", "train", "checkpoint", "parallel", "comm", "launch", "model", "data"),
-    *("pictures", "validation", "plan", "simulate", "cost", "check", "partition", "blocks", "schedule", "config"),
+    *("cli", "selftest", "calibrate", "generate", "verify", "train", "checkpoint", "parallel", "comm", "launch"),
+    *("model", "data", "pictures", "validation", "plan", "simulate", "cost", "check", "partition", "blocks"),
+    *("schedule", "config"),
 ]
 """Rooms from the top down: a room may import those after it, and itself."""
 WITHOUT_TORCH = [*FLOORS[FLOORS.index("data") :]]

@@ -79,7 +79,8 @@ def _recorded(operation: str, call: Callable[[Axis, Tensor, Tensor], Any]) -> Ma
     """Returns a call of the backend that is recorded for the watchdog, as those of an axis are."""
 
     def make(axis: Axis, x: Tensor, out: Tensor) -> None:
-        record = axis.calls.begin(operation, x, waits=True)
+        # All ranks have to record the same shape: that of a rank's part.
+        record = axis.calls.begin(operation, out if operation == "scatter" else x, waits=True)
         call(axis, x, out)
         if record is not None:
             record.done()

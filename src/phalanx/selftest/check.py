@@ -57,7 +57,7 @@ class WrongResult:
         what = f"{name} of {self.elements} × {self.dtype}{form} per rank on {self.axis}"
         where = f"rank {self.rank} ({self.host}): {what}"
         if self.place < 0:
-            return f"{where}: wrote to {self.wrong} elements beside the tensor"
+            return f"{where}: wrote to {counted(self.wrong, 'element')} beside the tensor"
         return (
             f"{where}: element {self.place} is {self.got:g}, expected {self.expected:g} "
             f"({counted(self.wrong, 'wrong element')})"
@@ -71,7 +71,7 @@ class AxisChecks:
     axis: str
     ranks: int
     checked: int = 0
-    """Results that each rank compared."""
+    """Results that a rank compared; a root compares some more than the others, and counts here."""
     wrong: list[WrongResult] = field(default_factory=list)
     wrong_count: int = 0
     refused: dict[str, str] = field(default_factory=dict)
@@ -231,11 +231,12 @@ def _combine(name: str, ranks: int, mine: _Checks) -> AxisChecks:
         {
             "wrong": [asdict(each) for each in mine.wrong],
             "count": mine.wrong_count,
+            "checked": mine.checked,
             "refused": mine.refused,
             "limits": sorted(mine.limits),
         }
     )
-    found = AxisChecks(name, ranks, mine.checked)
+    found = AxisChecks(name, ranks, max(theirs["checked"] for theirs in every))
     for theirs in every:
         found.wrong += [WrongResult(**each) for each in theirs["wrong"]]
         found.wrong_count += theirs["count"]

@@ -44,11 +44,11 @@ def pictures(report: DistReport) -> dict[str, str]:
         names = [f"{axis.axis}, {counted(axis.ranks, 'rank')}" for axis in report.axes]
         found["speed"] = link_svg(f"Collectives of {report.backend} by axis", groups, names)
     if report.pairs:
+        ranks = {rank: report.hosts[rank] for rank in report.pairs.ranks}
         slow = [(a, b) for a, b, *_ in report.slow_pairs]
-        how = report.hosts, _short
         rates, waits = report.pairs.gbs, report.pairs.latency_us
-        found["bandwidth"] = heat_map("Bandwidth between ranks, one way", rates, *how, unit="GB/s", slow=slow)
-        found["latency"] = heat_map("Latency between ranks", waits, *how, unit="µs", more_is_better=False)
+        found["bandwidth"] = heat_map("Bandwidth between ranks, one way", rates, ranks, _short, unit="GB/s", slow=slow)
+        found["latency"] = heat_map("Latency between ranks", waits, ranks, _short, unit="µs", more_is_better=False)
     test = report.training
     if test is not None and any(test.step_s):
         rows = {_name(report, rank): [1e3 * value for value in values] for rank, values in enumerate(test.step_s)}
@@ -170,9 +170,9 @@ def _ranks(report: DistReport) -> Iterator[str]:
     slow = {each.rank: each for each in report.slow_ranks}
     own = report.training.own_s if report.training else []
     heads = ("rank", "host", "compute probe", "before a collective", "waits in it", "own time per step", "")
-    rows = []
+    rows, probe = [], report.probe
     for rank, host in enumerate(report.hosts):
-        times = report.probes[-1][rank]
+        times = probe[rank]
         rows.append(
             (
                 (str(rank), None),

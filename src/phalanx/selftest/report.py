@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from phalanx.config.layout import Layout
 from phalanx.launch.watchdog.slow import FACTOR
 from phalanx.pictures.roofline import seconds
 from phalanx.selftest.check import AxisChecks
-from phalanx.selftest.pairs import PairMatrix, slow_pairs
+from phalanx.selftest.pairs import PairMatrix
 from phalanx.selftest.stragglers import ProbeTimes, Straggler
 from phalanx.selftest.timing import TimedAxis
 from phalanx.selftest.training import TrainingTest
 from phalanx.units import counted
 
-SLOW_PAIR = 2.0
-"""Factor below the median of its kind at which a pair of ranks is slow."""
 ETHERNET_GBS = 0.5
 """Bandwidth between hosts below which GPUs probably do not use their InfiniBand cards."""
 SHOWN = 12
@@ -67,6 +65,19 @@ class DistReport:
         return not self.failures
 
     @property
+    def probe(self) -> dict[int, ProbeTimes]:
+        """Every rank's medians over the windows of the probe."""
+        return {
+            rank: ProbeTimes(
+                *(
+                    statistics.median(getattr(window[rank], each.name) for window in self.probes)
+                    for each in fields(ProbeTimes)
+                )
+            )
+            for rank in (self.probes[0] if self.probes else ())
+        }
+
+    @property
     def slow_ranks(self) -> list[Straggler]:
         """The stragglers of all stages."""
         return self.stragglers + (self.training.stragglers if self.training else [])
@@ -74,7 +85,7 @@ class DistReport:
     @property
     def slow_pairs(self) -> list[tuple[int, int, float, float]]:
         """Sender, receiver, 10⁹ bytes per second, and the median of the same kind of pair."""
-        return slow_pairs(self.pairs, self.hosts, SLOW_PAIR) if self.pairs else []
+        return self.pairs.slow(self.hosts) if self.pairs else []
 
     def title(self) -> str:
         """Returns the ranks, hosts, backend and layout in a line."""
@@ -176,8 +187,7 @@ class DistReport:
     def _probe(self) -> Iterator[str]:
         if not self.probes:
             return
-        last = self.probes[-1]
-        own = {rank: times.compute_s for rank, times in last.items()}
+        own = {rank: times.compute_s for rank, times in self.probe.items()}
         slowest = max(own, key=lambda rank: own[rank])
         median = statistics.median(own.values())
         yield (
@@ -269,11 +279,16 @@ STAGES = {
 def _pair_advice(report: DistReport) -> str:
     """Returns what the slow pairs have in common: a host, if it is in all of them."""
     pairs = [{report.hosts[a], report.hosts[b]} for a, b, *_ in report.slow_pairs]
-    common = set.intersection(*pairs)
-    where = f"all slow pairs involve host {', '.join(sorted(common))}" if common else "the slow pairs share no host"
+    common = ", ".join(sorted(set.intersection(*pairs)))
+    if all(len(hosts) == 1 for hosts in pairs):
+        return (
+            f"slow pairs on {f'host {common}' if common else 'several hosts'}: look for other processes on the cores "
+            "and buses of these ranks, and at their placement (numactl -s, nvidia-smi topo -m)"
+        )
+    where = f"all slow pairs involve host {common}" if common else "the slow pairs share no host"
     return (
-        f"{where}: check its cable, port and network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), and other "
-        "traffic on the link"
+        f"{where}: check cable, port and network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), and other traffic "
+        "on the link"
     )
 
 

@@ -6,7 +6,8 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from phalanx.selftest.timing import time_axis
 from phalanx.selftest.training import train_briefly, trainable
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.device import keep_freed_memory
+from phalanx.units import gib
 
 TIMING_S = {True: 2.0, False: 8.0}
 """Seconds for the timing of all axes together, by --quick."""
@@ -77,6 +79,7 @@ def self_test(job: Job, ranks: Ranks, device: torch.device, threads: int, option
     began = time.perf_counter()
     with process_group(ranks, device=device, timeout_s=options.timeout_s), progress_of_rank as progress:
         hosts: list[str] = gather_json(platform.node())
+        cores = gather_json(len(os.sched_getaffinity(0)))
         if HEARTBEATS not in os.environ and ranks.world > 1:
             token = on_rank_zero(lambda: secrets.token_hex(8))
             reports = (options.traces or Path("traces")).absolute()
@@ -86,6 +89,7 @@ def self_test(job: Job, ranks: Ranks, device: torch.device, threads: int, option
         # The training must be legal here, before anything is measured.
         mesh = meshes.build(trainable(job)[0].layout, device.type)
         report = DistReport(job.layout, hosts, backend_of(ranks, device), device.type, threads)
+        report.notes += _shared_cores(hosts, cores) if device.type == "cpu" else []
         report.seconds["start"] = time.perf_counter() - began
         _test(report, job, mesh, device, options, progress)
         heartbeat.enter(Phase.END)
@@ -97,17 +101,21 @@ def _test(
     report: DistReport, job: Job, mesh: Mesh, device: torch.device, options: SelfTestOptions, progress: Progress
 ) -> None:
     quick, world = options.quick, mesh.axis("world")
-    axes, report.same_ranks = tested_axes(mesh)
+    axes, report.same_ranks = axes_to_test(mesh)
     probe = Probe(world, device, quick) if world.size > 1 else None
-    if probe is not None:
-        with _timed(report, "probe"):
-            progress("compute probe", 1, 2)
-            report.probes.append(_everyone(probe.window()))
+
+    def look_for_stragglers() -> None:
+        if probe is not None:
+            with _timed(report, "probe"):
+                report.probes.append(_everyone(probe.window()))
+
+    look_for_stragglers()
     with _timed(report, "values"):
         total = (len(ALL) + 1) * len(axes)
         for number, (name, axis, _) in enumerate(axes):
             count = _Count(progress, "values of collectives", total, number * (len(ALL) + 1))
             report.checks.append(check_axis(axis, name, device, count))
+    look_for_stragglers()
     with _timed(report, "speed"):
         for name, axis, geometry in axes:
             what = f"speed of collectives on {name}"
@@ -120,19 +128,17 @@ def _test(
                 )
             )
             if left_out := report.axes[-1].left_out:
-                report.notes.append(f"{name}: sizes from {left_out[0]:,} bytes on left out, for lack of time")
-    if probe is not None:
+                report.notes.append(f"{name}: sizes from {gib(left_out[0])} on were not timed: the link is too slow")
+    look_for_stragglers()
+    if world.size > 1:
         with _timed(report, "pairs"):
             report.pairs = measure_pairs(
-                *(world, device),
+                *(world, report.hosts, device),
                 quick=quick,
                 budget_s=PAIRS_S[quick],
                 tick=lambda done, total: progress("pairs of ranks", done, total),
             )
-        with _timed(report, "probe again"):
-            report.probes.append(_everyone(probe.window()))
-            progress("compute probe", 2, 2)
-            report.stragglers = in_probe(report.probes, report.hosts)
+    look_for_stragglers()
     with _timed(report, "training"):
         report.training = train_briefly(
             *(job, mesh, device, on_rank_zero(lambda: _vocabulary(job)), report.hosts),
@@ -140,9 +146,11 @@ def _test(
             traces=options.traces,
             tick=lambda done, total: progress("training", done, total),
         )
+    look_for_stragglers()
+    report.stragglers = in_probe(report.probes, report.hosts)
 
 
-def tested_axes(mesh: Mesh) -> tuple[list[tuple[str, Axis, AxisGeometry]], dict[str, str]]:
+def axes_to_test(mesh: Mesh) -> tuple[list[tuple[str, Axis, AxisGeometry]], dict[str, str]]:
     """Returns the axes with several ranks, with their names in layouts, and for those with the ranks of an earlier one
     that one's name. `world` is all ranks."""
     every = {**mesh.lines, "world": AxisGeometry(mesh.axis("world").size, 1)}
@@ -176,6 +184,16 @@ def _everyone(mine: ProbeTimes) -> dict[int, ProbeTimes]:
     return {rank: ProbeTimes(**theirs) for rank, theirs in enumerate(gather_json(asdict(mine)))}
 
 
+def _shared_cores(hosts: Sequence[str], cores: Sequence[int]) -> list[str]:
+    """Returns a note on each host whose ranks outnumber its cores."""
+    found = []
+    for host, ranks in Counter(hosts).items():
+        has = cores[hosts.index(host)]
+        if ranks > has:
+            found.append(f"{host} runs {ranks} ranks on {has} cores: they disturb each other, and times vary")
+    return found
+
+
 def _vocabulary(job: Job) -> int:
     try:
         return vocabulary_size(job)
@@ -187,4 +205,4 @@ def _vocabulary(job: Job) -> int:
 def _timed(report: DistReport, part: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
-    report.seconds[part] = time.perf_counter() - began
+    report.seconds[part] = report.seconds.get(part, 0.0) + time.perf_counter() - began

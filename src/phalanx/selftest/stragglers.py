@@ -20,7 +20,7 @@ from phalanx.launch.watchdog.slow import median_if_slow
 
 PROBE_S = 0.005
 """Seconds that the probe's matrix products should take on one rank."""
-REPEATS = {True: 10, False: 24}
+REPEATS = {True: 8, False: 16}
 """Rounds of the probe in a window, by --quick."""
 SIDE = {"cpu": 192, "cuda": 2048}
 """Side of the square matrices, by kind of device."""

@@ -277,8 +277,8 @@ def _different(losses: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[
 
 
 def _stragglers(own: Sequence[Sequence[float]], work: Sequence[int], hosts: Sequence[str]) -> list[Straggler]:
-    """Returns ranks that were slow in both halves of the measured steps."""
-    half = len(own[0]) // 2
-    parts = [slice(0, half), slice(half, None)]
+    """Returns ranks that were slow in every third of the measured steps."""
+    third = len(own[0]) // 3
+    parts = [slice(0, third), slice(third, 2 * third), slice(2 * third, None)]
     windows = [{rank: statistics.median(seconds[part]) for rank, seconds in enumerate(own)} for part in parts]
     return slow_in_all(windows, hosts, "training", dict(enumerate(work)))
