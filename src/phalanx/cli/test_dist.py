@@ -180,8 +180,8 @@ def _be_a_rank(argv: Sequence[str], ranks: Ranks) -> int:
     job, options = words.job, _options(words)
     if ranks.rank == 0:
         say_how_busy()
-        if options.traces is not None:
-            _make_folder(options.traces)
+        for name in ("traces", "svg"):
+            _make_folder(name, words.options[name])
     kind = choose(job.cluster.device, 0).type
     report = self_test(
         job, ranks, device_of(ranks, kind), threads_for(job.run.threads, ranks.local_world or 1), options
@@ -193,33 +193,29 @@ def _be_a_rank(argv: Sequence[str], ranks: Ranks) -> int:
     return 0
 
 
-def _make_folder(path: Path) -> None:
+def _make_folder(name: str, path: str) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if path:
+            Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise JobError(f"--traces {path}: the folder cannot be created: {error.strerror}") from None
+        raise JobError(f"--{name} {path}: the folder cannot be created: {error.strerror}") from None
 
 
 def _show(report: DistReport, options: Mapping[str, Any], switches: Collection[str]) -> None:
     """Prints the result, and writes the page and its pictures."""
     from phalanx.selftest.page import page, pictures
 
-    written = []
-    if options["html"]:
-        write(options["html"], page(report))
-        written.append(options["html"])
+    files = {options["html"]: page(report)} if options["html"] else {}
     if options["svg"]:
-        folder = Path(options["svg"])
-        _make_folder(folder)
-        for name, svg in pictures(report).items():
-            write(str(folder / f"{name}.svg"), svg)
-            written.append(str(folder / f"{name}.svg"))
+        files |= {str(Path(options["svg"], f"{name}.svg")): svg for name, svg in pictures(report).items()}
     if "json" in switches:
-        echo(json.dumps({**report.as_dict(), "written": written}, indent=1))
-        return
-    echo(report.text())
-    for path in written:
-        echo(f"written: {path}")
+        echo(json.dumps({**report.as_dict(), "written": list(files)}, indent=1))
+    else:
+        echo(report.text())
+    for path, text in files.items():
+        write(path, text)  # only now: a full disk must not cost the result
+        if "json" not in switches:
+            echo(f"written: {path}")
 
 
 def _show_hang(folder: Path) -> None:

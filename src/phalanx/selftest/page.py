@@ -21,6 +21,7 @@ MOST_PAIRS = 200
 def page(report: DistReport) -> str:
     """Returns the page."""
     drawn = pictures(report)
+    notes = report.notes + (report.training.notes if report.training else [])
     title = f"Distributed self-test: {report.title()}"
     sections = [
         *section("verdict", "Result", _verdict(report)),
@@ -30,7 +31,7 @@ def page(report: DistReport) -> str:
         *(section("pairs", "Pairs of ranks", _pairs(report, report.pairs, drawn)) if report.pairs else []),
         *(section("ranks", "Ranks", _ranks(report)) if report.probes else []),
         *(section("training", "Training", _training(report, drawn)) if report.training else []),
-        *(section("notes", "Notes", list_of(report.notes)) if report.notes else []),
+        *(section("notes", "Notes", list_of(notes)) if notes else []),
     ]
     spent = ", ".join(f"{part} {seconds(value)}" for part, value in report.seconds.items())
     return html_page(title, report.title(), f"time of the test: {spent}", sections)

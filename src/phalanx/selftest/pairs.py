@@ -23,7 +23,7 @@ PROBE_BYTES = 2**18
 """Bytes of the messages that tell how large those may be that bandwidth is measured with."""
 LARGE_BYTES = {"cpu": 2**22, "cuda": 2**26}
 """Most bytes of these, by kind of device."""
-LARGE_S = {True: 0.01, False: 0.03}
+LARGE_S = {True: 0.02, False: 0.03}
 """Seconds that one of them should take at most, by --quick."""
 PINGS, REPEATS = 8, 5
 SLOW_PAIR = 2.0

@@ -113,7 +113,7 @@ class DistReport:
             list(self._pairs()),
             list(self._probe()),
             list(self._training()),
-            [f"note: {note}" for note in self.notes],
+            [f"note: {note}" for note in self.notes + (self.training.notes if self.training else [])],
             [*_some(self.failures), *self._slow_lines()],
             [f"what to do: {line}" for line in advice(self)],
         ]

@@ -17,7 +17,7 @@ from phalanx.comm import blocking
 from phalanx.comm.agree import broadcast_json, gather_json
 from phalanx.config.job import Job
 from phalanx.data.files import write_atomic
-from phalanx.errors import NotFiniteError
+from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.parallel.mesh import Mesh
@@ -30,7 +30,7 @@ from phalanx.verify.measure import micro_batches
 WARM_UP = 2
 STEPS = {True: (4, 12), False: (6, 40)}
 """Fewest and most measured steps, by --quick."""
-BUDGET_S = {True: 1.5, False: 5.0}
+BUDGET_S = {True: 1.0, False: 5.0}
 """Seconds of the measured steps, by --quick, if that is more than the fewest steps."""
 PROFILED = 2
 """Steps under the profiler, after the measured ones: it slows them down."""
@@ -78,6 +78,8 @@ class TrainingTest:
     problems: list[str] = field(default_factory=list)
     """Losses that differ between ranks, or are not finite."""
     stragglers: list[Straggler] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Profiles that could not be written."""
 
     @property
     def median_step_s(self) -> float:
@@ -112,7 +114,7 @@ def train_briefly(
     one. Raises what a step raises, but NotFiniteError, which is a finding."""
     job, changed = trainable(job)
     mine = _Steps(job, mesh, device, vocab_size)
-    problem, kernels, trace = "", [], ""
+    problem, kernels, trace = "", [], None
     try:
         *_, (seconds, _) = mine.take(WARM_UP)  # the first step compiles and allocates
         count = _agreed_steps(seconds, quick)
@@ -137,6 +139,7 @@ class _Steps:
         self.own: list[float] = []
         """Seconds of each of them that the rank spent itself; 0 without a heartbeat."""
         self.phases: dict[str, tuple[float, float]] = {}
+        self.notes: list[str] = []
         heartbeat.training(0, work=mesh.coordinates["pp"])
 
     def take(self, steps: int, tick: Callable[[int], None] = lambda done: None) -> Iterator[tuple[float, float]]:
@@ -166,7 +169,7 @@ class _Steps:
             own_ns, waited_ns = (now - then for now, then in zip(after[phase], before[phase], strict=True))
             self.phases[phase.label] = own_ns / steps / 1e9, waited_ns / steps / 1e9
 
-    def profile(self, traces: Path | None) -> tuple[list[KernelTime], str]:
+    def profile(self, traces: Path | None) -> tuple[list[KernelTime], str | None]:
         """Takes further steps under the profiler. Returns the operations that take longest, and the trace's file."""
         from torch.profiler import ProfilerActivity, profile
 
@@ -175,13 +178,9 @@ class _Steps:
             for _ in self.take(PROFILED):
                 pass
         rank, world = dist.get_rank(), dist.get_world_size()
-        trace = ""
+        trace = None
         if traces is not None and (rank == 0 or world <= TRACED_RANKS):
-            trace = str(traces / f"test-dist-rank_{rank}.json")
-            with tempfile.TemporaryDirectory() as folder:  # the profiler would follow a link
-                temporary = Path(folder) / "trace.json"
-                profiler.export_chrome_trace(str(temporary))
-                write_atomic(Path(trace), temporary.read_bytes())
+            trace = self._write_trace(profiler.export_chrome_trace, traces / f"test-dist-rank_{rank}.json")
         on_device = self.device.type == "cuda"
         events = [
             (event.self_device_time_total if on_device else event.self_cpu_time_total, event)
@@ -191,6 +190,20 @@ class _Steps:
         return [
             KernelTime(event.key, event.count / PROFILED, us / PROFILED / 1e6) for us, event in largest if us
         ], trace
+
+    def _write_trace(self, export: Callable[[str], None], path: Path) -> str:
+        """Writes a profile. Returns its path, or an empty text, with a note, where that fails: a rank that raises alone
+        would leave the others waiting."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # other hosts may have folders of their own
+            with tempfile.TemporaryDirectory() as folder:  # the profiler would follow a link
+                temporary = Path(folder) / "trace.json"
+                export(str(temporary))
+                write_atomic(path, temporary.read_bytes())
+        except (OSError, RunError) as error:
+            self.notes.append(f"rank {dist.get_rank()} could not write its profile: {error}")
+            return ""
+        return str(path)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -222,7 +235,7 @@ def _combine(
     changed: list[str],
     problem: str,
     kernels: list[KernelTime],
-    trace: str,
+    trace: str | None,
     hosts: Sequence[str],
 ) -> TrainingTest:
     """Combines the steps of all ranks."""
@@ -233,6 +246,7 @@ def _combine(
             "own": mine.own,
             "phases": mine.phases,
             "trace": trace,
+            "notes": mine.notes,
             "problem": problem,
             "work": mine.mesh.coordinates["pp"],
         }
@@ -258,6 +272,7 @@ def _combine(
         kernels=[KernelTime(**each) for each in broadcast_json([asdict(kernel) for kernel in kernels])],
         traces=[theirs["trace"] for theirs in every if theirs["trace"]],
         changed=changed,
+        notes=[note for theirs in every for note in theirs["notes"]],
         problems=problems + _different([theirs["losses"] for theirs in every], hosts),
         stragglers=_stragglers(own, [theirs["work"] for theirs in every], hosts) if watched else [],
     )
