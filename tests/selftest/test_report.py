@@ -20,7 +20,7 @@ def test_a_good_group_is_ok_and_needs_no_advice(good):
     assert lines[0] == "4 ranks on 2 hosts, 1 thread each, gloo on cpu, layout dp_replicate=2,tp=2"
     assert "values on tp: 248 results per rank compared exactly, all correct" in lines
     assert "values on ep: has the ranks of tp" in lines
-    assert "pairs on one host: 8 GB/s, 6.25 us in the median; slowest 0 → 1 (node-a → node-a): 8 GB/s" in lines
+    assert "pairs on one host: 8 GB/s, 6.25 µs in the median; slowest 0 → 1 (node-a → node-a): 8 GB/s" in lines
     assert any(
         line.startswith("training: 3 steps of tiny") and line.endswith("the same on all ranks") for line in lines
     )

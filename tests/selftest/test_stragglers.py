@@ -31,8 +31,7 @@ def test_a_rank_is_named_once_and_by_its_cause():
     found = in_probe([{0: fast, 1: computes, 2: comes_late, 3: fast}] * 2, HOSTS)
     assert [(each.rank, each.stage) for each in found] == [(1, "compute"), (2, "arrival")]
     assert found[1].line() == (
-        "rank 2 (b) is slow: 2.5e+03 ms from a computation to its collective, 2.48 × the median of the others "
-        "(1.01e+03 ms)"
+        "rank 2 (b) is slow: 2.5 s from a computation to its collective, 2.48 × the median of the others (1.01 s)"
     )
 
 

@@ -60,8 +60,8 @@ def heat_map(
             tip = f"{names[a]} → {names[b]} ({hosts[a]} → {hosts[b]}): {shown(value)} {unit}"
             parts.append(box(x + 0.5, y + 0.5, cell - 1, cell - 1, style, tip))
             if len(places) <= NUMBERED_ROWS:
-                colour = "#fff" if depth > 0.55 else NEUTRAL
-                place = f"text-anchor='middle' font-size='11' fill='{colour}'"
+                colour = "#fff" if depth > 0.4 else NEUTRAL
+                place = f"text-anchor='middle' font-size='11' font-weight='600' fill='{colour}'"
                 parts.append(text(x + cell / 2, y + cell / 2 + 4, shown(value), place))
     rows = {names[place]: row for row, place in enumerate(places)}
     for a, b in slow:

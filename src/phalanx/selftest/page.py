@@ -71,7 +71,7 @@ def _verdict(report: DistReport) -> Iterator[str]:
     most = [(f"{compared:,}", "results per rank compared exactly")]
     for axis in report.axes[:3]:
         most.append((f"{axis.gbs:.3g} GB/s", f"bandwidth on {axis.axis}"))
-        most.append((f"{axis.latency_us:.3g} µs", f"latency on {axis.axis}"))
+        most.append((seconds(axis.latency_us * 1e-6), f"latency on {axis.axis}"))
     if report.training is not None and any(report.training.step_s):
         most.append((seconds(report.training.median_step_s), "per training step"))
     yield from figures(most)
@@ -106,7 +106,7 @@ def _speed(report: DistReport, drawn: dict[str, str]) -> Iterator[str]:
                 (axis.axis, None),
                 (str(axis.ranks), None),
                 (axis.place, None),
-                (f"{axis.latency_us:.4g} µs", axis.latency_us),
+                (seconds(axis.latency_us * 1e-6), axis.latency_us),
                 (f"{axis.gbs:.3g} GB/s", axis.gbs),
                 (seconds(axis.barrier_s), axis.barrier_s),
                 (f"{axis.error:.0%}", axis.error),
@@ -158,7 +158,7 @@ def _pairs(report: DistReport, matrix: PairMatrix, drawn: dict[str, str]) -> Ite
                 (str(b), None),
                 (f"{report.hosts[a]} → {report.hosts[b]}", None),
                 (f"{gbs:.3g} GB/s", gbs),
-                (f"{us:.3g} µs", us),
+                (seconds(us * 1e-6), us),
             )
             for a, b, us, gbs in slowest
         ],

@@ -166,19 +166,21 @@ class DistReport:
             return
         yield f"{'axis':<14} {'ranks':>5}  {'place':<17} {'latency':>10} {'bandwidth':>11}  {'barrier':>9}  fit error"
         for axis in self.axes:
+            latency, barrier = seconds(axis.latency_us * 1e-6), seconds(axis.barrier_s)
             yield (
-                f"{axis.axis:<14} {axis.ranks:>5}  {axis.place:<17} {axis.latency_us:>7.4g} us {axis.gbs:>6.3g} GB/s  "
-                f"{seconds(axis.barrier_s):>9}  {axis.error:.0%}"
+                f"{axis.axis:<14} {axis.ranks:>5}  {axis.place:<17} {latency:>10} {axis.gbs:>6.3g} GB/s  "
+                f"{barrier:>9}  {axis.error:.0%}"
             )
 
     def _pairs(self) -> Iterator[str]:
         if self.pairs is None:
             return
         for kind, figures in pair_kinds(self).items():
-            rates, waits = [gbs for *_, gbs in figures], [us for _, _, us, _ in figures]
+            rate = statistics.median(gbs for *_, gbs in figures)
+            latency = seconds(statistics.median(us for _, _, us, _ in figures) * 1e-6)
             a, b, _, least = min(figures, key=lambda pair: pair[3])
             yield (
-                f"pairs {kind}: {statistics.median(rates):.3g} GB/s, {statistics.median(waits):.3g} us in the median; "
+                f"pairs {kind}: {rate:.3g} GB/s, {latency} in the median; "
                 f"slowest {a} → {b} ({self.hosts[a]} → {self.hosts[b]}): {least:.3g} GB/s"
             )
         if self.pairs.left_out:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from phalanx.comm import blocking
 from phalanx.comm.axis import Axis
 from phalanx.launch.watchdog.slow import median_if_slow
+from phalanx.pictures.roofline import seconds
 
 PROBE_S = 0.005
 """Seconds that the probe's matrix products should take on one rank."""
@@ -63,8 +64,8 @@ class Straggler:
             "training": "of its own per training step",
         }[self.stage]
         return (
-            f"rank {self.rank} ({self.host}) is slow: {1e3 * self.own_s:.3g} ms {what}, {self.factor:.2f} × the median "
-            f"of the others ({1e3 * self.median_s:.3g} ms)"
+            f"rank {self.rank} ({self.host}) is slow: {seconds(self.own_s)} {what}, {self.factor:.2f} × the median "
+            f"of the others ({seconds(self.median_s)})"
         )
 
 
