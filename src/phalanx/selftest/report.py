@@ -274,7 +274,7 @@ STAGES = {
     "(temperature, power limit), and fewer cores or other NUMA placement than the others have",
     "arrival": "computes as fast as the others, but starts its collectives late. Look for what runs on its host "
     "between steps: monitoring, Python threads, swapping, a slow file system",
-    "training": "needs more time of its own per step. Open its trace beside that of rank 0 (ui.perfetto.dev)",
+    "training": "needs more time of its own per step. Open its trace beside that of another rank (ui.perfetto.dev)",
 }
 
 

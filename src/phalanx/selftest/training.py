@@ -34,6 +34,8 @@ BUDGET_S = {True: 1.0, False: 5.0}
 """Seconds of the measured steps, by --quick, if that is more than the fewest steps."""
 PROFILED = 2
 """Steps under the profiler, after the measured ones: it slows them down."""
+FEWEST_COMPARED = 2
+"""Steps in a third of the measured ones from which on ranks are compared."""
 SAME = 1e-6
 """Relative difference up to which the losses of two ranks are the same."""
 TRACED_RANKS = 8
@@ -292,8 +294,10 @@ def _different(losses: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[
 
 
 def _stragglers(own: Sequence[Sequence[float]], work: Sequence[int], hosts: Sequence[str]) -> list[Straggler]:
-    """Returns ranks that were slow in every third of the measured steps."""
+    """Returns ranks that were slow in every third of the measured steps, if these are enough for a median."""
     third = len(own[0]) // 3
+    if third < FEWEST_COMPARED:
+        return []
     parts = [slice(0, third), slice(third, 2 * third), slice(2 * third, None)]
     windows = [{rank: statistics.median(seconds[part]) for rank, seconds in enumerate(own)} for part in parts]
     return slow_in_all(windows, hosts, "training", dict(enumerate(work)))
