@@ -51,7 +51,7 @@ def test_files_modules_links_and_verbs_exist(page):
     assert not {name for name in named if not any(path.endswith(f"/{name}") for path in FILES)}
     links = {link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link}
     assert not {link for link in links if not (page.parent / link).exists()}
-    verbs = set(re.findall(r"(?:\$ |`|^\s+|&& )phalanx ([a-z]+)", text, flags=re.MULTILINE))
+    verbs = set(re.findall(r"(?:\$ |`|^\s+|&& )phalanx ([a-z]+(?:-[a-z]+)?)", text, flags=re.MULTILINE))
     assert verbs <= set(VERBS)
 
 

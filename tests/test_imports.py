@@ -9,8 +9,8 @@ import phalanx
 
 ROOT = Path(phalanx.__file__).parent
 FLOORS = [
-    *("cli", "doctor", "calibrate", "generate", "verify", "train", "checkpoint", "parallel", "comm", "launch"),
-    *("model", "data"),
+    *("cli", "doctor", "selftest", "calibrate", "generate", "verify", "train", "checkpoint", "parallel", "comm"),
+    *("launch", "model", "data"),
     *("pictures", "validation", "plan", "simulate", "cost", "check", "partition", "blocks", "schedule", "config"),
 ]
 """Rooms from the top down: a room may import those after it, and itself."""

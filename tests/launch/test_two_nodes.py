@@ -123,3 +123,33 @@ def wait_for(condition, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+@pytest.mark.timeout(240)
+def test_a_slow_link_shows_in_the_matrix_of_pairs(nodes: TwoNodes, tmp_path: Path) -> None:
+    for node in "ab":
+        shape = ["tbf", "rate", "200mbit", "burst", "256kb", "latency", "200ms"]
+        inside = ["ip", "netns", "exec", nodes.name(node), "tc", "qdisc", "add", "dev", "eth0", "root", *shape]
+        subprocess.run(inside, check=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    torchrun += ["--master-addr", f"{nodes.net}.1", "--master-port", "29500"]
+    ours = ["-m", "phalanx", "test-dist", "--quick", f"--traces={tmp_path}", f"--html={tmp_path}/page.html", "--json"]
+    logs = {node: tmp_path / f"{node}.log" for node in "ab"}
+    agents = [
+        nodes.start(node, [*torchrun, "--node-rank", str(number), *ours], logs[node])
+        for number, node in enumerate("ab")
+    ]
+    try:
+        assert [agent.wait(200) for agent in agents] == [0, 0], logs["a"].read_text()
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    text = logs["a"].read_text()
+    found = json.loads(text[text.index("\n{\n") : text.rindex("\n}") + 2])
+    assert found["hosts"] == [nodes.name("a")] * 2 + [nodes.name("b")] * 2
+    gbs = found["pairs"]["gbs"]
+    between, within = [gbs[a][b] for a in (0, 1) for b in (2, 3)], [gbs[0][1], gbs[2][3]]
+    assert max(between) < 0.1, "200 Mbit/s are 0.025 GB/s, and a burst"
+    assert max(within) > max(between)
+    assert (tmp_path / "page.html").exists()

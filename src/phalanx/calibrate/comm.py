@@ -130,7 +130,7 @@ def measure(
                 text = f"{name}: rounds differ by {spread:.0%}; measuring again for {clock.budget_s:.2g} s at most"
                 progress(text, 0, 0)
 
-            timings = clock.measure([_call(name, axis, size, device) for size in SIZES[quick]], tick, tell)
+            timings = clock.measure([call_of(name, axis, size, device) for size in SIZES[quick]], tick, tell)
             measured.append(timings)
             for size, seconds in zip(SIZES[quick], timings.seconds, strict=True):
                 transfers.append(Transfer(name, size, part.group, max(seconds)))
@@ -171,7 +171,7 @@ def _axis(part: Partition, rank: int) -> Axis:
     return mine
 
 
-def _call(name: Collective, axis: Axis, size: int, device: torch.device) -> Callable[[], Any]:
+def call_of(name: Collective, axis: Axis, size: int, device: torch.device) -> Callable[[], Any]:
     """Returns one collective over `size` bytes through the calls that training makes; nothing on an axis of size 1.
     `send` is a message to the next rank while the previous one sends too, as in ring attention and a full pipeline."""
     n = size // 4 // axis.size * axis.size

@@ -100,7 +100,7 @@ def run(argv: Sequence[str]) -> int:
         raise JobError(f"--nproc-per-node is for one launcher, and {ranks.source} has started {ranks.world} processes")
     device = choose(options["device"], ranks.local_rank)
     if ranks.rank == 0:
-        _say_how_busy()
+        say_how_busy()
     report = _measure(command, ranks, device, options, switches, path if save else None)
     if ranks.rank == 0:
         _show(
@@ -188,7 +188,7 @@ def _measure(
     return run.compute_report(ranks, device, threads, precision=options["precision"], quick=quick, known=known)
 
 
-def _say_how_busy() -> None:
+def say_how_busy() -> None:
     """Warns on standard error where other programs keep the machine busy; rank 0 does so before it measures."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > BUSY_LOAD * cores:

@@ -30,6 +30,7 @@ VERBS = {
     "simulate": "a step as a timeline: every pass and message, slow devices, failures",
     "doctor": "check this machine, or all nodes, before a run: every line OK, WARN or ERROR with a remedy",
     "bench": "measure this machine, for predictions on cluster=local",
+    "test-dist": "test the started ranks: values and speed of collectives, stragglers, pairs, a short training",
     "schedule": "pipeline schedules: list, draw, measure and check them",
     "collectives": "algorithms of collectives: list, draw, count and check them",
 }
@@ -54,6 +55,7 @@ examples:
   phalanx simulate examples/pipeline.yaml cluster=local --straggler 1=1.5 --svg step.svg
   phalanx schedule show 1f1b --stages 4 --microbatches 8
   phalanx collectives show ring-all-reduce --ranks 8
+  phalanx test-dist --nproc-per-node 4 --html test.html
 
 `phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.
 Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data, checkpoint or state corrupt, 5 stopped on
@@ -116,7 +118,7 @@ def run(argv: Sequence[str]) -> int:
         if verb.endswith((".yaml", ".yml")):
             hint = f"put the verb first: `phalanx train {verb}`"
         raise JobError(f"no verb {verb!r}; {hint}")
-    return importlib.import_module(f"phalanx.cli.{verb}").run(rest)
+    return importlib.import_module(f"phalanx.cli.{verb.replace('-', '_')}").run(rest)
 
 
 def message_of(error: PhalanxError) -> str:

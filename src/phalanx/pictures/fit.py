@@ -72,14 +72,17 @@ def device_svg(
     )
 
 
-def link_svg(title: str, groups: Sequence[tuple[Cluster, Sequence[Transfer]]]) -> str:
+def link_svg(
+    title: str, groups: Sequence[tuple[Cluster, Sequence[Transfer]]], names: Sequence[str] | None = None
+) -> str:
     """Draws collectives, one row each: time by bytes, and bytes per second sent per rank; one line per group, with the
-    fitted machine."""
+    fitted machine. `names` are those of the groups, by default their sizes."""
     times: dict[str, dict[str, Series]] = {}
     buses: dict[str, dict[str, Series]] = {}
-    for machine, transfers in groups:
+    for number, (machine, transfers) in enumerate(groups):
         for t in transfers:
-            name = f"{t.group.ranks} ranks" + (" on as many nodes" if t.group.stride > 1 else "")
+            size = f"{t.group.ranks} ranks" + (" on as many nodes" if t.group.stride > 1 else "")
+            name = names[number] if names else size
             time = times.setdefault(t.collective, {}).setdefault(name, Series([], []))
             bus = buses.setdefault(t.collective, {}).setdefault(name, Series([], []))
             before = time.measured[-1][0] if time.measured else t.payload

@@ -13,7 +13,7 @@ import yaml
 from phalanx.config.fields import short_names
 from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import duration
-from phalanx.pictures.page_style import CSS, SCRIPT
+from phalanx.pictures.page import figure, figures, html_page, list_of, section
 from phalanx.pictures.plan_pictures import memory_picture, time_picture
 from phalanx.pictures.space import space_picture
 from phalanx.plan.plan import Candidate, Plan
@@ -32,7 +32,6 @@ from phalanx.plan.report.report import (
 from phalanx.units import gib
 
 _DRAWN = 10  # layouts in the pictures of time and memory
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _EXPLAINED = {
     "accum × micro": "accumulation × micro-batch: micro-batches per step and data rank, and sequences in each",
     "step": "simulated time of an optimizer step",
@@ -50,42 +49,15 @@ def html(plan: Plan, timeline_svg: str | None = None) -> str:
     layouts = plan.best[:_DRAWN] or ([plan.nearest] if plan.nearest else [])
     sections = [
         *(_chosen(plan.best[0]) if plan.best else _nothing(plan)),
-        *(_section("best", "The best layouts", _table(plan.best)) if plan.best else []),
-        *(_section("parts", "Where time and memory go", _parts(layouts)) if layouts else []),
-        *(_section("why", "Why" if plan.best else "More devices", _list(plan.notes)) if plan.notes else []),
-        *(_section("instead", "Alternatives", _alternatives(plan)) if plan.alternatives else []),
-        *(
-            _section("timeline", "The step of the best, simulated", _figure(timeline_svg, "wide"))
-            if timeline_svg
-            else []
-        ),
-        *(_section("space", "The space", _figure(space_picture(plan), "map")) if layouts or plan.points else []),
-        *(_section("rejected", "Rejected", _rejected(plan)) if plan.rejected else []),
+        *(section("best", "The best layouts", _table(plan.best)) if plan.best else []),
+        *(section("parts", "Where time and memory go", _parts(layouts)) if layouts else []),
+        *(section("why", "Why" if plan.best else "More devices", list_of(plan.notes)) if plan.notes else []),
+        *(section("instead", "Alternatives", _alternatives(plan)) if plan.alternatives else []),
+        *(section("timeline", "The step of the best, simulated", figure(timeline_svg, "wide")) if timeline_svg else []),
+        *(section("space", "The space", figure(space_picture(plan), "map")) if layouts or plan.points else []),
+        *(section("rejected", "Rejected", _rejected(plan)) if plan.rejected else []),
     ]
-    return "\n".join(
-        [
-            "<!doctype html>",
-            "<html lang='en'>",
-            "<head>",
-            "<meta charset='utf-8'>",
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{escape(title)}</title>",
-            f"<style>{CSS}</style>",
-            "</head>",
-            "<body>",
-            "<header>",
-            f"<h1>{escape(headline(plan))}</h1>",
-            f"<p class='soft'>{escape(f'{batch(plan)}; {effort(plan)}')}</p>",
-            "</header>",
-            "<main>",
-            *sections,
-            "</main>",
-            f"<script>{SCRIPT}</script>",
-            "</body>",
-            "</html>\n",
-        ]
-    )
+    return html_page(title, headline(plan), f"{batch(plan)}; {effort(plan)}", sections)
 
 
 def job_section(layout: Layout) -> str:
@@ -107,19 +79,12 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _section(name: str, heading: str, parts: Iterator[str]) -> Iterator[str]:
-    yield f"<section id='{name}'>"
-    yield f"<h2>{escape(heading)}</h2>"
-    yield from parts
-    yield "</section>"
-
-
 def _chosen(first: Candidate) -> Iterator[str]:
     """Yields the best layout: its line, its figures, and the command that runs it."""
     prediction = first.prediction
     low, high = (duration(factor * first.seconds) for factor in prediction.spread)
     share = prediction.fullest.peak / prediction.memory_limit
-    figures = {
+    most_important = {
         duration(first.seconds): f"per step; {low} to {high}",
         f"{first.tokens_per_s_per_device:,.0f}": "tokens/s per device",
         f"{first.mfu:.1%}": "MFU",
@@ -129,9 +94,7 @@ def _chosen(first: Candidate) -> Iterator[str]:
     yield "<section id='chosen'>"
     yield f"<p class='layout'><code>{_breakable(first.layout.line())}</code></p>"
     yield f"<p class='soft'>{escape(first.spec.batch.equation())}</p>"
-    yield "<div class='figures'>"
-    yield from (f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in figures.items())
-    yield "</div>"
+    yield from figures(most_important.items())
     yield "<div class='pair'>"
     yield f"<div><span class='soft'>in the job file</span><pre>{escape(job_section(first.layout))}</pre></div>"
     yield "<div><span class='soft'>on the command line</span>"
@@ -181,19 +144,9 @@ def _table(best: Sequence[Candidate]) -> Iterator[str]:
 
 def _parts(layouts: Sequence[Candidate]) -> Iterator[str]:
     yield "<div class='pair'>"
-    yield from _figure(time_picture(layouts), "bars")
-    yield from _figure(memory_picture(layouts), "bars")
+    yield from figure(time_picture(layouts), "bars")
+    yield from figure(memory_picture(layouts), "bars")
     yield "</div>"
-
-
-def _figure(svg: str, kind: str) -> Iterator[str]:
-    yield f"<figure class='{kind}'>{svg}</figure>"
-
-
-def _list(sentences: Sequence[str]) -> Iterator[str]:
-    yield "<ul>"
-    yield from (f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    yield "</ul>"
 
 
 def _alternatives(plan: Plan) -> Iterator[str]:

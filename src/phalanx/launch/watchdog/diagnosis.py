@@ -105,7 +105,8 @@ class Limits:
         if record is not None and record.phase is Phase.DONE:
             return math.inf
         steady = record is not None and record.trained and record.phase is not Phase.END
-        return self.hang_s if steady else max(self.hang_s, self.start_s)
+        tests = record is not None and record.phase is Phase.TEST
+        return self.hang_s if steady or tests else max(self.hang_s, self.start_s)
 
 
 def hangs(views: Mapping[int, RankView], limits: Limits) -> bool:

@@ -88,6 +88,8 @@ class Heartbeat:
         self.words, self._names = view[: at.NAMES * 8].cast("Q"), view[at.NAMES * 8 :]
         self.waited_ns = 0
         """Nanoseconds spent waiting for other ranks."""
+        self.phase_ns: dict[Phase, tuple[int, int]] = dict.fromkeys(Phase, (0, 0))
+        """Nanoseconds of its own, and of waiting for other ranks, that the process has spent in each phase."""
         self._phase, self._since, self._waited_before = Phase.START, _now(), 0
         self._numbers = itertools.count(1)
         self._channels: dict[tuple[str, str, int], Channel] = {}
@@ -109,9 +111,11 @@ class Heartbeat:
     def enter(self, phase: Phase) -> Phase:
         """Records that a phase begins. Returns the one before."""
         now, before = _now(), self._phase
+        waited = self.waited_ns - self._waited_before
+        own, (own_before, waited_before) = max(0, now - self._since - waited), self.phase_ns[before]
+        self.phase_ns[before] = own_before + own, waited_before + waited
         if before in OWN_PHASES:
-            waited = self.waited_ns - self._waited_before
-            self.words[at.OWN_NS] += max(0, now - self._since - waited)
+            self.words[at.OWN_NS] += own
         self._phase, self._since, self._waited_before = phase, now, self.waited_ns
         self.words[at.PHASE] = now << at.PHASE_BITS | phase
         self.words[at.BEAT] = now

@@ -21,7 +21,7 @@ from phalanx.launch.watchdog.folder import new_folder
 from phalanx.launch.watchdog.node import HOSTS
 
 
-def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports: Path, metrics: Path) -> None:
+def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports: Path, metrics: Path | None) -> None:
     """Starts this rank's heartbeat; the first rank that comes on a node also starts the node's watchdog.
 
     All ranks call it, in their process group.
@@ -32,7 +32,7 @@ def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports
         token: of this attempt, the same on all ranks: the store may still know those of older attempts.
         limits: when a silent rank hangs.
         reports: the folder for the watchdog's reports.
-        metrics: metrics.jsonl, to which rank 0's node appends slow ranks.
+        metrics: metrics.jsonl, to which rank 0's node appends slow ranks; None for no file.
 
     Raises:
         RunError: the folder of the node's heartbeats is not private to this user.
@@ -51,7 +51,7 @@ def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports
         (directory / HOSTS).write_text(json.dumps(list(hosts)), encoding="utf-8")
         first_node = hosts[0] == platform.node()
         command = [sys.executable, "-P", "-m", "phalanx.launch.watchdog.node", str(directory), str(reports)]
-        command += [str(limits.hang_s), str(limits.start_s), str(metrics) if first_node else ""]
+        command += [str(limits.hang_s), str(limits.start_s), str(metrics) if metrics and first_node else ""]
         # Its own session: what ends this rank's process group does not end it. It ends after the node's ranks.
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 

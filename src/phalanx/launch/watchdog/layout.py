@@ -56,8 +56,10 @@ class Phase(IntEnum):
     RECORD = 5
     VALIDATION = 6
     SAVE = 7
-    END = 8
-    DONE = 9
+    TEST = 8
+    """The self-test of the ranks before any training."""
+    END = 9
+    DONE = 10
     """The process group has been left: nobody waits for this rank any more, and it may take any time."""
 
     @property
@@ -79,7 +81,7 @@ CALL_WORDS = 16
 
 OPERATIONS = (
     *("all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "receive"),
-    *("rotate", "barrier"),
+    *("rotate", "barrier", "all_reduce_min", "all_reduce_avg", "reduce", "scatter", "gather"),
 )
 """The operations that can be recorded, by number."""
 OTHER_TYPE = "another type"

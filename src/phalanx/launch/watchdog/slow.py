@@ -35,6 +35,14 @@ class SlowRank:
         return self.own_s / self.median_s
 
 
+def median_if_slow(rank: int, own: Mapping[int, float], work: Mapping[int, int]) -> float | None:
+    """Returns the median of the other ranks' own seconds, among those with equal `work`, if `rank` needs more than
+    FACTOR times as long; else None."""
+    others = [own[other] for other in own if other != rank and work[other] == work[rank]]
+    slow = bool(others) and own[rank] > FACTOR * median(others)
+    return median(others) if slow else None
+
+
 class SlowRanks:
     """Watches the ranks' own seconds per step."""
 
@@ -62,10 +70,9 @@ class SlowRanks:
     def _judge(
         self, rank: int, own: Mapping[int, float], records: Mapping[int, RankRecord], now: float
     ) -> SlowRank | None:
-        others = [own[other] for other in own if other != rank and records[other].work == records[rank].work]
-        slow = bool(others) and own[rank] > FACTOR * median(others)
-        self._times[rank] = self._times.get(rank, 0) + 1 if slow else 0
-        if self._times[rank] < WINDOWS or now - self._named.get(rank, -REPEAT_S) < REPEAT_S:
+        usual = median_if_slow(rank, own, {other: record.work for other, record in records.items()})
+        self._times[rank] = self._times.get(rank, 0) + 1 if usual is not None else 0
+        if usual is None or self._times[rank] < WINDOWS or now - self._named.get(rank, -REPEAT_S) < REPEAT_S:
             return None
         self._named[rank] = now
-        return SlowRank(rank, records[rank].step, own[rank], median(others))
+        return SlowRank(rank, records[rank].step, own[rank], usual)

@@ -1,0 +1,227 @@
+"""`phalanx test-dist [JOB]`: values and speed of collectives, stragglers, pairs of ranks, a short training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.bounded import parse_json, read_bytes
+from phalanx.check.show import as_yaml
+from phalanx.cli.bench import say_how_busy
+from phalanx.cli.files import check_folders, write
+from phalanx.cli.job_words import JobVerb, JobWords, Option
+from phalanx.config.job import Job
+from phalanx.echo import echo
+from phalanx.errors import JobError, PhalanxError, RunError
+from phalanx.launch.environment import LOG_DIR
+from phalanx.launch.ranks import Ranks, detect
+
+if TYPE_CHECKING:
+    from phalanx.selftest.report import DistReport
+    from phalanx.selftest.run import SelfTestOptions
+
+VERB = JobVerb(
+    "test-dist",
+    "Tests the ranks of a job before it trains: every collective on every axis of the layout gives exact values and is "
+    "timed, slow ranks and slow pairs of ranks are named, and a short training has the same loss on all ranks. Starts "
+    "the processes on this machine, unless torchrun, srun or mpiexec already did. Without a layout all processes are "
+    "dp_replicate; without a model a tiny GPT is trained.",
+    {"quick": "Fewer sizes and repeats: under 10 s on two processes."},
+    {
+        "nproc_per_node": Option(
+            int, 0, "Processes on this machine, without a layout: by default one per GPU, or 2 on CPUs.", at_least=1
+        ),
+        "html": Option(str, "", "Write a page with plots and tables to this file."),
+        "svg": Option(str, "", "Write the page's pictures to this folder."),
+        "traces": Option(str, "traces", "Folder for the profiles of the training and for reports of hangs."),
+        "timeout": Option(
+            float, 60.0, "Seconds that a collective may wait; a hang is named after half of them.", at_least=1
+        ),
+    },
+)
+STOPPED = "before everything was tested; nothing was written."
+TINY = ("model=tiny", "data.corpus=random")
+WATCHDOG_REPORT, MOST_BYTES = "hang.json", 2**24
+
+
+def run(argv: Sequence[str]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported, or the profiler prints lines of its own
+    ranks = detect(os.environ)
+    if ranks is None:
+        return _launch(argv)
+    if LOG_DIR in os.environ:  # the launcher below started this process
+        return _be_a_rank(argv, ranks)
+    from phalanx.launch.lost_peer import lost_peer_named
+
+    try:
+        with lost_peer_named(ranks):
+            return _be_a_rank(argv, ranks)
+    except PhalanxError as error:
+        if ranks.rank == 0 or not _is_everyones(error):
+            raise
+        return error.exit_code  # rank 0 says it for all
+
+
+def _is_everyones(error: PhalanxError) -> bool:
+    """Whether all ranks have the same error: what is wrong with the job, or what the test found."""
+    return isinstance(error, JobError | FoundError)
+
+
+class FoundError(RunError):
+    """The self-test found wrong values, or losses that differ or are not finite."""
+
+
+def _parse(argv: Sequence[str], processes: int | None) -> JobWords | None:
+    """Returns the words with a layout for `processes` ranks if they have none; `None`: as --nproc-per-node says, or one
+    per GPU. Raises JobError if the layout needs another number."""
+    words = VERB.parse(argv)
+    if words is None or "print_config" in words.switches:
+        return words
+    check_folders(words.options, "html")
+    given = {path for path, origin in words.loaded.origins.items() if origin != "default"}
+    more: list[str] = [] if any(path.startswith("model.") for path in given) else [*TINY]
+    wanted = processes or words.options["nproc_per_node"]
+    if not any(path.startswith("layout.") for path in given):
+        more.append(f"layout.dp_replicate={wanted or _devices(words.job)}")
+        if "train.global_batch" not in given:
+            more.append("layout.micro_batch=8")
+    if more:
+        words = VERB.parse([*argv, *more])
+        assert words is not None, "the first time they were words of a job, too"
+    needed = words.job.layout.processes
+    if wanted and wanted != needed:
+        raise JobError(
+            f"layout {words.job.layout.line()} needs {needed} processes, but there are {wanted}: start {needed}, or "
+            f"leave out the layout, and all of them are dp_replicate={wanted}"
+        )
+    return words
+
+
+def _devices(job: Job) -> int:
+    """Returns the number of processes where nobody says it."""
+    if job.cluster.device != "cpu":
+        import torch
+
+        return torch.cuda.device_count() or 2
+    return 2
+
+
+def _launch(argv: Sequence[str]) -> int:
+    """Starts the ranks on this machine, which run the same command on the resolved job."""
+    words = _parse(argv, None)
+    if words is None:
+        return 0
+    job = words.job
+    if job.run.nnodes or (job.cluster.nodes > 1 and _is_given(words, "cluster.nodes")):
+        raise JobError(
+            "phalanx test-dist starts processes on this machine only: for several nodes run it with torchrun, srun or "
+            "mpiexec"
+        )
+    from phalanx.launch.local import launch_local
+    from phalanx.launch.verdict import WATCHDOG_CODE
+    from phalanx.train.device import threads_for
+
+    processes = job.layout.processes
+    folder = Path(tempfile.mkdtemp(prefix="phalanx_test_dist_"))
+    config = folder / "config.yaml"
+    config.write_text(as_yaml(words.loaded), encoding="utf-8")
+    options = _options(words)
+    code = launch_local(
+        ["test-dist", str(config), *_rank_words(words)],
+        processes=processes,
+        log_dir=folder,
+        threads=threads_for(job.run.threads, processes),
+        all_ranks=job.run.all_ranks,
+        grace_s=5.0,
+        stopped=STOPPED,
+        limits=options.limits,
+    )
+    if code == 0:
+        shutil.rmtree(folder)
+    if code != WATCHDOG_CODE:
+        return code
+    if "json" in words.switches:
+        _show_hang(folder)
+    return RunError.exit_code
+
+
+def _is_given(words: JobWords, path: str) -> bool:
+    return words.loaded.origins.get(path, "default") != "default"
+
+
+def _rank_words(words: JobWords) -> list[str]:
+    """Returns the options for the ranks: absolute paths, and what is not the default."""
+    found = [f"--{name}" for name in ("quick", "json") if name in words.switches]
+    files = [name for name in ("html", "svg", "traces") if words.options[name]]
+    found += [f"--{name}={Path(words.options[name]).absolute()}" for name in files]
+    return [*found, f"--timeout={words.options['timeout']}"]
+
+
+def _options(words: JobWords) -> SelfTestOptions:
+    from phalanx.selftest.run import SelfTestOptions
+
+    traces = Path(words.options["traces"]) if words.options["traces"] else None
+    return SelfTestOptions("quick" in words.switches, words.options["timeout"], traces)
+
+
+def _be_a_rank(argv: Sequence[str], ranks: Ranks) -> int:
+    words = _parse(argv, ranks.world)
+    if words is None:
+        return 0
+    from phalanx.launch.process_group import device_of
+    from phalanx.selftest.run import self_test
+    from phalanx.train.device import choose, threads_for
+
+    job, options = words.job, _options(words)
+    if ranks.rank == 0:
+        say_how_busy()
+        for name in ("traces", "svg"):
+            _make_folder(name, words.options[name])
+    kind = choose(job.cluster.device, 0).type
+    report = self_test(
+        job, ranks, device_of(ranks, kind), threads_for(job.run.threads, ranks.local_world or 1), options
+    )
+    if ranks.rank == 0:
+        _show(report, words.options, words.switches)
+    if not report.ok:
+        raise FoundError(f"the test found {report.verdict().removeprefix('FAILED: ')}")
+    return 0
+
+
+def _make_folder(name: str, path: str) -> None:
+    try:
+        if path:
+            Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobError(f"--{name} {path}: the folder cannot be created: {error.strerror}") from None
+
+
+def _show(report: DistReport, options: Mapping[str, Any], switches: Collection[str]) -> None:
+    """Prints the result, and writes the page and its pictures."""
+    from phalanx.selftest.page import page, pictures
+
+    files = {options["html"]: page(report)} if options["html"] else {}
+    if options["svg"]:
+        files |= {str(Path(options["svg"], f"{name}.svg")): svg for name, svg in pictures(report).items()}
+    if "json" in switches:
+        echo(json.dumps({**report.as_dict(), "written": list(files)}, indent=1))
+    else:
+        echo(report.text())
+    for path, text in files.items():
+        write(path, text)  # only now: a full disk must not cost the result
+        if "json" not in switches:
+            echo(f"written: {path}")
+
+
+def _show_hang(folder: Path) -> None:
+    """Prints the JSON document of a test that the watchdog has ended."""
+    report = {}
+    for path in sorted(folder.glob(f"attempt_*/{WATCHDOG_REPORT}")):
+        report = parse_json(read_bytes(path, MOST_BYTES))
+    message = report.get("message", "") if isinstance(report, dict) else ""
+    echo(json.dumps({"ok": False, "verdict": "FAILED: ranks hang", "failures": [message], "hang": report}, indent=1))

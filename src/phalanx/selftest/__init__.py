@@ -1,0 +1,1 @@
+"""Tests the communication of the started ranks: correct values, speed, stragglers, and a short training."""
