@@ -99,7 +99,7 @@ def tokens(job: Job) -> int:
 
 
 def allocations() -> profile:
-    """Returns a profile of allocations and releases in all threads: those that communicate release buffers of others."""
+    """Returns a profile of allocations and releases in all threads: gloo's release buffers of others."""
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=everywhere)
 

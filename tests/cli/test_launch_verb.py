@@ -129,8 +129,8 @@ ALLOC = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
         (["--nnodes", "2"], {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"}, "2 nodes, but the allocation has 1"),
         (
             [],
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-            "openmpi started 2 processes, and this is number 1",
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "openmpi started 2 processes of `phalanx launch`",
         ),
     ],
 )

@@ -4,6 +4,7 @@ import pytest
 
 from phalanx.errors import JobError
 from phalanx.launch.hosts import HostSlots
+from phalanx.launch.meet.told import ToldError
 from phalanx.launch.where import where
 
 
@@ -62,5 +63,5 @@ def test_half_an_allocation_is_refused(env, message):
     ],
 )
 def test_one_of_several_copies_is_refused(env):
-    with pytest.raises(JobError, match="started 2 processes, and this is number 1"):
+    with pytest.raises(ToldError, match="started 2 processes of `phalanx launch`"):
         place(env)

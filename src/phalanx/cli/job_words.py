@@ -120,7 +120,7 @@ class JobVerb:
     def command_line(self, argv: Sequence[str]) -> tuple[overrides.CommandLine, dict[str, Any]]:
         """Returns the words and the options' values without loading the job. Raises JobError about words that mean
         nothing, but not about the job."""
-        words, options = self._words(argv)
+        words, options, _ = self._words(argv)
         if words.problems:
             raise JobError(words.problems)
         return words, options

@@ -17,11 +17,14 @@ from phalanx.cli.files import check_folders, write
 from phalanx.cli.job_words import JobVerb, JobWords, Option
 from phalanx.config.job import Job
 from phalanx.echo import echo
-from phalanx.errors import JobError, PhalanxError, RunError
+from phalanx.errors import JobError, RunError
 from phalanx.launch.environment import LOG_DIR
-from phalanx.launch.ranks import Ranks, detect
+from phalanx.launch.meet.told import detected
+from phalanx.launch.ranks import Ranks
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from phalanx.selftest.report import DistReport
     from phalanx.selftest.run import SelfTestOptions
 
@@ -51,25 +54,14 @@ WATCHDOG_REPORT, MOST_BYTES = "hang.json", 2**24
 
 def run(argv: Sequence[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported, or the profiler prints lines of its own
-    ranks = detect(os.environ)
+    ranks = detected(os.environ)
     if ranks is None:
         return _launch(argv)
     if LOG_DIR in os.environ:  # the launcher below started this process
-        return _be_a_rank(argv, ranks)
-    from phalanx.launch.lost_peer import lost_peer_named
-
-    try:
-        with lost_peer_named(ranks):
-            return _be_a_rank(argv, ranks)
-    except PhalanxError as error:
-        if ranks.rank == 0 or not _is_everyones(error):
-            raise
-        return error.exit_code  # rank 0 says it for all
-
-
-def _is_everyones(error: PhalanxError) -> bool:
-    """Whether all ranks have the same error: what is wrong with the job, or what the test found."""
-    return isinstance(error, JobError | FoundError)
+        words = _parse(argv, ranks.world)
+        assert words is not None, "the launcher has read the same words"
+        return _be_a_rank(words, ranks)
+    return _be_a_foreign_rank(argv, ranks)
 
 
 class FoundError(RunError):
@@ -169,10 +161,23 @@ def _options(words: JobWords) -> SelfTestOptions:
     return SelfTestOptions("quick" in words.switches, words.options["timeout"], traces)
 
 
-def _be_a_rank(argv: Sequence[str], ranks: Ranks) -> int:
-    words = _parse(argv, ranks.world)
-    if words is None:
-        return 0
+def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
+    """Runs one of the processes that torchrun, srun or mpiexec started. An error of several of them is one message."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
+    from phalanx.launch.lost_peer import lost_peer_named
+    from phalanx.launch.meet.meeting import Meeting
+
+    meeting = Meeting(ranks)
+    with meeting.agreed():
+        words = _parse(argv, ranks.world)
+        if words is None:
+            return 0
+        ranks = meeting.join(words.options["timeout"])
+        with lost_peer_named(ranks):
+            return _be_a_rank(words, ranks, meeting.store)
+
+
+def _be_a_rank(words: JobWords, ranks: Ranks, store: Store | None = None) -> int:
     from phalanx.launch.process_group import device_of
     from phalanx.selftest.run import self_test
     from phalanx.train.device import choose, threads_for
@@ -184,7 +189,7 @@ def _be_a_rank(argv: Sequence[str], ranks: Ranks) -> int:
             _make_folder(name, words.options[name])
     kind = choose(job.cluster.device, 0).type
     report = self_test(
-        job, ranks, device_of(ranks, kind), threads_for(job.run.threads, ranks.local_world or 1), options
+        job, ranks, device_of(ranks, kind), threads_for(job.run.threads, ranks.local_world or 1), options, store
     )
     if ranks.rank == 0:
         _show(report, words.options, words.switches)

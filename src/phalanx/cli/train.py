@@ -170,7 +170,6 @@ def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
     an error of any of them is one message."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
     from phalanx.launch.meet.meeting import Meeting
-    from phalanx.launch.process_group import use_interface
 
     meeting = Meeting(ranks)
     with meeting.agreed():
@@ -181,7 +180,6 @@ def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
             raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
         _require_world(words.job, ranks)
         ranks = meeting.join(words.job.run.timeout_s)
-        use_interface(meeting.interface)
         with lost_peer_named(ranks):
             return _train_together(words.loaded, ranks, "json" in words.switches, meeting.store)
 

@@ -173,8 +173,9 @@ def _enough(machine: CheckedMachine, visible: int) -> Iterator[CheckResult]:
     if not machine.may_use_gpus or not visible:
         return
     shown = machine.env.get("CUDA_VISIBLE_DEVICES")
-    if machine.ranks is not None and machine.ranks.local_rank >= visible:
-        number, why = machine.ranks.local_rank, f" (CUDA_VISIBLE_DEVICES={shown[:80]})" if shown is not None else ""
+    number = (machine.ranks.local_rank if machine.ranks else None) or 0
+    if number >= visible:
+        why = f" (CUDA_VISIBLE_DEVICES={shown[:80]})" if shown is not None else ""
         yield error(
             f"local rank {number} has no GPU: it sees {visible}{why}",
             "give every process all GPUs of its node (srun --gpus-per-node, not --gpus-per-task), or start fewer",

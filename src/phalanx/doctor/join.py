@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +14,7 @@ from typing import Any
 from phalanx.doctor.findings import CheckResult, error
 from phalanx.doctor.machine import CheckedMachine
 from phalanx.echo import echo
-from phalanx.errors import RunError
+from phalanx.errors import PhalanxError, RunError
 from phalanx.launch.nodes.addresses import interface_towards, is_this_machine
 from phalanx.launch.ranks import Ranks
 from phalanx.units import counted
@@ -24,7 +23,6 @@ _QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")
 """Keeps torch's C++ from writing about every peer whose name it cannot look up, and every one that it loses."""
 _PATIENCE = 6
 """Factor on the seconds of a check: processes start, and import torch, at different times."""
-_POLL_S = 0.2
 _ADVICE = "start the same command on every node, and look at what this node says about the network"
 _NO_TORCH = "torch is not installed here, so nodes cannot be compared\ninstall it, or use --hosts"
 Compared = tuple[list[CheckResult], int]
@@ -37,14 +35,15 @@ def by_launcher(machine: CheckedMachine, ranks: Ranks, findings: Sequence[CheckR
     wait = machine.seconds * _PATIENCE
     os.environ.setdefault(*_QUIET)
     with suppress(ImportError):
-        from phalanx.launch.rendezvous import open_store
+        from phalanx.launch.meet.meeting import Meeting
 
+        meeting = Meeting(ranks)
         try:
-            store = open_store(ranks, "gloo", wait)
-        except (RunError, RuntimeError) as problem:
-            return (_apart(findings, problem), 1) if ranks.local_rank == 0 else None
-        return _meet(machine, store, ranks, wait, findings)
-    return (_apart(findings, _NO_TORCH), 1) if ranks.local_rank == 0 else None
+            ranks = meeting.join(wait)
+        except (PhalanxError, RuntimeError) as problem:
+            return None if ranks.local_rank else (_apart(findings, problem), 1)
+        return _meet(machine, meeting.store, ranks, wait, findings)
+    return None if ranks.local_rank else (_apart(findings, _NO_TORCH), 1)
 
 
 def by_endpoint(machine: CheckedMachine, findings: Sequence[CheckResult]) -> Compared | None:
@@ -103,7 +102,9 @@ def _numbered(store: Any, leads: bool, most: int, wait: float) -> tuple[int, int
         number = store.add("phalanx-doctor/nodes", 1)
         store.wait(["phalanx-doctor/world"], timedelta(seconds=2 * wait))
         return number, int(store.get("phalanx-doctor/world"))
-    _poll(lambda: store.add("phalanx-doctor/nodes", 0) >= most - 1, wait)
+    from phalanx.launch.meet.store import poll
+
+    poll(lambda: store.add("phalanx-doctor/nodes", 0) >= most - 1, wait)
     world = min(most, 1 + store.add("phalanx-doctor/nodes", 0))
     store.set("phalanx-doctor/world", str(world))
     return 0, world
@@ -111,6 +112,8 @@ def _numbered(store: Any, leads: bool, most: int, wait: float) -> tuple[int, int
 
 def _await_listener(host: str, port: int, wait: float) -> None:
     """Waits until something listens. Raises RunError if nothing does in time. torch waits too, but writes stacks."""
+    from phalanx.launch.meet.store import poll
+
     reason: list[str] = ["no answer"]
 
     def listens() -> bool:
@@ -121,14 +124,5 @@ def _await_listener(host: str, port: int, wait: float) -> None:
             return False
         return True
 
-    if not _poll(listens, wait):
+    if not poll(listens, wait):
         raise RunError(f"nobody answers at {host}:{port} after {wait:g} s: {reason[0]}\n{_ADVICE}")
-
-
-def _poll(done: Callable[[], bool], wait: float) -> bool:
-    end = time.monotonic() + wait
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_POLL_S)
-    return True

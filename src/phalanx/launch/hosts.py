@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from phalanx.bounded import read_text
@@ -13,6 +14,7 @@ from phalanx.errors import MOST_PROBLEMS, JobError
 MOST_HOSTS = 100_000
 """Most hosts of a list. The largest machines have a tenth of that."""
 _MOST_BYTES = 2**24
+_MOST_BRACKETS = 8  # in one name
 _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})"
 
 
@@ -25,53 +27,52 @@ class HostSlots:
     """None if the list does not say."""
 
 
-def expand(nodelist: str) -> list[str]:
+def expand(nodelist: str, most: int = MOST_HOSTS) -> list[str]:
     """Returns the hosts of Slurm's compressed form: "n[1-2,07],rack[0-1]x[1-3]" (SLURM_JOB_NODELIST), in its order.
 
-    Raises ValueError for anything else, and for more than MOST_HOSTS.
+    A name may have several brackets, of which the last one runs fastest; numbers keep their leading zeros. See the
+    "hostlist expressions" in Slurm's manual.
+
+    Raises ValueError if it is no such list, or stands for more than `most` hosts.
     """
-    found: list[str] = []
-    for item in _items(nodelist):
-        found += _expanded(item, MOST_HOSTS - len(found))
-    if not found or not all(re.fullmatch(_HOST, name) for name in found):
-        raise ValueError(f"not a list of nodes: {nodelist[:200]!r}")
-    return found
+    if len(nodelist) > _MOST_BYTES:
+        raise ValueError(f"a list of hosts of {len(nodelist):,} characters; the most is {_MOST_BYTES:,}")
+    hosts: list[str] = []
+    for name in _names(nodelist):
+        hosts += islice(_expanded(name), most + 1 - len(hosts))
+        if len(hosts) > most:
+            raise ValueError(f"a list of more than {most:,} hosts: {nodelist[:80]}")
+    if not hosts or not all(re.fullmatch(_HOST, name) for name in hosts):
+        raise ValueError(f"not a list of hosts: {nodelist[:200]!r}")
+    return hosts
 
 
-def _items(text: str) -> Iterator[str]:
-    """Yields the parts between the commas outside brackets."""
-    depth = start = 0
-    for place, character in enumerate(text):
-        depth += (character == "[") - (character == "]")
-        if character == "," and not depth:
-            yield text[start:place]
-            start = place + 1
-    yield text[start:]
+def _names(text: str) -> Iterator[str]:
+    """Yields the names of a list, still compressed: a comma inside brackets separates no names."""
+    for match in re.finditer(r"((?:[^\[\],]|\[[^\[\]]*\])*)(,|$|.)", text, re.DOTALL):
+        name, end = match.groups()
+        if end not in (",", "") or not name.strip():
+            raise ValueError(f"not a list of hosts: {text[:200]!r}")
+        yield name.strip()
+        if not end:
+            return
 
 
-def _expanded(item: str, most: int) -> list[str]:
-    names = [""]
-    for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
-        names = [f"{name}{end}" for name in names for end in ([literal] if literal else _numbers(ranges, most))]
-        if len(names) > most:
-            raise ValueError(f"more than {MOST_HOSTS:,} hosts")
-    if item.count("[") != item.count("]") or not item:
-        raise ValueError(f"not a list of nodes: {item[:200]!r}")
-    return names
-
-
-def _numbers(ranges: str, most: int) -> list[str]:
-    """Returns the numbers of "1-3,007", with their leading zeros."""
-    found: list[str] = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
-        if not match:
-            raise ValueError(f"not a range of nodes: {part[:200]!r}")
-        first, last = match[1], match[2] or match[1]
-        if int(last) - int(first) >= most:
-            raise ValueError(f"more than {MOST_HOSTS:,} hosts")
-        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return found
+def _expanded(name: str) -> Iterator[str]:
+    before, bracket, rest = name.partition("[")
+    if not bracket:
+        yield name
+        return
+    if name.count("[") > _MOST_BRACKETS:
+        raise ValueError(f"more than {_MOST_BRACKETS} brackets in the name of a host: {name[:80]!r}")
+    inside, _, after = rest.partition("]")
+    ranges = [re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip()) for part in inside.split(",")]
+    for found in ranges:
+        if not found or int(found[2] or found[1]) < int(found[1]):
+            raise ValueError(f"not a range of hosts: [{inside[:80]}]")
+        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
+            for end in _expanded(after):
+                yield f"{before}{number:0{len(found[1])}}{end}"
 
 
 def read_hosts(path: Path) -> list[HostSlots]:

@@ -60,8 +60,7 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
         torch.cuda.set_device(device)
     backend = backend_of(ranks, device)
     if store is None:
-        store, interface = open_store(ranks, backend, timeout_s)
-        use_interface(interface)
+        store = open_store(ranks, backend, timeout_s)
     if ranks.one_node:
         os.environ.update(LOOPBACK)
     try:
@@ -76,13 +75,6 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
         )
     except RuntimeError as error:
         raise RunError(not_formed(ranks, store, timeout_s, error)) from error
-
-
-def use_interface(name: str | None) -> None:
-    """Makes gloo use a network interface, unless the user has named one: by default it takes the address that the
-    host's name stands for, which may be loopback."""
-    if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def backend_of(ranks: Ranks, device: torch.device) -> str:

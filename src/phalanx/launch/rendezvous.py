@@ -17,9 +17,9 @@ from phalanx.launch.meet.roll_call import enter, missing
 from phalanx.launch.ranks import Ranks
 
 
-def open_store(ranks: Ranks, backend: str, timeout_s: float) -> tuple[Store, str | None]:
-    """Returns the store through which the ranks form their process group, and the network interface that leads to the
-    other nodes, if it is known. Where rank 0 holds the store, all ranks have answered the roll call when this returns.
+def open_store(ranks: Ranks, backend: str, timeout_s: float) -> Store:
+    """Returns the store through which the ranks form their process group. Where rank 0 holds the store, all ranks have
+    answered the roll call when this returns.
 
     Raises RunError: there is no way to meet, ranks are missing after `timeout_s` seconds, two processes have one rank,
     or a rank expects another world size or backend than rank 0. The message names the culprit.
@@ -28,10 +28,10 @@ def open_store(ranks: Ranks, backend: str, timeout_s: float) -> tuple[Store, str
         store = FileStore(os.environ[STORE], ranks.world)
         if problem := enter(store, ranks):
             raise RunError(problem.message)
-        return store, None
+        return store
     meeting = Meeting(ranks)
     meeting.join(timeout_s, {"backend": backend})
-    return meeting.store, meeting.interface
+    return meeting.store
 
 
 def not_formed(ranks: Ranks, store: Store, timeout_s: float, error: RuntimeError) -> str:

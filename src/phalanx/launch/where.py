@@ -12,7 +12,7 @@ from typing import Literal
 
 from phalanx.errors import JobError
 from phalanx.launch.hosts import HostSlots, expand, read_hosts
-from phalanx.launch.ranks import detect
+from phalanx.launch.meet.told import ToldError, detected
 
 Kind = Literal["slurm job", "pbs job", "slurm login node", "pbs login node", "pod", "host"]
 
@@ -59,8 +59,8 @@ def where(
         read: returns the hosts of a node file.
 
     Raises:
-        JobError: this process is one of several that a launcher started; an allocation's list of nodes is missing or
-            cannot be read.
+        JobError: this process is one of several that a launcher started (on all but rank 0 ToldError); an allocation's
+            list of nodes is missing or cannot be read.
     """
     _refuse_copies(env)
     if env.get("SLURM_JOB_ID"):
@@ -87,13 +87,14 @@ def where(
 
 def _refuse_copies(env: Mapping[str, str]) -> None:
     # A batch shell has SLURM_NTASKS without a step: that is where a launch belongs.
-    ranks = detect({name: value for name, value in env.items() if name != "SLURM_NTASKS" or "SLURM_STEP_ID" in env})
+    ranks = detected({name: value for name, value in env.items() if name != "SLURM_NTASKS" or "SLURM_STEP_ID" in env})
     if ranks is not None and ranks.world > 1:
-        raise JobError(
-            f"{ranks.source} started {ranks.world} processes, and this is number {ranks.rank}: `phalanx launch` is "
-            "called once, in the allocation's shell, and starts the others itself; in place of this command, let "
+        message = (
+            f"{ranks.source} started {ranks.world} processes of `phalanx launch`, which is called once, in the "
+            "allocation's shell, and starts the others itself; in place of this command, let "
             f"{ranks.source} start `phalanx train`"
         )
+        raise ToldError(message, JobError.exit_code) if ranks.rank else JobError(message)
 
 
 def _slurm_nodes(nodelist: str) -> list[str]:

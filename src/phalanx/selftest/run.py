@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
 from phalanx.comm.agree import gather_json, on_rank_zero
 from phalanx.comm.axis import Axis
@@ -67,8 +68,16 @@ class SelfTestOptions:
         return Limits(self.timeout_s / 2, max(START_S, self.timeout_s / 2))
 
 
-def self_test(job: Job, ranks: Ranks, device: torch.device, threads: int, options: SelfTestOptions) -> DistReport:
-    """Tests the group of `ranks`. All of them call it; returns the same on each.
+def self_test(
+    job: Job,
+    ranks: Ranks,
+    device: torch.device,
+    threads: int,
+    options: SelfTestOptions,
+    store: Store | None = None,
+) -> DistReport:
+    """Tests the group of `ranks`, whose store is `store` if they have met. All of them call it; returns the same on
+    each.
 
     Raises JobError or RunError if ranks have different jobs or programs, or the layout is not that of the world.
     """
@@ -77,7 +86,7 @@ def self_test(job: Job, ranks: Ranks, device: torch.device, threads: int, option
         keep_freed_memory()
     progress_of_rank = stderr_progress() if ranks.rank == 0 else nullcontext(silent)
     began = time.perf_counter()
-    with process_group(ranks, device=device, timeout_s=options.timeout_s), progress_of_rank as progress:
+    with process_group(ranks, device=device, timeout_s=options.timeout_s, store=store), progress_of_rank as progress:
         hosts: list[str] = gather_json(platform.node())
         cores = gather_json(len(os.sched_getaffinity(0)))
         if HEARTBEATS not in os.environ and ranks.world > 1:

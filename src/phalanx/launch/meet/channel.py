@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import RunError
+from phalanx.launch.hosts import expand
 from phalanx.launch.meet import identity, pmi, pmix
 from phalanx.launch.meet.board import Board
-from phalanx.launch.meet.hostlist import expand
 from phalanx.launch.meet.offer import Offer
 from phalanx.launch.ranks import Ranks
 

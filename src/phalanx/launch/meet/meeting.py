@@ -42,8 +42,6 @@ class Meeting:
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         """This rank's place; after `join` without gaps."""
-        self.interface: str | None = None
-        """The network interface that leads to the other nodes, as far as that is known."""
         self._found: FoundStore | None = None
         self._complete = self._hopeless = False
 
@@ -83,7 +81,7 @@ class Meeting:
                 call = RollCall(ranks, self._found, timeout_s, self._own_address(), advice(ranks.world, where))
                 verdict = call.answer({"world size": ranks.world, **(expected or {})})
                 self.ranks = placed(ranks, verdict)
-                self.interface = interface_towards(verdict.address if self._found.holds else self._found.host)
+                _use_interface_towards(verdict.address if self._found.holds else self._found.host)
                 if channel and self._found.holds:
                     channel.forget()
         except RuntimeError as error:  # of torch's store
@@ -179,6 +177,13 @@ class Meeting:
             probe.connect((self._found.host, 1))  # sends nothing
             return probe.getsockname()[0]
         return ""
+
+
+def _use_interface_towards(address: str) -> None:
+    """Makes gloo use the network interface that leads to another node, unless the user has named one: by default it
+    takes the address that the host's name stands for, which may be loopback."""
+    if name := interface_towards(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def failed(ranks: Ranks, timeout_s: float, error: RuntimeError) -> str:
