@@ -14,8 +14,10 @@ from contextlib import nullcontext
 import phalanx
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
-from phalanx.launch.meet.told import ToldError
+from phalanx.launch.environment import LAUNCHER_PID
+from phalanx.launch.meet.told import ToldError, detected
 from phalanx.launch.output import unblocked
+from phalanx.launch.ranks import lowest_evidence
 from phalanx.nearest import nearest
 
 VERBS = {
@@ -34,6 +36,9 @@ VERBS = {
     "schedule": "pipeline schedules: list, draw, measure and check them",
     "collectives": "algorithms of collectives: list, draw, count and check them",
 }
+OF_RANKS = ("train", "launch", "generate", "doctor", "bench", "test-dist")
+"""The verbs that know what to do as one of several ranks. The others are the work of one process."""
+_PAGES = ("-h", "--help", "--print-config")
 
 USAGE = """\
 phalanx {version}: N-D parallel language-model training from one job file
@@ -100,6 +105,8 @@ def _discard_output() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command line and raises errors: the entry point of ranks started by the launcher."""
+    if _is_left_to_rank_0(argv):
+        return 0
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, VERBS))
         verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
@@ -119,6 +126,23 @@ def run(argv: Sequence[str]) -> int:
             hint = f"put the verb first: `phalanx train {verb}`"
         raise JobError(f"no verb {verb!r}; {hint}")
     return importlib.import_module(f"phalanx.cli.{verb.replace('-', '_')}").run(rest)
+
+
+def _is_left_to_rank_0(argv: Sequence[str]) -> bool:
+    """Returns whether another launcher started this process as one of several, and the words ask for what one process
+    does: rank 0 does it, which is said once. Otherwise N ranks would each do it, into the same files."""
+    is_page = not argv or bool({*_PAGES} & {*argv}) or argv[1:2] == ["help"]
+    if LAUNCHER_PID in os.environ or (not is_page and argv[0] in OF_RANKS):
+        return False
+    # Incomplete variables without a sign of a launcher are no reason not to plan.
+    if "RANK" not in os.environ and lowest_evidence(os.environ) is None:
+        return False
+    ranks = detected(os.environ)
+    if ranks is None or ranks.world == 1:
+        return False
+    if not is_page and ranks.rank == 0 and argv[0] in VERBS:
+        echo(f"phalanx {argv[0]} runs once: rank 0 of {ranks.world} does it, the others end", file=sys.stderr)
+    return ranks.rank > 0
 
 
 def message_of(error: PhalanxError) -> str:
