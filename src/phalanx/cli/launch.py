@@ -31,16 +31,23 @@ from phalanx.launch.submit.submit import (
 
 _ONE = r"(?!)"  # an option that may be repeated, with one value each time
 ALIASES = {
-    "-n": "--nproc",
-    "-np": "--nproc",
-    "-N": "--nnodes",
-    "-ppn": "--nproc-per-node",
-    "--ppn": "--nproc-per-node",
-    "--nodes": "--nnodes",
-    "--partition": "--queue",
-    "--world-size": "--nproc",
+    **dict.fromkeys(("-n", "-np", "--np", "--world-size"), "--nproc"),
+    **dict.fromkeys(("-N", "-nh", "--nodes", "--nhosts"), "--nnodes"),
+    **dict.fromkeys(("-ppn", "--ppn"), "--nproc-per-node"),
+    **dict.fromkeys(("-A", "--project"), "--account"),
+    **dict.fromkeys(("-p", "-q", "--partition", "--qos"), "--queue"),
+    **dict.fromkeys(("-t", "--walltime"), "--time"),
 }
-"""What srun, mpiexec and other launchers call the same."""
+"""What srun, mpiexec, qsub and other launchers call the same."""
+OTHER_LAUNCHERS = {
+    "torchrun": "torchrun starts the ranks of a node: give --ranks-by torchrun",
+    "slurm": "did you mean srun?",
+    "pbs": "did you mean pals?",
+    **dict.fromkeys(("mpi", "mpiexec", "mpirun"), "whose? give pals, openmpi or mpich (also for Intel MPI)"),
+    **dict.fromkeys(("intel", "intelmpi", "impi"), "did you mean mpich? Intel MPI has the same options"),
+}
+"""What --launcher does not take, with the answer."""
+PROGRAMS = ("python", "python3", "torchrun", "mpiexec", "mpirun", "srun", "phalanx")
 
 OPTIONS = {
     "nnodes": Option(str, "", "Nodes: N, or N:M to go on with N when nodes fail."),
@@ -108,13 +115,36 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the words before and after --, the former with this verb's names."""
+    """Returns the words before and after --, the former with this verb's names. Raises JobError for the words of a
+    program, and for a launcher by another name."""
     end = argv.index("--") if "--" in argv else len(argv)
+    _refuse_program(argv[:1])
     words = []
     for word in argv[:end]:
         flag, equals, value = word.partition("=")
         words.append(f"{ALIASES.get(flag, flag)}{equals}{value}")
+    for flag, value in zip(words, [*words[1:], ""], strict=True):
+        launcher = flag.removeprefix("--launcher=") if "=" in flag else value if flag == "--launcher" else ""
+        if launcher in OTHER_LAUNCHERS:
+            raise JobError(f"--launcher {launcher}: {OTHER_LAUNCHERS[launcher]}")
     return words, list(argv[end + 1 :])
+
+
+def _refuse_program(first: Sequence[str]) -> None:
+    if not first:
+        return
+    if first[0] in PROGRAMS or first[0].endswith(".py"):
+        raise JobError(
+            f"phalanx launch {first[0]}: this verb starts `phalanx train` of a job, and no other program: "
+            "phalanx launch JOB.yaml [key=value ...]"
+        )
+    if first[0] == "train":
+        raise JobError("leave out 'train': phalanx launch JOB.yaml [key=value ...] starts `phalanx train`")
+    if first[0] in ("doctor", "test-dist", "verify", "generate"):
+        raise JobError(
+            f"phalanx launch starts training only; start `phalanx {first[0]}` with srun, mpiexec or torchrun "
+            "(docs/launch.md)"
+        )
 
 
 def _start(words: JobWords, plan: LaunchPlan) -> int:
