@@ -50,7 +50,7 @@ OTHER_LAUNCHERS = {
 PROGRAMS = ("python", "python3", "torchrun", "mpiexec", "mpirun", "srun", "phalanx")
 
 OPTIONS = {
-    "nnodes": Option(str, "", "Nodes: N, or N:M to go on with N when nodes fail."),
+    "nnodes": Option(str, "", "Nodes: N, or N:M to go on with N when nodes fail; -N for short."),
     "nproc_per_node": Option(str, "", "Processes on each node: a number, or auto for one per device."),
     "nproc": Option(int, 0, "Processes in all; -n for short.", at_least=1),
     "hostfile": Option(str, "", "File of hosts, one per line (host, host:4, host slots=4)."),
@@ -72,9 +72,9 @@ OPTIONS = {
     "stop_after": Option(int, 0, "Seconds after which the run stops with a checkpoint (75).", at_least=1),
     "submit": Option(Literal["slurm", "pbs", "k8s"], None, "Write and submit a batch script or a manifest."),
     "site": Option(str, "", "Site (--list-sites), or a YAML file of one; found out by default."),
-    "time": Option(str, "", "Time limit: 1:30:00, 90m, 2-00:00:00."),
-    "account": Option(str, "", "Account or project."),
-    "queue": Option(str, "", "Queue, partition or quality of service."),
+    "time": Option(str, "", "Time limit: 1:30:00, 90m, 2-00:00:00; -t for short."),
+    "account": Option(str, "", "Account or project; -A for short."),
+    "queue": Option(str, "", "Queue, partition or quality of service; -q or -p for short."),
     "signal": Option(int, 120, "Seconds before the time limit at which the run stops with a checkpoint.", at_least=0),
     "batch_option": Option(str, (), "Further option of sbatch or qsub; may be repeated.", many=True, like=_ONE),
     "k8s_kind": Option(Literal["job", "jobset", "trainjob"], "job", "Kubernetes: what to create."),
