@@ -182,6 +182,15 @@ def test_srun_is_shown_and_becomes_this_process(shell):
     assert done.stderr.startswith("phalanx: srun --nodes=2 ")
 
 
+def test_another_mpi_than_the_one_that_was_asked_for(shell):
+    shell.program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
+    done = shell("job.yaml", "--launcher", "mpich")
+    assert done.returncode == 2
+    assert "--launcher mpich, but the mpiexec in PATH is that of openmpi" in done.stderr
+    shell.program("mpiexec", '[ "$1" = --version ] && echo unknown || exit 7')
+    assert shell("job.yaml", "--launcher", "mpich").returncode == 7
+
+
 def test_the_flavor_of_mpiexec_in_a_job_of_pbs(shell):
     shell.program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
     (shell.folder / "nodes").write_text("x1\nx1\nx2\nx2\n")
