@@ -60,7 +60,9 @@ examples:
   phalanx simulate examples/pipeline.yaml cluster=local --straggler 1=1.5 --svg step.svg
   phalanx schedule show 1f1b --stages 4 --microbatches 8
   phalanx collectives show ring-all-reduce --ranks 8
+  phalanx doctor examples/main.yaml                  checks this machine for the job
   phalanx test-dist --nproc-per-node 4 --html test.html
+  phalanx launch examples/main.yaml --submit slurm --nnodes 2 --time 2h --dry-run
 
 `phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.
 Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data, checkpoint or state corrupt, 5 stopped on
