@@ -36,7 +36,8 @@ def wait_slurm(job: str) -> int:
         shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False).stdout
         state, code = re.search(r"JobState=(\w+)", shown), re.search(r"ExitCode=(\d+):(\d+)", shown)
         if state and code and state[1] in ENDED:
-            print(f"{state[1]}, restarts {''.join(re.findall(r'Restarts=(\d+)', shown))}")
+            restarts = re.search(r"Restarts=(\d+)", shown)
+            print(f"{state[1]}, restarts {restarts[1] if restarts else 0}")
             by_signal = 128 + int(code[2]) if int(code[2]) else int(code[1])
             return by_signal or int(state[1] != "COMPLETED")
         time.sleep(0.2)

@@ -84,7 +84,12 @@ class Slurm:
         )
         (self.folder / "slurm.conf").write_text(text, encoding="utf-8")
         try:
-            files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munged.pid", "log-file": "munged.log"}
+            files = {
+                "key-file": "munge.key",
+                "socket": "munge.sock",
+                "pid-file": "munged.pid",
+                "log-file": "munged.log",
+            }
             munged = [f"--{option}={self.folder / name}" for option, name in files.items()]
             self._run(0, "munged", "--force", f"--seed-file={self.folder / 'munge.seed'}", *munged)
             self._run(0, "slurmctld")

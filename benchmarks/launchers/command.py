@@ -95,7 +95,7 @@ def kill_rank(mark: str, rank: int) -> bool:
 
 
 def rank_pid(mark: str, rank: int) -> int | None:
-    """Returns the process of a rank: by RANK, which launchers of ours and torchrun set, else by its launcher's variable."""
+    """Returns the process of a rank: by RANK, which ours and torchrun set, else by its launcher's variable."""
     by_rank = processes.rank_pids(mark)
     if by_rank:
         return by_rank.get(rank)

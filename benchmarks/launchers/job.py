@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +13,28 @@ from benchmarks.chaos import weights
 
 STEPS = 30
 NODES = 2
+_LONG_S = 90.0
 _JOB = """
-model: {n_layers: 1, d_model: 32, n_heads: 2, seq_len: 32}
+model: {n_layers: 1, d_model: 32, n_heads: 4, seq_len: 32}
 cluster: {device: cpu, peak_tflops: 1.0}
 data: {corpus: random, random_tokens: 20000, random_vocab: 64}
-train: {precision: fp64, steps: 30, global_batch: 16, eval_samples: 8, log_every: 1}
-checkpoint: {every: 10}
-run: {sample_tokens: 0, timeout_s: 60, threads: 1}
+train: {precision: fp64, steps: STEPS, global_batch: 16, eval_samples: 8, log_every: 1}
+checkpoint: {every: EVERY}
+run: {sample_tokens: 0, timeout_s: 240, threads: 1}
 """
 
 
-def text(per_node: int) -> str:
-    """Returns the job for two nodes, or as many ranks on one: in float64, with a fixed layout and one thread per rank, so
-    that every launcher must reach the same bits."""
-    return f"{_JOB}layout: {{dp_replicate: {NODES}, tp: {per_node}}}\n"
+def text(per_node: int, steps: int = STEPS) -> str:
+    """Returns the job for two nodes, or as many ranks on one: in float64, with a fixed layout and one thread per rank,
+    so that every launcher must reach the same bits. Checkpoints are a third of the steps apart, at most 50."""
+    layout = f"layout: {{dp_replicate: {NODES}, tp: {per_node}}}\n"
+    return _JOB.replace("STEPS", str(steps)).replace("EVERY", str(min(50, steps // 3))) + layout
+
+
+def long_steps(control: Run) -> int:
+    """Returns the steps that take a minute and a half here, by the step time of a run."""
+    seconds = statistics.median(row["step_time_s"] for row in control.rows("step"))
+    return round(_LONG_S / seconds)
 
 
 MISTAKE = "optimizer.lrr=3"
@@ -71,8 +80,8 @@ class Run:
         return weights.load(self.directory / "checkpoints", steps)
 
 
-def compare(run: Run, control: Run, steps: int = STEPS) -> dict[str, Any]:
-    """Returns the final loss, and how far losses and final weights are from the control's: 0.0 if every bit is equal."""
+def compare(run: Run, control: Run, steps: int) -> dict[str, Any]:
+    """Returns the final loss, and how far losses and weights are from the control's: 0.0 if all bits are equal."""
     losses, wanted = run.losses, control.losses
     found: dict[str, Any] = {"steps": len(losses), "loss": losses[-1] if losses else None}
     if len(losses) == len(wanted) == steps:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from benchmarks.launchers.rig import PHALANX, MissingError, Rig
 
-_BATCH = Path(__file__).with_name("batch.py")
+BATCH_WAIT = (sys.executable, str(Path(__file__).with_name("batch.py")))
+"""A command that waits for the end of the job that the rest of the words submit."""
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _PORT = 29400
 
@@ -47,9 +48,9 @@ def _train(*words: str) -> list[str]:
     return [*PHALANX, "train", "job.yaml", *words]
 
 
-def _launch(*options: str) -> Callable[[Sequence[str]], list[str]]:
-    options, extra = (options[: options.index("--")], options[options.index("--") :]) if "--" in options else (options, ())
-    return lambda words: [*PHALANX, "launch", "job.yaml", *words, *options, *extra]
+def launch(*options: str, extra: Sequence[str] = ()) -> Callable[[Sequence[str]], list[str]]:
+    """Returns how the words of a `phalanx launch` follow from those of the job; `extra` are the launcher's own."""
+    return lambda words: [*PHALANX, "launch", "job.yaml", *words, *options, *(["--", *extra] if extra else [])]
 
 
 def _alone(_: Rig) -> Command:
@@ -57,7 +58,7 @@ def _alone(_: Rig) -> Command:
 
 
 def _here(_: Rig) -> Command:
-    return Command(_launch("--launcher", "local"))
+    return Command(launch("--launcher", "local"))
 
 
 def _torchrun(rig: Rig) -> Command:
@@ -75,9 +76,9 @@ def _torchrun_on_two(rig: Rig) -> Command:
 
 
 def _hostfile(rig: Rig) -> Command:
-    launch = _launch("--hostfile", str(rig.hostfile), "--remote-shell", str(rig.remote_shell))
+    words_of = launch("--hostfile", str(rig.hostfile), "--remote-shell", str(rig.remote_shell))
     prefix = rig.nodes.prefix(0)
-    return Command(lambda words: [*prefix, *launch(words)])
+    return Command(lambda words: [*prefix, *words_of(words)])
 
 
 def _openmpi(rig: Rig) -> Command:
@@ -95,10 +96,10 @@ def _openmpi_on_two(rig: Rig) -> Command:
 
 
 def _launch_openmpi(rig: Rig) -> Command:
-    agent = ["--", "--mca", "plm_rsh_agent", str(rig.remote_shell)]
-    launch = _launch("--launcher", "openmpi", "--hostfile", str(rig.hostfile), *agent)
+    agent = ["--mca", "plm_rsh_agent", str(rig.remote_shell)]
+    words_of = launch("--launcher", "openmpi", "--hostfile", str(rig.hostfile), extra=agent)
     prefix = rig.nodes.prefix(0)
-    return Command(lambda words: [*prefix, *launch(words)], rig.path_with("openmpi"))
+    return Command(lambda words: [*prefix, *words_of(words)], rig.path_with("openmpi"))
 
 
 def _mpich(rig: Rig) -> Command:
@@ -114,10 +115,10 @@ def _mpich_on_two(rig: Rig) -> Command:
 
 
 def _launch_mpich(rig: Rig) -> Command:
-    agent = ["--", "-launcher", "rsh", "-launcher-exec", str(rig.remote_shell)]
-    launch = _launch("--launcher", "mpich", "--hostfile", str(rig.hostfile), *agent)
+    agent = ["-launcher", "rsh", "-launcher-exec", str(rig.remote_shell)]
+    words_of = launch("--launcher", "mpich", "--hostfile", str(rig.hostfile), extra=agent)
     prefix = rig.nodes.prefix(0)
-    return Command(lambda words: [*prefix, *launch(words)], rig.path_with("mpich"))
+    return Command(lambda words: [*prefix, *words_of(words)], rig.path_with("mpich"))
 
 
 def _srun(rig: Rig) -> Command:
@@ -130,16 +131,16 @@ def _salloc(*options: str) -> Callable[[Rig], Command]:
     def command(rig: Rig) -> Command:
         slurm = rig.slurm
         salloc = ["salloc", "--quiet", "--nodes=2", f"--ntasks-per-node={rig.per_node if options else 1}"]
-        return Command(lambda words: slurm.command(*salloc, *_launch(*options)(words)), slurm.env)
+        return Command(lambda words: slurm.command(*salloc, *launch(*options)(words)), slurm.env)
 
     return command
 
 
 def _submit_slurm(rig: Rig) -> Command:
     slurm = rig.slurm
-    launch = _launch("--submit", "slurm", "--nnodes", "2", "--time", "10m")
-    wait = [sys.executable, str(_BATCH), "slurm"]
-    return Command(lambda words: slurm.command(*wait, *launch(words)), slurm.env)
+    words_of = launch("--submit", "slurm", "--nnodes", "2", "--time", "10m")
+    wait = [*BATCH_WAIT, "slurm"]
+    return Command(lambda words: slurm.command(*wait, *words_of(words)), slurm.env)
 
 
 def _pals(rig: Rig) -> Command:
@@ -150,10 +151,10 @@ def _pals(rig: Rig) -> Command:
 
 
 def _submit_pbs(rig: Rig) -> Command:
-    launch = _launch("--submit", "pbs", "--site", "pbs", "--launcher", "pals", "--nnodes", "2", "--time", "10m")
-    wait, prefix = [sys.executable, str(_BATCH), "pbs"], rig.nodes.prefix(0)
+    words_of = launch("--submit", "pbs", "--site", "pbs", "--launcher", "pals", "--nnodes", "2", "--time", "10m")
+    wait, prefix = [*BATCH_WAIT, "pbs"], rig.nodes.prefix(0)
     env = {"PATH": f"{rig.pbs}:{os.environ['PATH']}"}
-    return Command(lambda words: [*prefix, *wait, *launch(words)], env)
+    return Command(lambda words: [*prefix, *wait, *words_of(words)], env)
 
 
 _TAG, _RANK = r"\[\d+,(\d+)\]<\w+>: ?", r"(\d+): "

@@ -1,4 +1,4 @@
-"""What the launchers need here: two nodes, a Slurm cluster, a remote shell, MPI's commands. Made when it is first asked for."""
+"""What the launchers need here: two nodes, a Slurm cluster, a remote shell, MPI's commands. Made when asked for."""
 
 from __future__ import annotations
 
@@ -132,9 +132,7 @@ def _program(file: Path, text: str) -> Path:
 
 def _flavor(program: str) -> str:
     try:
-        done = subprocess.run(
-            [program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=False
-        )
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=False)
         return flavor_of(done.stdout + done.stderr)
     except (OSError, subprocess.TimeoutExpired, JobError):
         return ""

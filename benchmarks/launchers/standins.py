@@ -1,5 +1,5 @@
-"""Stand-ins for PBS: a qsub and an mpiexec of PALS that do what their manuals say about a job's environment. They are no
-PBS: no server, no queue, no limits.
+"""Stand-ins for PBS: a qsub and an mpiexec of PALS that do what their manuals say about a job's environment. They are
+no PBS: no server, no queue, no limits.
 
 Sources: PBS Professional User's Guide, "Job environment variables"; `man mpiexec` of Cray PALS, as ALCF's guides quote
 it; Slurm's plugin cray_shasta, which sets the same variables.

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launchers.command import Ended, kill_rank, run
 from benchmarks.launchers import job
-from benchmarks.launchers.job import MISTAKE, MISTAKE_SAID, Run, compare
+from benchmarks.launchers.command import Ended, kill_rank, run
+from benchmarks.launchers.job import MISTAKE, MISTAKE_SAID, STEPS, Run, compare
 from benchmarks.launchers.launchers import Command, Launcher
 
-LIMIT_S = 240.0
+LIMIT_S = 400.0
 KILL_AT = 15
 """Step at which a rank is killed: the first checkpoint is written."""
 _KILLED = 1
@@ -50,7 +50,7 @@ class Trials:
     def good(self) -> Result:
         """The job as it is."""
         ended, trained = self.start("good"), self.run_of("good")
-        found = {**self._shown(ended), **compare(trained, self.control)}
+        found = {**self._shown(ended), **compare(trained, self.control, STEPS)}
         if first := trained.first_step_at:
             found["first_step_s"] = round(first - ended.began, 2)
         return found
@@ -64,12 +64,10 @@ class Trials:
     def killed(self) -> Result:
         """Rank 1 gets SIGKILL in the middle of the run."""
         trained = self.run_of("killed")
-        ended = self.start(
-            "killed", meanwhile=lambda mark: trained.step >= KILL_AT and kill_rank(mark, _KILLED)
-        )
+        ended = self.start("killed", meanwhile=lambda mark: trained.step >= KILL_AT and kill_rank(mark, _KILLED))
         said = [line for line in ended.text.splitlines() if re.search(_SAYS_KILLED, line)]
         message = said[0][:300] if said else None
-        return {**self._shown(ended), **compare(trained, self.control), "message": message}
+        return {**self._shown(ended), **compare(trained, self.control, STEPS), "message": message}
 
     def _shown(self, ended: Ended) -> Result:
         """Returns the exit code and the seconds; the end of the output too if the time was up."""
