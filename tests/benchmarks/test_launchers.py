@@ -22,7 +22,8 @@ from phalanx.check.load import load_file
 
 FACTS = {
     "processor": "P", "cores": 2, "memory_gib": 8, "kernel": "6", "torch": "2", "python": "3", "phalanx": "0",
-    "commit": "abc", "date": "2026-01-01", "ranks": 4, "sources": "abc", "load": 1.0, "launchers": {"Slurm": "22.05.8", "MPICH": None},
+    "commit": "abc", "date": "2026-01-01", "ranks": 4, "sources": "abc", "load": 1.0,
+    "launchers": {"Slurm": "22.05.8", "MPICH": None},
 }  # fmt: skip
 GOOD = {"exit": 0, "steps": STEPS, "loss": 4.1, "loss_max_rel": 0.0, "weights_max_rel": 0.0, "first_step_s": 3.0}
 ROW = {
