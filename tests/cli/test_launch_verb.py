@@ -142,6 +142,18 @@ def test_mistakes_are_one_message_and_exit_code_2(shell, words, env, message):
     assert done.stdout == ""
 
 
+def test_the_mpiexec_of_the_launcher_that_was_asked_for(shell):
+    shell.program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
+    words = ("job.yaml", "--launcher", "mpich", "--nnodes", "1")
+    refused = shell(*words)
+    assert refused.returncode == 2
+    assert "mpiexec is that of openmpi here, not of mpich: load the module of mpich" in refused.stderr
+    assert shell.document(*words, "--dry-run")["commands"][0]["argv"][0] == "mpiexec"
+    shell.program("mpiexec.mpich", "exit 3")
+    assert shell(*words).returncode == 3
+    assert shell.document(*words, "--dry-run")["commands"][0]["argv"][0] == "mpiexec.mpich"
+
+
 def test_a_login_node_starts_nothing(shell):
     shell.program("sbatch", "exit 1")
     done = shell("job.yaml")

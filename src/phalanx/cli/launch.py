@@ -17,7 +17,7 @@ from phalanx.cli.launch_plan import LaunchPlan
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.sites.load import known, user_folder
-from phalanx.launch.start.choose import commands_of, launcher_for, mpiexec_version
+from phalanx.launch.start.choose import commands_of, launcher_for, mpiexec_version, with_own_mpiexec
 from phalanx.launch.start.command import HostCommand, Launcher, environment
 from phalanx.launch.start.remote import RemoteNodes
 from phalanx.launch.start.shell import SSH
@@ -129,7 +129,9 @@ def _start(words: JobWords, plan: LaunchPlan) -> int:
     )
     request = plan.start_request(launcher)
     commands = commands_of(launcher, request, options["hostfile"])
-    if "dry_run" in words.switches:
+    starts = "dry_run" not in words.switches
+    commands = [with_own_mpiexec(launcher, command, shutil.which, starts=starts) for command in commands]
+    if not starts:
         _show(words, plan, launcher, commands)
         return 0
     for command in commands:
