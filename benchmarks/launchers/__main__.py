@@ -113,23 +113,23 @@ class Bench:
         if not todo:
             return
         by_key = {launcher.key: launcher for launcher in LAUNCHERS}
-        control = self._control(by_key[CONTROL])
+        control, start_s = self._control(by_key[CONTROL])
         for number, key in enumerate(todo, 1):
             began = time.monotonic()
             say(f"{number}/{len(todo)} {key} ...")
-            row = self._attempt(by_key[key], control) if key in by_key else self._interrupt(key, control)
+            row = self._attempt(by_key[key], control) if key in by_key else self._interrupt(key, control, start_s)
             self.results.add(key, row)
             said = row.get("missing") or "; ".join(problems(key, row)) or "as documented"
             say(f"{number}/{len(todo)} {key}: {said}  ({time.monotonic() - began:.0f} s)")
 
-    def _control(self, alone: Launcher) -> Run:
-        """Returns the run of `phalanx train` by itself."""
+    def _control(self, alone: Launcher) -> tuple[Run, float]:
+        """Returns the run of `phalanx train` by itself, and the seconds to its first step."""
         say("phalanx train by itself ...")
         trials = Trials(alone, alone.command(self.rig), self.root / "control", self.rig.per_node, None)
         ended = trials.good()
         if ended["exit"] or ended["steps"] != STEPS:
             raise RuntimeError(f"phalanx train ended with {ended['exit']}: {ended['output']}")
-        return trials.control
+        return trials.control, ended["first_step_s"]
 
     def _attempt(self, launcher: Launcher, control: Run) -> dict[str, Any]:
         row = {"what": launcher.what, "nodes": launcher.nodes, "ranks": self.rig.ranks, "starts": launcher.starts}
@@ -143,9 +143,9 @@ class Bench:
 
         return {**row, **_outcome(tried)}
 
-    def _interrupt(self, key: str, control: Run) -> dict[str, Any]:
+    def _interrupt(self, key: str, control: Run, start_s: float) -> dict[str, Any]:
         if self._long is None:
-            self._long = LongJob(self.rig, self.root / "interrupted", long_steps(control))
+            self._long = LongJob(self.rig, self.root / "interrupted", long_steps(control), start_s)
         wanted = self._long
         return _outcome(lambda: INTERRUPTIONS[key](wanted))
 

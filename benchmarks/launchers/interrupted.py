@@ -3,6 +3,7 @@ final weights are compared with those of a run that nothing interrupts."""
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +23,13 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class LongJob:
-    """A job of a minute and a half, submitted to Slurm; `folder` is for the job and its runs."""
+    """A job of two minutes, submitted to Slurm; `folder` is for the job and its runs."""
 
     rig: Rig
     folder: Path
     steps: int
+    start_s: float
+    """Seconds from the command to the first step, by another run."""
 
     def control(self) -> Run:
         """Returns the run of `phalanx train` by itself. Raises RuntimeError if it fails."""
@@ -57,9 +60,11 @@ class LongJob:
 
 
 def requeued(wanted: LongJob) -> Result:
-    """USR1 a minute before a time limit of two (Slurm may send it a minute early): the run stops with a checkpoint and
-    75, and the job is requeued and resumes, as often as it takes."""
-    return wanted.submitted("requeued", ["--time", "2m", "--signal", "60"])
+    """USR1 a minute before the time limit: the run stops with a checkpoint and 75, and the job is requeued and resumes,
+    as often as it takes."""
+    # Slurm may send it a minute earlier, and a run that has not begun to train is not requeued.
+    minutes = math.ceil((1.5 * wanted.start_s + 150) / 60)
+    return wanted.submitted("requeued", ["--time", f"{minutes}m", "--signal", "60"])
 
 
 def lost_node(wanted: LongJob) -> Result:

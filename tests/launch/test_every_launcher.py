@@ -30,26 +30,27 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def control(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run of `phalanx train` by itself."""
-    alone = Trials(LAUNCHERS[0], LAUNCHERS[0].command(rig), tmp_path_factory.mktemp("control"), PER_NODE, None)
-    ended = alone.good()
+def alone(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
+    """The run of `phalanx train` by itself, and the seconds to its first step."""
+    trials = Trials(LAUNCHERS[0], LAUNCHERS[0].command(rig), tmp_path_factory.mktemp("control"), PER_NODE, None)
+    ended = trials.good()
     assert (ended["exit"], ended["steps"]) == (0, STEPS), ended["output"]
-    return alone.control
+    return trials.control, ended["first_step_s"]
 
 
 @pytest.fixture(scope="module")
-def long_job(rig: Rig, control: Run, tmp_path_factory: pytest.TempPathFactory) -> LongJob:
-    return LongJob(rig, tmp_path_factory.mktemp("long"), long_steps(control))
+def long_job(rig: Rig, alone: tuple[Run, float], tmp_path_factory: pytest.TempPathFactory) -> LongJob:
+    control, start_s = alone
+    return LongJob(rig, tmp_path_factory.mktemp("long"), long_steps(control), start_s)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.key)
-def test_it_trains_the_same_and_says_a_mistake_once(rig: Rig, control: Run, tmp_path: Path, launcher) -> None:
+def test_it_trains_the_same_and_says_a_mistake_once(rig: Rig, alone, tmp_path: Path, launcher) -> None:
     try:
         command = launcher.command(rig)
     except MissingError as error:
         pytest.skip(str(error))
-    trials = Trials(launcher, command, tmp_path, PER_NODE, control)
+    trials = Trials(launcher, command, tmp_path, PER_NODE, alone[0])
     row = {"good": trials.good(), "mistake": trials.mistake(), "killed": trials.killed()}
     assert problems(launcher.key, {"starts": launcher.starts, **row}) == [], row
     assert row["killed"]["message"], "somebody says that a rank was killed"
