@@ -8,7 +8,7 @@ COUNT ?= 20000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test faults fuzz lint format bench accuracy gpu chaos bench-peers clean
+.PHONY: help setup train verify test faults fuzz lint format bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -34,7 +34,7 @@ fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 	PHALANX_FUZZ=$(COUNT) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
 faults: setup ## make every fault that the watchdog finds, also between two machines (as root): minutes
-	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/doctor/test_doctor_two_nodes.py $(ARGS)
+	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/doctor/test_doctor_two_nodes.py tests/launch/test_every_launcher.py $(ARGS)
 
 lint: setup ## check style, format and types
 	$(BIN)/ruff check .
@@ -67,6 +67,9 @@ gpu: setup ## parity, memory, throughput on this machine's NVIDIA GPUs: ARGS='--
 
 chaos: setup ## inject faults into real runs and write benchmarks/results/chaos.md: ARGS='--quick'
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
+
+launchers: setup ## run one job under every launcher installed here, two nodes as root: ARGS='--only srun,mpich'
+	$(BIN)/python -m benchmarks.launchers $(ARGS)
 
 bench-peers: $(PEERS)/.installed ## make .bench-venv, with the peers that `make bench` compares with
 

@@ -11,11 +11,12 @@ _LOST = "02:00:00:00:00:01"  # a hardware address that nobody has
 
 
 class Nodes:
-    """Nodes 0 and 1, at 10.78.0.1 and 10.78.0.2. A context manager: needs root and the program ip."""
+    """Nodes 0 and 1, at 10.78.0.1 and 10.78.0.2; their hosts are `name`-a and `name`-b. A context manager: needs root
+    and the program ip."""
 
-    def __init__(self) -> None:
-        self.names = [f"chaos{os.getpid()}-{letter}" for letter in "ab"]
-        self.hosts = ["chaos-a", "chaos-b"]
+    def __init__(self, name: str = "chaos") -> None:
+        self.names = [f"{name}{os.getpid()}-{letter}" for letter in "ab"]
+        self.hosts = [f"{name}-a", f"{name}-b"]
         self.addresses = ["10.78.0.1", "10.78.0.2"]
 
     def __enter__(self) -> Nodes:

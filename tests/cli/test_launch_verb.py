@@ -167,6 +167,18 @@ def test_schedulers_names_of_options(shell):
     assert "uses 1 of 4 devices per node" in plain.stderr
 
 
+def test_the_mpiexec_of_the_launcher_that_was_asked_for(shell):
+    shell.program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
+    words = ("job.yaml", "--launcher", "mpich", "--nnodes", "1")
+    refused = shell(*words)
+    assert refused.returncode == 2
+    assert "mpiexec is that of openmpi here, not of mpich: load the module of mpich" in refused.stderr
+    assert shell.document(*words, "--dry-run")["commands"][0]["argv"][0] == "mpiexec"
+    shell.program("mpiexec.mpich", "exit 3")
+    assert shell(*words).returncode == 3
+    assert shell.document(*words, "--dry-run")["commands"][0]["argv"][0] == "mpiexec.mpich"
+
+
 def test_a_login_node_starts_nothing(shell):
     shell.program("sbatch", "exit 1")
     done = shell("job.yaml")
@@ -182,11 +194,7 @@ def test_srun_is_shown_and_becomes_this_process(shell):
     assert done.stderr.startswith("phalanx: srun --nodes=2 ")
 
 
-def test_another_mpi_than_the_one_that_was_asked_for(shell):
-    shell.program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
-    done = shell("job.yaml", "--launcher", "mpich")
-    assert done.returncode == 2
-    assert "--launcher mpich, but the mpiexec in PATH is that of openmpi" in done.stderr
+def test_an_mpiexec_that_does_not_say_whose_it_is_is_started(shell):
     shell.program("mpiexec", '[ "$1" = --version ] && echo unknown || exit 7')
     assert shell("job.yaml", "--launcher", "mpich").returncode == 7
 

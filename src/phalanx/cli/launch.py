@@ -17,8 +17,7 @@ from phalanx.cli.launch_plan import LaunchPlan
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.sites.load import known, user_folder
-from phalanx.launch.start import mpi
-from phalanx.launch.start.choose import commands_of, launcher_for, mpiexec_version
+from phalanx.launch.start.choose import commands_of, launcher_for, mpiexec_version, with_own_mpiexec
 from phalanx.launch.start.command import HostCommand, Launcher, environment
 from phalanx.launch.start.remote import RemoteNodes
 from phalanx.launch.start.shell import SSH
@@ -160,11 +159,11 @@ def _start(words: JobWords, plan: LaunchPlan) -> int:
     )
     request = plan.start_request(launcher)
     commands = commands_of(launcher, request, options["hostfile"])
-    if "dry_run" in words.switches:
+    starts = "dry_run" not in words.switches
+    commands = [with_own_mpiexec(launcher, command, shutil.which, starts=starts) for command in commands]
+    if not starts:
         _show(words, plan, launcher, commands)
         return 0
-    if launcher in mpi.BUILDERS:
-        _check_flavor(launcher, commands[0].argv[0])
     for command in commands:
         echo(f"phalanx: {command.shell}", file=sys.stderr, flush=True)
     env = environment(request, os.environ)
@@ -179,20 +178,6 @@ def _start(words: JobWords, plan: LaunchPlan) -> int:
         )
         return nodes.run()
     return _become(commands[0].argv, env)
-
-
-def _check_flavor(launcher: Launcher, program: str) -> None:
-    """Raises JobError if the program of that name is another MPI's, whose options differ. What does not say whose it is
-    passes."""
-    try:
-        found = mpi.flavor_of(mpiexec_version(lambda _: shutil.which(program)))
-    except JobError:
-        return
-    if found != launcher:
-        raise JobError(
-            f"--launcher {launcher}, but the {program} in PATH is that of {found}: give --launcher {found}, or put the "
-            f"folder of the other {program} first in PATH (on a cluster: load its module)"
-        )
 
 
 def _become(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 
 from phalanx.errors import JobError
 from phalanx.launch.sites.site import Site
@@ -74,8 +75,42 @@ def _without_mpi(nodes: int) -> Launcher:
 def mpiexec_version(which: Callable[[str], str | None]) -> str:
     """Returns what this host's mpiexec prints about itself; empty if there is none."""
     program = which("mpiexec") or which("mpirun")
-    if not program:
-        return ""
+    return _version(program) if program else ""
+
+
+def with_own_mpiexec(
+    launcher: Launcher, command: HostCommand, which: Callable[[str], str | None], *, starts: bool
+) -> HostCommand:
+    """Returns the command with the launcher's own mpiexec. Where several MPIs are installed without modules, as on
+    Debian, they are called mpiexec.openmpi and mpiexec.mpich, and mpiexec is one of them.
+
+    Args:
+        launcher: the launcher.
+        command: its command.
+        which: returns the path of a program, or None if it is not installed.
+        starts: whether the command is to be started here: then JobError is raised if its mpiexec is another's.
+    """
+    program = which(command.argv[0]) if launcher in mpi.BUILDERS else None
+    if program is None:
+        return command
+    try:
+        flavor = mpi.flavor_of(_version(program))
+    except JobError:  # a site's own: the user knows what it is
+        return command
+    if flavor == launcher:
+        return command
+    for name in mpi.OTHER_NAMES.get(launcher, ()):
+        if which(name):
+            return replace(command, argv=(name, *command.argv[1:]))
+    if starts:
+        raise JobError(
+            f"{command.argv[0]} is that of {flavor} here, not of {launcher}: load the module of {launcher}, or give "
+            f"--launcher {flavor}"
+        )
+    return command
+
+
+def _version(program: str) -> str:
     try:
         done = subprocess.run(
             [program, "--version"], capture_output=True, text=True, errors="replace", timeout=_VERSION_S, check=False

@@ -21,6 +21,11 @@ _FLAVORS: dict[Launcher, str] = {
     "pals": r"\bpals\b",
     "mpich": r"hydra|mpich|intel\(r\) mpi",
 }
+OTHER_NAMES: dict[Launcher, tuple[str, ...]] = {
+    "openmpi": ("mpirun.openmpi", "mpiexec.openmpi"),
+    "mpich": ("mpiexec.mpich", "mpiexec.hydra"),
+}
+"""What a launcher's mpiexec is called beside another's."""
 
 
 def flavor_of(version: str) -> Launcher:

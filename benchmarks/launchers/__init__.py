@@ -1,0 +1,1 @@
+"""The same small job under every launcher that is installed: `make launchers`."""
