@@ -15,7 +15,8 @@ import phalanx
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.environment import LAUNCHER_PID
-from phalanx.launch.meet.told import ToldError, detected
+from phalanx.launch.meet.detected import detected
+from phalanx.launch.meet.told import ToldError
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import lowest_evidence
 from phalanx.nearest import nearest

@@ -141,9 +141,10 @@ def hold_at(ranks: Ranks, host: str, port: int, seconds: float) -> FoundStore:
     except OSError as error:
         store = _store_of_another_rank_0(host, port, ranks.world) if error.errno == errno.EADDRINUSE else None
         if store is None:
+            reason = os.strerror(error.errno or errno.EADDRINUSE).lower()
             raise RunError(
                 f"Rank 0 of {ranks.world} cannot listen on MASTER_PORT={port} of {platform.node()}: "
-                f"{(error.strerror or str(error)).lower()}. Set MASTER_PORT to a free port, the same for every rank, "
+                f"{reason}. Set MASTER_PORT to a free port, the same for every rank, "
                 "or unset MASTER_ADDR and MASTER_PORT where srun or mpiexec start the ranks: they then find a free one."
             ) from error
         return FoundStore(store, host)
