@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
 import os
 import platform
 import signal
@@ -71,6 +73,7 @@ NaN or a spike, 75 stopped cleanly (run the same command again to resume), 128+n
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code. A user's mistake is a message; a bug keeps its traceback."""
+    _escape_what_the_locale_lacks()
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # nothing is writable for everyone, whatever the umask
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -93,6 +96,13 @@ def _run_and_tell(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         echo("phalanx: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _escape_what_the_locale_lacks() -> None:
+    """Makes a stream that is not UTF-8 (PYTHONIOENCODING=ascii, an old locale) show × as \\xd7, as standard error does."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _discard_output() -> None:
