@@ -99,7 +99,8 @@ def _run_and_tell(argv: Sequence[str]) -> int:
 
 
 def _escape_what_the_locale_lacks() -> None:
-    """Makes a stream that is not UTF-8 (PYTHONIOENCODING=ascii, an old locale) show × as \\xd7, as standard error does."""
+    """Makes a stream that is not UTF-8 (PYTHONIOENCODING=ascii, an old locale) show × as an escape, as standard error
+    does."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
