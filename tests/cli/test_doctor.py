@@ -67,6 +67,13 @@ def test_words_that_mean_nothing(here, argv, capsys):
     assert capsys.readouterr().err.startswith("phalanx: ")
 
 
+def test_a_word_that_means_nothing_is_said_by_one_rank(here, capsys, monkeypatch):
+    for name, value in {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "no-such-file"]) == 2
+    assert capsys.readouterr().err == ""
+
+
 def test_ranks_of_torchrun_are_compared(here):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = doctor("job.yaml", "--json", "--timeout", "40", launcher=launcher, OMP_NUM_THREADS="1")

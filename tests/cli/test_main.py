@@ -1,5 +1,6 @@
 """The command line as a whole: help without torch, unknown verbs, exit codes."""
 
+import os
 import subprocess
 import sys
 
@@ -105,3 +106,24 @@ def test_half_of_a_launcher_s_variables_is_said_by_one_rank(monkeypatch, capsys)
         monkeypatch.setenv("PMI_RANK", str(rank))
         assert main(["schedule", "list"]) == code
         assert capsys.readouterr().err.count("incompletely: PMI_SIZE") == 1 - rank
+
+
+def test_a_stream_that_has_no_multiplication_sign():
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "phalanx",
+            "predict",
+            "model=tiny",
+            "data.corpus=random",
+            "cluster=dgx-h100:1",
+            "dp_shard=8",
+        ],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "accumulation 1 \\xd7 data ranks 8" in done.stdout

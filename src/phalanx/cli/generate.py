@@ -18,7 +18,7 @@ from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.meet.told import detected
+from phalanx.launch.meet.detected import detected
 from phalanx.launch.ranks import Ranks
 from phalanx.nearest import did_you_mean
 

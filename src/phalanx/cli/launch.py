@@ -211,7 +211,7 @@ def _show(words: JobWords, plan: LaunchPlan, launcher: Launcher, commands: Seque
         }
         echo(json.dumps(document, indent=1))
         return
-    lines = [f"# {plan.sentence(launcher)}"]
+    lines = [f"# {' '.join(plan.sentence(launcher).split())}"]  # one line: the next one would be a command
     lines += [f"# hosts: {' '.join(request.hosts)}"] if request.hosts else []
     lines += [f"# meet at {request.endpoint[0]}:{request.endpoint[1]}"] if request.endpoint else []
     if launcher != "ssh":  # there, each command has them

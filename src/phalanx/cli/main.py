@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
 import os
 import platform
 import signal
@@ -15,7 +17,8 @@ import phalanx
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.environment import LAUNCHER_PID
-from phalanx.launch.meet.told import ToldError, detected
+from phalanx.launch.meet.detected import detected
+from phalanx.launch.meet.told import ToldError
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import lowest_evidence
 from phalanx.nearest import nearest
@@ -72,6 +75,7 @@ NaN or a spike, 75 stopped cleanly (run the same command again to resume), 128+n
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code. A user's mistake is a message; a bug keeps its traceback."""
+    _escape_what_the_locale_lacks()
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # nothing is writable for everyone, whatever the umask
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -94,6 +98,14 @@ def _run_and_tell(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         echo("phalanx: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _escape_what_the_locale_lacks() -> None:
+    """Makes a stream that is not UTF-8 (PYTHONIOENCODING=ascii, an old locale) show × as an escape, as standard error
+    does."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _discard_output() -> None:

@@ -19,7 +19,7 @@ from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.environment import LOG_DIR
-from phalanx.launch.meet.told import detected
+from phalanx.launch.meet.detected import detected
 from phalanx.launch.ranks import Ranks
 
 if TYPE_CHECKING:
