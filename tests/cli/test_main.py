@@ -44,7 +44,7 @@ def test_help_and_configuration_answer_without_torch(argv):
     ("argv", "message"),
     [
         (["trian"], "phalanx: no verb 'trian'; did you mean `phalanx train`?"),
-        (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, verify, generate, checkpoint"),
+        (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, launch, verify, generate, checkpoint"),
         (["job.yaml"], "phalanx: no verb 'job.yaml'; put the verb first: `phalanx train job.yaml`"),
         *(
             (
