@@ -186,7 +186,7 @@ def test_a_login_node_starts_nothing(shell):
     assert "--submit slurm" in done.stderr
 
 
-def test_srun_is_shown_and_becomes_this_process(shell):
+def test_srun_is_shown_and_its_exit_code_returned(shell):
     shell.program("srun", 'echo "$# $NCCL_DEBUG"; exit 75')
     done = shell("job.yaml", "--env", "NCCL_DEBUG=INFO", "--nnodes", "2", **ALLOC)
     assert done.returncode == 75

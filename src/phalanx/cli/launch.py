@@ -19,6 +19,7 @@ from phalanx.errors import JobError, RunError
 from phalanx.launch.sites.load import known, user_folder
 from phalanx.launch.start.choose import commands_of, launcher_for, mpiexec_version, with_own_mpiexec
 from phalanx.launch.start.command import HostCommand, Launcher, environment
+from phalanx.launch.start.foreground import run_in_foreground
 from phalanx.launch.start.remote import RemoteNodes
 from phalanx.launch.start.shell import SSH
 from phalanx.launch.submit.submit import (
@@ -47,6 +48,8 @@ OTHER_LAUNCHERS = {
     **dict.fromkeys(("intel", "intelmpi", "impi"), "did you mean mpich? Intel MPI has the same options"),
 }
 """What --launcher does not take, with the answer."""
+_PASS_ON_SIGUSR1 = ("srun", "openmpi", "mpich")
+"""Launchers that were seen to give the ranks this signal; what PALS does is not known here."""
 PROGRAMS = ("python", "python3", "torchrun", "mpiexec", "mpirun", "srun", "phalanx")
 
 OPTIONS = {
@@ -177,6 +180,8 @@ def _start(words: JobWords, plan: LaunchPlan) -> int:
             bare_stdout="json" in words.switches,
         )
         return nodes.run()
+    if launcher in _PASS_ON_SIGUSR1:
+        return run_in_foreground(commands[0].argv, env)
     return _become(commands[0].argv, env)
 
 
