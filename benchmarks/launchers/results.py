@@ -26,7 +26,7 @@ _COLUMNS = (
     *("mistake: exit, printed by", "rank killed: exit, then"),
 )
 _VERSIONS = {
-    "Slurm": ["srun", "--version"],
+    "Slurm": ["slurmd", "-V"],  # srun asks for a cluster first
     "Open MPI": ["mpiexec.openmpi", "--version"],
     "MPICH": ["mpiexec.mpich", "--version"],
 }

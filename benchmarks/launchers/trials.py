@@ -70,9 +70,9 @@ class Trials:
         return {**self._shown(ended), **compare(trained, self.control, STEPS), "message": message}
 
     def _shown(self, ended: Ended) -> Result:
-        """Returns the exit code and the seconds; the end of the output too if the time was up."""
-        found: Result = {"exit": ended.code, "seconds": round(ended.seconds, 1), "output": ended.text[-3000:]}
-        return found
+        """Returns the exit code and the seconds, and the end of the output if it did not end well."""
+        found: Result = {"exit": ended.code, "seconds": round(ended.seconds, 1)}
+        return found if ended.code == 0 else {**found, "output": ended.text[-2000:]}
 
     def _speaker(self, line: str) -> str:
         """Returns who prints a line: the rank in the launcher's label, or the program itself."""

@@ -34,7 +34,7 @@ def alone(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, floa
     """The run of `phalanx train` by itself, and the seconds to its first step."""
     trials = Trials(LAUNCHERS[0], LAUNCHERS[0].command(rig), tmp_path_factory.mktemp("control"), PER_NODE, None)
     ended = trials.good()
-    assert (ended["exit"], ended["steps"]) == (0, STEPS), ended["output"]
+    assert (ended["exit"], ended["steps"]) == (0, STEPS), ended
     return trials.control, ended["first_step_s"]
 
 
