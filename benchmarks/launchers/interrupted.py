@@ -46,7 +46,7 @@ class LongJob:
     def submitted(self, name: str, options: Sequence[str], meanwhile: Callable[[Run], bool] | None = None) -> Result:
         """Submits it, waits for its end, and returns how it ended."""
         control, trained, slurm = self.control(), Run(self.folder / "runs" / name), self.rig.slurm
-        words = launch("--submit", "slurm", "--nnodes", "2", "--requeue", *options)([f"run.name={name}"])
+        words = launch("--submit", "slurm", *options)([f"run.name={name}"])
         command = slurm.command(*BATCH_WAIT, "slurm", *words)
         disturb = (lambda _: meanwhile(trained)) if meanwhile else None
         ended = run([command], self.folder, slurm.env, LIMIT_S, disturb)
@@ -65,7 +65,8 @@ def requeued(wanted: LongJob) -> Result:
     as often as it takes."""
     # Slurm may send it a minute earlier, and a run that has not begun to train is not requeued.
     minutes = math.ceil((1.5 * wanted.start_s + 150) / 60)
-    found = wanted.submitted("requeued", ["--time", f"{minutes}m", "--signal", "60"])
+    options = ["--nnodes", "2", "--requeue", "--time", f"{minutes}m", "--signal", "60"]
+    found = wanted.submitted("requeued", options)
     if found["exit"] == 0 and not found["requeued"] and wanted.steps < _MOST_STEPS:  # the machine is faster than it was
         return requeued(replace(wanted, steps=3 * wanted.steps, folder=wanted.folder / "longer"))
     return found
@@ -74,6 +75,16 @@ def requeued(wanted: LongJob) -> Result:
 def lost_node(wanted: LongJob) -> Result:
     """The second node dies while the job trains: slurmd, steps and tasks by SIGKILL. It comes back when Slurm has seen
     it, and the job is requeued and resumes."""
+    return _with_a_dead_node(wanted, "lost-node", ["--nnodes", "2", "--requeue"])
+
+
+def shrunk(wanted: LongJob) -> Result:
+    """The second node dies while a job of `--nnodes 1:2` trains: it goes on with the first, in the same job. (Its sums
+    have another order: equal within 1e-6.)"""
+    return _with_a_dead_node(wanted, "shrunk", ["--nnodes", "1:2"])
+
+
+def _with_a_dead_node(wanted: LongJob, name: str, options: list[str]) -> Result:
     slurm = wanted.rig.slurm
     if not isinstance(slurm, OwnSlurm):
         raise MissingError("nodes of a cluster in use are not killed: unset SLURM_CONF, so that the bench makes one")
@@ -90,8 +101,8 @@ def lost_node(wanted: LongJob) -> Result:
         cluster.heal(1)
         return True
 
-    return {**wanted.submitted("lost-node", ["--time", "20m"], die), **found}
+    return {**wanted.submitted(name, [*options, "--time", "20m"], die), **found}
 
 
-INTERRUPTIONS = {"requeue": requeued, "node-dies": lost_node}
+INTERRUPTIONS = {"requeue": requeued, "node-dies": lost_node, "shrinks": shrunk}
 """By key for --only."""

@@ -41,6 +41,7 @@ def test_a_row_as_documented_has_no_problems():
     assert problems("torchrun", {**ROW, "starts": "torchrun", "mistake": {"exit": 1, "times": 1}}) == []
     assert problems("mpich", {"missing": "not installed"}) == []
     assert problems("requeue", INTERRUPTED) == []
+    assert problems("shrinks", {**INTERRUPTED, "requeued": 0, "loss_max_rel": 1e-9}) == []
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_a_row_as_documented_has_no_problems():
         ("srun", {**ROW, "mistake": {"exit": 0, "times": 1}}, "a mistake ends with 0"),
         ("launch", {**ROW, "killed": {**GOOD, "loss_max_rel": 0.1}}, "after SIGKILL: the losses are others"),
         ("requeue", {**INTERRUPTED, "requeued": 0}, "not interrupted"),
+        ("shrinks", INTERRUPTED, "was requeued"),
         ("requeue", {"failed": "TimeoutError: x"}, "TimeoutError"),
     ],
 )
@@ -68,13 +70,14 @@ def test_the_page_has_a_row_for_every_launcher(tmp_path):
     results.add("mpich", {"missing": "not installed"})
     results.add("requeue", INTERRUPTED)
     results.add("node-dies", {"missing": "no cluster"})
+    results.add("shrinks", {"failed": "TimeoutError: x"})
     text = page(results)
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + len(LAUNCHERS) + 2 + len(INTERRUPTIONS)
     assert {line.count("|") for line in rows[: 2 + len(LAUNCHERS)]} == {10}
     assert "| `srun` | 2 × 2 | srun | 4.100000000000 | 0 | 0 | 3.0 s | 2, rank 0 | 137, ended after step 16 |" in text
     assert "**not installed**" in text
-    assert text.endswith("Nothing.\n")
+    assert text.endswith("## Not as documented\n\n- shrinks: TimeoutError: x\n")
     assert Results.open(tmp_path / "state.json", FACTS, fresh=False).rows == results.rows
     assert Results.open(tmp_path / "state.json", {**FACTS, "sources": "b"}, fresh=False).rows == {}
 
