@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from benchmarks.chaos import processes
 from benchmarks.launchers import __main__ as bench
-from benchmarks.launchers import command, job, standins
+from benchmarks.launchers import command, job, rig, standins
 from benchmarks.launchers.interrupted import INTERRUPTIONS
 from benchmarks.launchers.job import STEPS, Run
 from benchmarks.launchers.launchers import LAUNCHERS
@@ -150,6 +150,22 @@ def test_the_stand_ins_for_pbs_set_what_is_documented(tmp_path):
 def wait_for_text(file: Path) -> None:
     ended = command.run([["sh", "-c", f"until [ -s {file} ]; do sleep 0.05; done"]], file.parent, {}, 30)
     assert ended.code == 0
+
+
+def test_what_is_not_here_is_a_row_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr(rig, "lacking", lambda _: "needs root")
+    said = {}
+    with rig.Rig(tmp_path / "rig", 1) as means:
+        for launcher in LAUNCHERS:
+            try:
+                launcher.command(means)
+            except rig.MissingError as error:
+                said[launcher.key] = str(error)
+    assert [each.key for each in LAUNCHERS if each.key not in said] == ["train", "launch", "torchrun"]
+    assert said["mpich"] == said["openmpi-2"] == "not installed"
+    assert said["hostfile"] == "two network namespaces: needs root"
+    assert said["srun"].startswith("not installed: slurmctld, slurmd")
 
 
 def test_what_the_command_line_refuses(capsys):
