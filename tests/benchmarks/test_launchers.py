@@ -113,7 +113,8 @@ def test_ranks_are_found_by_their_launchers_variable(variable):
     try:
         assert command.rank_pid(mark, 1) == ranks[1].pid
         assert command.rank_pid(mark, 2) is None
-        assert command.kill_rank(mark, 1)
+        kill = command.killer(1, iter([0, 1, 15]).__next__, 15)
+        assert (kill(mark), kill(mark), ranks[1].poll(), kill(mark)) == (False, False, None, True)
         assert ranks[1].wait(10) == -9
     finally:
         for rank in ranks:
