@@ -128,7 +128,7 @@ class Bench:
         trials = Trials(alone, alone.command(self.rig), self.root / "control", self.rig.per_node, None)
         ended = trials.good()
         if ended["exit"] or ended["steps"] != STEPS:
-            raise RuntimeError(f"phalanx train ended with {ended['exit']}: {ended['output']}")
+            raise RuntimeError(f"phalanx train ended with {ended['exit']}: {ended.get('output', 'too few steps')}")
         return trials.control, ended["first_step_s"]
 
     def _attempt(self, launcher: Launcher, control: Run) -> dict[str, Any]:

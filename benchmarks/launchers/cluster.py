@@ -195,9 +195,9 @@ def _name(pid: int) -> str:
     return ""
 
 
-def missing(which: Callable[[str], str | None] = shutil.which) -> Sequence[str]:
+def missing() -> Sequence[str]:
     """Returns the programs of Slurm that are not installed."""
-    return [name for name in PROGRAMS if which(name) is None]
+    return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
 def _wait_for(condition: Callable[[], object], seconds: float, problem: str) -> None:

@@ -84,14 +84,23 @@ def bare_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
 
 
-def kill_rank(mark: str, rank: int) -> bool:
-    """Kills a rank with SIGKILL; returns whether it was found."""
-    pid = rank_pid(mark, rank)
-    if pid is None:
-        return False
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    return True
+def killer(rank: int, step: Callable[[], int], at: int) -> Callable[[str], bool]:
+    """Returns a function of a mark that kills a rank with SIGKILL at a step, and then returns True. It looks for the
+    process after the first step, because steps may be shorter than the search."""
+    pid: int | None = None
+
+    def kill(mark: str) -> bool:
+        nonlocal pid
+        done = step()
+        if pid is None and done:
+            pid = rank_pid(mark, rank)
+        if pid is None or done < at:
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return True
+
+    return kill
 
 
 def rank_pid(mark: str, rank: int) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.launchers.rig import PHALANX, MissingError, Rig
+from benchmarks.launchers.rig import MPI_ENV, PHALANX, MissingError, Rig
 
 BATCH_WAIT = (sys.executable, str(Path(__file__).with_name("batch.py")))
 """A command that waits for the end of the job that the rest of the words submit."""
@@ -84,7 +84,7 @@ def _hostfile(rig: Rig) -> Command:
 def _openmpi(rig: Rig) -> Command:
     mpiexec = str(rig.mpiexec("openmpi"))
     options = ["--oversubscribe", "--tag-output", "-n", str(rig.ranks)]
-    return Command(lambda words: [mpiexec, *options, *_train(*words)], rig.path_with("openmpi"))
+    return Command(lambda words: [mpiexec, *options, *_train(*words)], MPI_ENV)
 
 
 def _openmpi_on_two(rig: Rig) -> Command:
@@ -92,14 +92,15 @@ def _openmpi_on_two(rig: Rig) -> Command:
     hosts = ",".join(f"{host}:{rig.per_node}" for host in rig.nodes.hosts)
     options = ["--mca", "plm_rsh_agent", str(rig.remote_shell), "--host", hosts, "--tag-output", "-n", str(rig.ranks)]
     prefix = rig.nodes.prefix(0)
-    return Command(lambda words: [*prefix, mpiexec, *options, *_train(*words)], rig.path_with("openmpi"))
+    return Command(lambda words: [*prefix, mpiexec, *options, *_train(*words)], MPI_ENV)
 
 
 def _launch_openmpi(rig: Rig) -> Command:
+    rig.mpiexec("openmpi")
     agent = ["--mca", "plm_rsh_agent", str(rig.remote_shell)]
     words_of = launch("--launcher", "openmpi", "--hostfile", str(rig.hostfile), extra=agent)
     prefix = rig.nodes.prefix(0)
-    return Command(lambda words: [*prefix, *words_of(words)], rig.path_with("openmpi"))
+    return Command(lambda words: [*prefix, *words_of(words)], MPI_ENV)
 
 
 def _mpich(rig: Rig) -> Command:
@@ -115,10 +116,11 @@ def _mpich_on_two(rig: Rig) -> Command:
 
 
 def _launch_mpich(rig: Rig) -> Command:
+    rig.mpiexec("mpich")
     agent = ["-launcher", "rsh", "-launcher-exec", str(rig.remote_shell)]
     words_of = launch("--launcher", "mpich", "--hostfile", str(rig.hostfile), extra=agent)
     prefix = rig.nodes.prefix(0)
-    return Command(lambda words: [*prefix, *words_of(words)], rig.path_with("mpich"))
+    return Command(lambda words: [*prefix, *words_of(words)])
 
 
 def _srun(rig: Rig) -> Command:

@@ -21,12 +21,14 @@ from benchmarks.launchers.trials import KILL_AT
 Result = dict[str, Any]
 BOUND = 1e-12
 """Largest relative difference of a loss from that of `phalanx train` alone."""
+SHRUNK_BOUND = 1e-6
+"""The same for a run that has gone on with fewer data ranks."""
 _COLUMNS = (
     *("launcher", "nodes × ranks", "ranks started by", "final loss", "differs by", "exit", "first step"),
     *("mistake: exit, printed by", "rank killed: exit, then"),
 )
 _VERSIONS = {
-    "Slurm": ["srun", "--version"],
+    "Slurm": ["slurmd", "-V"],  # srun asks for a cluster first
     "Open MPI": ["mpiexec.openmpi", "--version"],
     "MPICH": ["mpiexec.mpich", "--version"],
 }
@@ -91,7 +93,11 @@ def problems(key: str, row: Result) -> list[str]:
     if "failed" in row:
         return [row["failed"]]
     if key in INTERRUPTIONS:
-        return [*_differs(row), *([] if row["requeued"] else ["the job was not interrupted"])]
+        shrinks = key == "shrinks"
+        found = _differs(row, SHRUNK_BOUND if shrinks else BOUND)
+        if bool(row["requeued"]) == shrinks:
+            found.append("the job was requeued" if shrinks else "the job was not interrupted")
+        return found
     found = _differs(row["good"])
     if mistake := row.get("mistake"):
         # torchrun says 1 whatever its ranks say.
@@ -104,10 +110,10 @@ def problems(key: str, row: Result) -> list[str]:
     return found
 
 
-def _differs(run: Result) -> list[str]:
+def _differs(run: Result, bound: float = BOUND) -> list[str]:
     if run["exit"] != 0:
         return ["its time was up" if run["exit"] is None else f"it ends with {run['exit']}"]
-    if run.get("loss_max_rel", math.inf) > BOUND:
+    if run.get("loss_max_rel", math.inf) > bound:
         return ["the losses are others than those of phalanx train"]
     return []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import subprocess
@@ -20,7 +19,8 @@ from phalanx.errors import JobError
 from phalanx.launch.start.mpi import flavor_of
 
 PHALANX = (sys.executable, "-P", "-m", "phalanx")
-_MPI_ENV = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+MPI_ENV = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+"""Open MPI starts nothing for root without these."""
 _VERSION_S = 30.0
 
 
@@ -106,15 +106,6 @@ class Rig:
             if program and _flavor(program) == flavor:
                 return Path(program)
         raise MissingError("not installed")
-
-    def path_with(self, flavor: str) -> dict[str, str]:
-        """Returns the variables by which mpiexec and mpirun are a flavor's, as after `module load`."""
-        folder = self.folder / f"bin-{flavor}"
-        folder.mkdir(exist_ok=True)
-        for name in ("mpiexec", "mpirun"):
-            (folder / name).unlink(missing_ok=True)
-            (folder / name).symlink_to(self.mpiexec(flavor))
-        return {"PATH": f"{folder}:{os.environ['PATH']}", **_MPI_ENV}
 
     @cached_property
     def pbs(self) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launchers import job
-from benchmarks.launchers.command import Ended, kill_rank, run
+from benchmarks.launchers.command import Ended, killer, run
 from benchmarks.launchers.job import MISTAKE, MISTAKE_SAID, STEPS, Run, compare
 from benchmarks.launchers.launchers import Command, Launcher
 
@@ -16,7 +16,7 @@ LIMIT_S = 400.0
 KILL_AT = 15
 """Step at which a rank is killed: the first checkpoint is written."""
 _KILLED = 1
-_SAYS_KILLED = r"rank 1\b|SIGKILL|signal 9|lost rank|Killed"
+_SAYS_KILLED = r"[Rr]ank 1\b|SIGKILL|signal 9|Killed|CODE: 9"
 Result = dict[str, Any]
 
 
@@ -64,15 +64,15 @@ class Trials:
     def killed(self) -> Result:
         """Rank 1 gets SIGKILL in the middle of the run."""
         trained = self.run_of("killed")
-        ended = self.start("killed", meanwhile=lambda mark: trained.step >= KILL_AT and kill_rank(mark, _KILLED))
+        ended = self.start("killed", meanwhile=killer(_KILLED, lambda: trained.step, KILL_AT))
         said = [line for line in ended.text.splitlines() if re.search(_SAYS_KILLED, line)]
         message = said[0][:300] if said else None
         return {**self._shown(ended), **compare(trained, self.control, STEPS), "message": message}
 
     def _shown(self, ended: Ended) -> Result:
-        """Returns the exit code and the seconds; the end of the output too if the time was up."""
-        found: Result = {"exit": ended.code, "seconds": round(ended.seconds, 1), "output": ended.text[-3000:]}
-        return found
+        """Returns the exit code and the seconds, and the end of the output if it did not end well."""
+        found: Result = {"exit": ended.code, "seconds": round(ended.seconds, 1)}
+        return found if ended.code == 0 else {**found, "output": ended.text[-2000:]}
 
     def _speaker(self, line: str) -> str:
         """Returns who prints a line: the rank in the launcher's label, or the program itself."""

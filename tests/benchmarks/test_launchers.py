@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from benchmarks.chaos import processes
 from benchmarks.launchers import __main__ as bench
-from benchmarks.launchers import command, job, standins
+from benchmarks.launchers import command, job, rig, standins
 from benchmarks.launchers.interrupted import INTERRUPTIONS
 from benchmarks.launchers.job import STEPS, Run
 from benchmarks.launchers.launchers import LAUNCHERS
@@ -41,6 +41,7 @@ def test_a_row_as_documented_has_no_problems():
     assert problems("torchrun", {**ROW, "starts": "torchrun", "mistake": {"exit": 1, "times": 1}}) == []
     assert problems("mpich", {"missing": "not installed"}) == []
     assert problems("requeue", INTERRUPTED) == []
+    assert problems("shrinks", {**INTERRUPTED, "requeued": 0, "loss_max_rel": 1e-9}) == []
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_a_row_as_documented_has_no_problems():
         ("srun", {**ROW, "mistake": {"exit": 0, "times": 1}}, "a mistake ends with 0"),
         ("launch", {**ROW, "killed": {**GOOD, "loss_max_rel": 0.1}}, "after SIGKILL: the losses are others"),
         ("requeue", {**INTERRUPTED, "requeued": 0}, "not interrupted"),
+        ("shrinks", INTERRUPTED, "was requeued"),
         ("requeue", {"failed": "TimeoutError: x"}, "TimeoutError"),
     ],
 )
@@ -68,13 +70,14 @@ def test_the_page_has_a_row_for_every_launcher(tmp_path):
     results.add("mpich", {"missing": "not installed"})
     results.add("requeue", INTERRUPTED)
     results.add("node-dies", {"missing": "no cluster"})
+    results.add("shrinks", {"failed": "TimeoutError: x"})
     text = page(results)
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + len(LAUNCHERS) + 2 + len(INTERRUPTIONS)
     assert {line.count("|") for line in rows[: 2 + len(LAUNCHERS)]} == {10}
     assert "| `srun` | 2 × 2 | srun | 4.100000000000 | 0 | 0 | 3.0 s | 2, rank 0 | 137, ended after step 16 |" in text
     assert "**not installed**" in text
-    assert text.endswith("Nothing.\n")
+    assert text.endswith("## Not as documented\n\n- shrinks: TimeoutError: x\n")
     assert Results.open(tmp_path / "state.json", FACTS, fresh=False).rows == results.rows
     assert Results.open(tmp_path / "state.json", {**FACTS, "sources": "b"}, fresh=False).rows == {}
 
@@ -110,7 +113,8 @@ def test_ranks_are_found_by_their_launchers_variable(variable):
     try:
         assert command.rank_pid(mark, 1) == ranks[1].pid
         assert command.rank_pid(mark, 2) is None
-        assert command.kill_rank(mark, 1)
+        kill = command.killer(1, iter([0, 1, 15]).__next__, 15)
+        assert (kill(mark), kill(mark), ranks[1].poll(), kill(mark)) == (False, False, None, True)
         assert ranks[1].wait(10) == -9
     finally:
         for rank in ranks:
@@ -147,6 +151,22 @@ def test_the_stand_ins_for_pbs_set_what_is_documented(tmp_path):
 def wait_for_text(file: Path) -> None:
     ended = command.run([["sh", "-c", f"until [ -s {file} ]; do sleep 0.05; done"]], file.parent, {}, 30)
     assert ended.code == 0
+
+
+def test_what_is_not_here_is_a_row_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr(rig, "lacking", lambda _: "needs root")
+    said = {}
+    with rig.Rig(tmp_path / "rig", 1) as means:
+        for launcher in LAUNCHERS:
+            try:
+                launcher.command(means)
+            except rig.MissingError as error:
+                said[launcher.key] = str(error)
+    assert [each.key for each in LAUNCHERS if each.key not in said] == ["train", "launch", "torchrun"]
+    assert said["mpich"] == said["openmpi-2"] == "not installed"
+    assert said["hostfile"] == "two network namespaces: needs root"
+    assert said["srun"].startswith("not installed: slurmctld, slurmd")
 
 
 def test_what_the_command_line_refuses(capsys):
