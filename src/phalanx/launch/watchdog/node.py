@@ -99,9 +99,6 @@ def _say(line: str) -> None:
 def main(argv: Sequence[str]) -> None:
     """Runs the watchdog of one node; the module's text names its arguments."""
     folder, reports, hang_s, start_s, metrics = argv
-    # A step of Slurm signals every process in it. The ranks stop, and this process watches them to their end.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     directory = Path(folder)
     try:
         hosts = json.loads((directory / HOSTS).read_text(encoding="utf-8"))
@@ -113,4 +110,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    # A step of Slurm signals every process in it. The ranks stop, and this process watches them to their end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     main(sys.argv[1:])
