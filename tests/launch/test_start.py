@@ -53,13 +53,14 @@ def test_srun_starts_every_rank():
 
 
 def test_torchrun_on_every_node():
-    words = srun.command(replace(REQUEST, ranks_by="torchrun")).shell
+    words = srun.command(replace(REQUEST, ranks_by="torchrun", grace_s=110)).shell
     assert words.endswith(
-        "-m torch.distributed.run --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint n1:12345 "
+        "-m torch.distributed.run --nnodes 2 --nproc-per-node 4 --signals-to-handle "
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 110 --rdzv-backend c10d --rdzv-endpoint n1:12345 "
         "--rdzv-id 77 -m phalanx train job.yaml train.steps=5"
     )
     alone = replace(REQUEST, ranks_by="torchrun", grid=ProcessGrid(1, 4, 1), endpoint=None)
-    assert "--standalone --nproc-per-node 4 -m phalanx" in shell.local(alone).shell
+    assert "--standalone --nproc-per-node 4 --signals-to-handle" in shell.local(alone).shell
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ def is_this_machine(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise RunError(f"run.rdzv_endpoint: {host} is no known host: {error.strerror}") from error
+        raise RunError(
+            f"run.rdzv_endpoint: {host} is no known host: {error.strerror}; give a name or an address that every node "
+            "can look up"
+        ) from error
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:

@@ -98,7 +98,10 @@ def rendezvous_words(request: StartRequest) -> tuple[str, ...]:
 
 
 def _torchrun_words(request: StartRequest) -> tuple[str, ...]:
-    per_node = ("--nproc-per-node", str(request.grid.per_node))
+    # By default SIGUSR1, by which Slurm announces the end of the time, ends torchrun, and its ranks with it.
+    signals = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    patience = ("--shutdown-timeout", str(round(request.grace_s)))
+    per_node = ("--nproc-per-node", str(request.grid.per_node), *signals, *patience)
     if request.endpoint is None:
         return ("--standalone", *per_node)
     meets = ("--rdzv-backend", "c10d", "--rdzv-endpoint", shown(request.endpoint))
