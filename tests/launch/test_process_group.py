@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from phalanx.errors import DataError, RunError, StoppedError
 from phalanx.launch.environment import STORE
+from phalanx.launch.meet import store
 from phalanx.launch.process_group import init, process_group
 from phalanx.launch.ranks import SINGLE, Ranks
 
@@ -78,6 +79,18 @@ def test_a_peer_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 def test_ranks_that_were_not_told_where_to_meet() -> None:
     with pytest.raises(RunError, match=r"torchrun started 2 ranks(.|\n)*set MASTER_ADDR"):
         init(FIRST_OF_TWO, device=CPU, timeout_s=1)
+
+
+def test_an_address_at_which_the_store_of_another_run_answers() -> None:
+    ports = []
+    stores = []
+    for _ in range(2):
+        listener = socket.create_server(("127.0.0.1", 0))
+        ports.append(listener.getsockname()[1])
+        stores.append(store.served(listener, 1, 5.0))
+    store._require_own_address(stores[0], 1, "127.0.0.1", ports[0])
+    with pytest.raises(RunError, match=r"does not lead to rank 0, .*\(another program answers there\)"):
+        store._require_own_address(stores[0], 1, "127.0.0.1", ports[1])
 
 
 def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ def detected(env: Mapping[str, str]) -> Ranks | None:
         with Meeting(error.claimed).agreed():
             raise
     except JobError as error:
-        if lowest_evidence(env):
+        of_torchrun = env.get("LOCAL_RANK", "0") if "TORCHELASTIC_RUN_ID" in env else "0"
+        if lowest_evidence(env) or of_torchrun != "0":
             raise ToldError(str(error), error.exit_code) from error
         raise

@@ -6,6 +6,7 @@ import atexit
 import errno
 import os
 import platform
+import secrets
 import socket
 import threading
 import time
@@ -27,6 +28,8 @@ ANSWER_S = 10.0
 UNREACHABLE_S = 15.0
 """Seconds for which an address may be unknown or unreachable. One that refuses is waited for: rank 0 may come later."""
 _TRY_S = 3.0  # for a connection
+_LAST_TRY_S = 1.0
+"""Seconds that torch's last try may take beyond its limit. A process that ends in the middle of it would abort."""
 _POLL_S = (0.02, 0.5)  # pause between two rounds, at first and at most
 
 
@@ -123,7 +126,7 @@ def connected(host: str, port: int, world: int, seconds: float) -> Store | None:
     # torch waits without limit for the answer of something that only accepts the connection.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(seconds + _LAST_TRY_S)
     if not found:
         return None
     if isinstance(found[0], RuntimeError):
@@ -149,7 +152,7 @@ def hold_at(ranks: Ranks, host: str, port: int, seconds: float) -> FoundStore:
             ) from error
         return FoundStore(store, host)
     store = served(listener, ranks.world, seconds)
-    _require_own_address(host, port)
+    _require_own_address(store, ranks.world, host, port)
     return FoundStore(store, host, holds=True)
 
 
@@ -176,16 +179,25 @@ def _store_of_another_rank_0(host: str, port: int, world: int) -> Store | None:
         return None
 
 
-def _require_own_address(host: str, port: int) -> None:
-    """Raises RunError if a connection to MASTER_ADDR does not come to this machine, where rank 0 listens."""
+def _require_own_address(store: Store, world: int, host: str, port: int) -> None:
+    """Raises RunError if a connection to MASTER_ADDR does not come to this store, which rank 0 holds: another machine
+    may listen at the same port."""
+    mine = key("own", secrets.token_hex(8))
+    store.set(mine, "")
     try:
         socket.create_connection((host, port), timeout=_TRY_S).close()
+        found = connected(host, port, world, _TRY_S)
+        reason = "" if found is not None and found.check([mine]) else "another program answers there"
     except OSError as error:
+        reason = str(error.strerror or error)
+    except RuntimeError:
+        reason = "another program answers there"
+    if reason:
+        here = platform.node()
         raise RunError(
-            f"MASTER_ADDR={host} does not lead to rank 0, which runs on {platform.node()} "
-            f"({error.strerror or error}): set it to a name or address of {platform.node()}, or unset MASTER_ADDR and "
-            "MASTER_PORT where srun or mpiexec start the ranks."
-        ) from error
+            f"MASTER_ADDR={host} does not lead to rank 0, which runs on {here} ({reason}): set it to a name or address "
+            f"of {here}, or unset MASTER_ADDR and MASTER_PORT where srun or mpiexec start the ranks."
+        )
 
 
 def _await_listener(ranks: Ranks, host: str, port: int, seconds: float) -> None:
