@@ -174,19 +174,20 @@ def memory(ranks: Ranks, length: int) -> dict[str, tuple[int, int]]:
 
 
 class Alive(TorchDispatchMode):
-    """Counts the storages that operations create, while they are alive; not those that existed before."""
+    """Counts the storages that operations create, while they are alive, with their size at the moment: FSDP2 empties
+    those of whole parameters. Those that existed before do not count."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         # By identity, which is not used again as long as there are weak references.
         self._met: dict[int, StorageWeakRef] = {}
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made: dict[int, StorageWeakRef] = {}
 
     def now(self) -> int:
         """Returns the bytes alive."""
-        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        return sum(size for _, size in self._made.values())
+        self._made = {key: made for key, made in self._made.items() if not made.expired()}
+        return sum(torch.UntypedStorage._new_with_weak_ptr(made.cdata).nbytes() for made in self._made.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):
@@ -195,7 +196,7 @@ class Alive(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             if storage._cdata not in self._met:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._made[storage._cdata] = StorageWeakRef(storage)
         self.peak = max(self.peak, self.now())
         return result
 

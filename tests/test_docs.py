@@ -10,6 +10,7 @@ from phalanx.cli.main import VERBS
 
 ROOT = Path(phalanx.__file__).parents[2]
 README = ROOT / "README.md"
+LAUNCHERS = sorted((ROOT / "docs" / "launchers").glob("*.md"))
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("src", "tests", "docs", "examples", "benchmarks")
 FILES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
@@ -41,7 +42,13 @@ def test_the_readme_links_every_page():
     assert not [page.name for page in PAGES[1:] if f"(docs/{page.name}" not in text]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_overview_of_launching_links_every_launcher():
+    text = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
+    assert LAUNCHERS
+    assert not [page.name for page in LAUNCHERS if f"(launchers/{page.name})" not in text]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *LAUNCHERS], ids=lambda page: page.name)
 def test_files_modules_links_and_verbs_exist(page):
     text = page.read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w./-]+\.py)`", text))

@@ -13,8 +13,12 @@ _NOISE = 1e-8
 
 
 def newest_step(checkpoints: Path) -> int:
-    """Returns the step of the newest checkpoint by name; 0 if there is none."""
-    names = [path.name for path in checkpoints.glob("step-*")] if checkpoints.is_dir() else []
+    """Returns the step of the newest checkpoint that was written to its end; 0 if there is none. Both Phalanx and DCP
+    write last what makes a folder a checkpoint: its manifest, its metadata."""
+    from phalanx.checkpoint.manifest import MANIFEST
+
+    folders = list(checkpoints.glob("step-*")) if checkpoints.is_dir() else []
+    names = [path.name for path in folders if (path / MANIFEST).exists() or (path / ".metadata").exists()]
     return max((int(name[5:]) for name in names if name[5:].isdigit()), default=0)
 
 

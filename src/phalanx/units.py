@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MIB = 2**20
 """Bytes of a mebibyte."""
 
@@ -18,6 +20,12 @@ def gib(count: float) -> str:
 def counted(count: float, noun: str) -> str:
     """Formats a number with its noun: "1 call", "0.5 calls", "12 buckets"."""
     return f"{count:.4g} {noun}" if count == 1 else f"{count:.4g} {noun}s"
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """Formats names, of many only the first `most`: "a, b and 3 more"."""
+    shown = ", ".join(map(str, names[:most]))
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
 def seconds(value: float) -> str:

@@ -90,6 +90,14 @@ def test_figures():
     assert (figures["detect_s"], figures["back_s"], figures["steps_lost"]) == (10.0, None, 2)
 
 
+def test_a_checkpoint_counts_as_saved_once_it_is_whole(tmp_path):
+    for name, last in (("step-000005", "manifest.json"), ("step-000010", ".metadata"), ("step-000015", "part")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / last).touch()
+    assert weights.newest_step(tmp_path) == 10
+    assert weights.newest_step(tmp_path / "step-000015") == weights.newest_step(tmp_path / "absent") == 0
+
+
 def test_one_differing_bit_is_a_difference():
     control = {"model/a": torch.ones(4), "optimizer/b": torch.zeros(2)}
     same = {name: tensor.clone() for name, tensor in control.items()}

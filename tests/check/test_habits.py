@@ -366,3 +366,11 @@ def test_what_verbs_print_is_taken_by_predict(verb: list[str], capsys) -> None:
         assert load(*CLUSTER, *words).job.layout == whole, line
         assert main.main(["predict", *CLUSTER, *words, "--json"]) in (0, 3)
         capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "words", [["dp_shard=4", "pp=2:"], ["dp_shard=4,pp=2:"], ["pp=2,", "dp_shard=4"]], ids=" ".join
+)
+def test_a_layout_copied_with_the_sign_behind_it_is_taken(words: list[str]) -> None:
+    layout = load(*words, "model.n_layers=4").job.layout
+    assert (layout.dp_shard, layout.pp) == (4, 2)

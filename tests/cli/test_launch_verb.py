@@ -118,6 +118,8 @@ ALLOC = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
         (["--nnodes", "2"], {}, "--hostfile FILE"),
         (["--nodess", "2"], {}, "did you mean --nnodes?"),
         (["--submit", "slrm"], {}, "did you mean slurm?"),
+        (["--launcher", "slurm"], {}, "did you mean srun?"),
+        (["--launcher=torchrun"], {}, "--ranks-by torchrun"),
         (["--site", "polarys"], {}, "did you mean polaris?"),
         (["--submit", "slurm", "--site", "polaris", "--account", "x"], {}, "--submit slurm: polaris has pbs"),
         (["--submit", "pbs", "--site", "polaris"], {}, "--account is missing"),
@@ -142,6 +144,29 @@ def test_mistakes_are_one_message_and_exit_code_2(shell, words, env, message):
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("python3", "-m", "phalanx", "train", "job.yaml"), "starts `phalanx train` of a job, and no other program"),
+        (("train", "job.yaml"), "leave out 'train'"),
+        (("test-dist", "job.yaml"), "start `phalanx test-dist` with srun, mpiexec or torchrun"),
+    ],
+)
+def test_a_program_in_place_of_a_job(shell, words, message):
+    done = shell(*words, "--dry-run")
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_schedulers_names_of_options(shell):
+    words = ("job.yaml", "--submit", "pbs", "--site", "polaris", "--dry-run")
+    plain = shell(*words, "--account", "abc", "--queue", "prod", "--time", "2h", "--nnodes", "2")
+    short = shell(*words, "-A", "abc", "-q", "prod", "--walltime", "2h", "--nhosts", "2")
+    assert plain.returncode == 0
+    assert short.stdout == plain.stdout
+    assert "uses 1 of 4 devices per node" in plain.stderr
+
+
 def test_the_mpiexec_of_the_launcher_that_was_asked_for(shell):
     shell.program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
     words = ("job.yaml", "--launcher", "mpich", "--nnodes", "1")
@@ -161,12 +186,17 @@ def test_a_login_node_starts_nothing(shell):
     assert "--submit slurm" in done.stderr
 
 
-def test_srun_is_shown_and_becomes_this_process(shell):
+def test_srun_is_shown_and_its_exit_code_returned(shell):
     shell.program("srun", 'echo "$# $NCCL_DEBUG"; exit 75')
     done = shell("job.yaml", "--env", "NCCL_DEBUG=INFO", "--nnodes", "2", **ALLOC)
     assert done.returncode == 75
     assert done.stdout.endswith(" INFO\n")
     assert done.stderr.startswith("phalanx: srun --nodes=2 ")
+
+
+def test_an_mpiexec_that_does_not_say_whose_it_is_is_started(shell):
+    shell.program("mpiexec", '[ "$1" = --version ] && echo unknown || exit 7')
+    assert shell("job.yaml", "--launcher", "mpich").returncode == 7
 
 
 def test_the_flavor_of_mpiexec_in_a_job_of_pbs(shell):

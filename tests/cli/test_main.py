@@ -1,5 +1,6 @@
 """The command line as a whole: help without torch, unknown verbs, exit codes."""
 
+import os
 import subprocess
 import sys
 
@@ -44,7 +45,7 @@ def test_help_and_configuration_answer_without_torch(argv):
     ("argv", "message"),
     [
         (["trian"], "phalanx: no verb 'trian'; did you mean `phalanx train`?"),
-        (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, verify, generate, checkpoint"),
+        (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, launch, verify, generate, checkpoint"),
         (["job.yaml"], "phalanx: no verb 'job.yaml'; put the verb first: `phalanx train job.yaml`"),
         *(
             (
@@ -77,3 +78,52 @@ def test_several_problems_are_listed(capsys):
 def test_torch_is_not_imported_by_the_packages_that_plan():
     code = "import sys, phalanx.check.load, phalanx.blocks.flops, phalanx.data.loader; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+OPENMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "1"}
+
+
+@pytest.mark.parametrize("argv", [["schedule", "list"], ["train", "--help"], ["trian"], []], ids=" ".join)
+def test_of_several_ranks_only_the_first_does_what_one_process_does(argv, monkeypatch, capsys):
+    printed = {}
+    for rank in range(3):
+        for name, value in OPENMPI.items():
+            monkeypatch.setenv(name, value)
+        for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+            monkeypatch.setenv(name, str(rank))
+        code = main(argv)
+        printed[rank] = (code, *capsys.readouterr())
+    assert printed[0][1] or printed[0][2]
+    assert printed[1] == printed[2] == (0, "", "")
+    if argv == ["schedule", "list"]:
+        assert printed[0][0] == 0
+        assert printed[0][2] == "phalanx schedule runs once: rank 0 of 4 does it, the others end\n"
+
+
+def test_half_of_a_launcher_s_variables_is_said_by_one_rank(monkeypatch, capsys):
+    monkeypatch.setenv("PMI_FD", "9")
+    for rank, code in ((0, 2), (1, 2)):
+        monkeypatch.setenv("PMI_RANK", str(rank))
+        assert main(["schedule", "list"]) == code
+        assert capsys.readouterr().err.count("incompletely: PMI_SIZE") == 1 - rank
+
+
+def test_a_stream_that_has_no_multiplication_sign():
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "phalanx",
+            "predict",
+            "model=tiny",
+            "data.corpus=random",
+            "cluster=dgx-h100:1",
+            "dp_shard=8",
+        ],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "accumulation 1 \\xd7 data ranks 8" in done.stdout

@@ -140,3 +140,10 @@ def test_ranks_of_another_launcher_say_once_what_is_wrong(tmp_path):
     assert "phalanx: the test found" in errors
     assert second == ""
     assert "the test found" not in others
+
+
+def test_folders_that_cannot_be_made_are_said_before_any_rank_starts(capsys):
+    assert main(["test-dist", "--quick", "--traces", "/proc/no/traces", "--svg", "/dev/null/svg"]) == 2
+    error = capsys.readouterr().err
+    assert "--traces /proc/no/traces: the folder cannot be created" in error
+    assert "--svg /dev/null/svg: the folder cannot be created" in error

@@ -91,3 +91,13 @@ def test_words_that_are_no_hosts(hosts, shell):
 )
 def test_the_words_for_each_host(argv, words):
     assert " ".join(remote.words_for(argv.split())) == words
+
+
+def test_a_remote_shell_with_options_of_its_own_is_no_word_of_the_job():
+    argv = ["job.yaml", "--rsh", "ssh -o BatchMode=yes", "tp=2", "--hosts", "a", "b", "--timeout", "3"]
+    assert remote.words_for(argv) == ["job.yaml", "tp=2", "--timeout", "3"]
+
+
+def test_facts_that_are_no_mapping_are_none(compared):
+    lines = compared("a", "b", "c", b={"facts": ["torch"]})
+    assert lines["same program", "b"].text == "torch is null, on the other hosts 2.13"

@@ -55,6 +55,12 @@ def test_the_node_file_of_pbs(tmp_path):
     assert "cannot be read" in only(scheduler(machine(env=env), NOW), "WARN").text
 
 
+def test_a_node_list_that_is_none():
+    line = only(scheduler(machine(env=SLURM | {"SLURM_JOB_NODELIST": "n[1-"}), NOW), "ERROR")
+    assert "SLURM_JOB_NODELIST is not a list of hosts" in line.text
+    assert line.remedy
+
+
 def test_the_launcher_is_named():
     assert "starts its own processes" in only(launcher(machine()), "OK").text
     assert only(launcher(machine(env=RANK | ADDRESS)), "OK").text == "torchrun: 2 ranks, 2 on this node, node 0"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError
-from phalanx.launch.ranks import Ranks, detect, lowest_evidence, rendezvous_address
+from phalanx.launch.ranks import LaunchersDisagreeError, Ranks, detect, lowest_evidence, rendezvous_address
 
 TORCHRUN = {
     "RANK": "5",
@@ -239,3 +239,21 @@ def test_slurm_tasks_per_node(nodes: list[int], data: st.DataObject) -> None:
     else:
         assert found is not None
         assert found.local_world == nodes[node]
+
+
+def test_ranks_that_disagree_meet_as_the_launcher_that_lives_says() -> None:
+    stale = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
+    step = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_ID": "0"}
+    for more, claimed in (({}, ("slurm", 1)), ({"PMI_FD": "9"}, ("mpich", 0))):
+        with pytest.raises(LaunchersDisagreeError) as caught:
+            detect({**stale, **step, **more})
+        assert caught.value.claimed is not None
+        assert (caught.value.claimed.source, caught.value.claimed.rank) == claimed
+
+
+def test_without_a_rank_the_first_of_a_node_speaks() -> None:
+    for local_rank in (0, 1):
+        half = {"PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALRANKID": str(local_rank)}
+        assert lowest_evidence(half) == local_rank
+        with pytest.raises(JobError, match=r"PMI_RANK not set(.|\n)*mpich: PMI_SIZE=2"):
+            detect(half)

@@ -34,7 +34,7 @@ NODE = "/venv/bin/python -P -m phalanx.cli.node job.yaml train.steps=5 run.nnode
 
 def test_srun_starts_one_launcher_per_node():
     assert srun.command(REQUEST).shell == (
-        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --export=ALL --input=none --quit-on-interrupt "
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --export=ALL --input=none "
         f"--cpu-bind=none --kill-on-bad-exit=0 --wait=60 {NODE}"
     )
 

@@ -57,6 +57,26 @@ def test_a_stopped_rank_is_named_and_all_are_killed(
     assert (attempt / "rank_1/stacks.log").read_text() == ""  # a stopped process cannot answer
 
 
+def test_signals_for_the_ranks_do_not_end_the_watchdog_of_a_node(tmp_path: Path) -> None:
+    """srun passes Ctrl-C to every process of a step, also to this one."""
+    (tmp_path / node.HOSTS).write_text("[]")
+    command = [sys.executable, "-P", "-m", "phalanx.launch.watchdog.node", str(tmp_path), str(tmp_path), "4", "4", ""]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as watchdog:
+        status = Path(f"/proc/{watchdog.pid}/status")
+        ignored, deadline = 0, time.monotonic() + 60
+        while not ignored >> (signal.SIGHUP - 1) & 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            (line,) = [line for line in status.read_text().splitlines() if line.startswith("SigIgn:")]
+            ignored = int(line.split()[1], 16)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            watchdog.send_signal(number)
+        time.sleep(0.5)
+        assert watchdog.poll() is None
+        watchdog.kill()
+        assert watchdog.stderr is not None
+        assert watchdog.stderr.read() == b""
+
+
 def test_collectives_that_do_not_match_are_named(
     launch: Callable[[str], int], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
 from phalanx.calibrate import cluster_file, comm, compute, report
 from phalanx.calibrate.report import CalibrationReport
@@ -23,14 +24,22 @@ TIMEOUT_S = 120.0
 
 
 def compute_report(
-    ranks: Ranks, device: torch.device, threads: int, *, precision: Precision, quick: bool, known: Mapping[str, Any]
+    ranks: Ranks,
+    device: torch.device,
+    threads: int,
+    *,
+    precision: Precision,
+    quick: bool,
+    known: Mapping[str, Any],
+    store: Store | None = None,
 ) -> CalibrationReport:
-    """Measures one device while all ranks do the same. `known` are the fields of the cluster's file."""
+    """Measures one device while all ranks do the same. `known` are the fields of the cluster's file; `store` is that of
+    ranks that have met."""
     on_node = ranks.local_world or 1
     known = cluster_file.of_device(known, device.type, compute.look_up(device, on_node).name)
     ceiling = known.get("accelerator.ceiling", 1.0)
     chosen = {"--precision": precision, "--quick": quick}
-    with _measuring(ranks, device, threads, chosen) as progress:
+    with _measuring(ranks, device, threads, chosen, store) as progress:
         measured = compute.measure(device, precision, on_node, quick, ceiling, progress)
     return report.of_compute(
         measured, known, device.type, f"{_processes(ranks, threads)}, {precision} on {device.type}"
@@ -38,25 +47,33 @@ def compute_report(
 
 
 def comm_report(
-    ranks: Ranks, device: torch.device, threads: int, *, collectives: Sequence[Collective], quick: bool
+    ranks: Ranks,
+    device: torch.device,
+    threads: int,
+    *,
+    collectives: Sequence[Collective],
+    quick: bool,
+    store: Store | None = None,
 ) -> CalibrationReport:
     """Measures the links between the ranks. Raises JobError where there is one rank (comm.per_node_of)."""
     per_node = comm.per_node_of(ranks)
     chosen = {"--collectives": list(collectives), "--quick": quick}
-    with _measuring(ranks, device, threads, chosen) as progress:
+    with _measuring(ranks, device, threads, chosen, store) as progress:
         fits = comm.measure(ranks, device, collectives, quick, progress)
     backend = "nccl" if device.type == "cuda" else "gloo"
     return report.of_comm(fits, per_node, device.type, f"collectives of {backend}, {_processes(ranks, threads)}")
 
 
 @contextmanager
-def _measuring(ranks: Ranks, device: torch.device, threads: int, chosen: Facts) -> Iterator[Progress]:
+def _measuring(
+    ranks: Ranks, device: torch.device, threads: int, chosen: Facts, store: Store | None
+) -> Iterator[Progress]:
     """Sets the threads and joins the process group for the block, and gives its progress, which rank 0 shows. Raises
     JobError if ranks differ in the `chosen` options, RunError if they differ in versions or settings."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with _group(ranks, device), stderr_progress() if ranks.rank == 0 else _quiet() as progress:
+        with _group(ranks, device, store), stderr_progress() if ranks.rank == 0 else _quiet() as progress:
             agree(chosen, device)
             yield progress
     finally:
@@ -64,11 +81,11 @@ def _measuring(ranks: Ranks, device: torch.device, threads: int, chosen: Facts) 
 
 
 @contextmanager
-def _group(ranks: Ranks, device: torch.device) -> Iterator[None]:
+def _group(ranks: Ranks, device: torch.device, store: Store | None) -> Iterator[None]:
     if ranks.world == 1:
         yield
         return
-    with process_group(ranks, device=device, timeout_s=TIMEOUT_S):
+    with process_group(ranks, device=device, timeout_s=TIMEOUT_S, store=store):
         yield
 
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,12 +18,14 @@ from phalanx.config.local_cluster import default_path
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.environment import LOG_DIR
-from phalanx.launch.meet.told import detected
+from phalanx.launch.lifeline import die_with_launcher
+from phalanx.launch.meet.detected import detected
 from phalanx.launch.ranks import SINGLE, Ranks
 from phalanx.nearest import nearest
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
     from phalanx.calibrate.report import CalibrationReport
 
@@ -78,34 +81,79 @@ def run(argv: Sequence[str]) -> int:
     if wants_help(argv):
         echo(PAGE.format(options=_help()))
         return 0
-    words = parse("bench", COMMANDS, argv)
-    command, switches = words.command, words.switches
-    options = {name: option.default for name, option in COMMANDS[command].options.items()} | words.options
-    if {"save", "no_save"} <= switches:
-        raise JobError("--save and --no-save exclude each other")
-    path = Path(options["out"]).expanduser() if options["out"] else default_path()
-    save = "no_save" not in switches
-    _refuse_early(options, command, path if save else None)
+    die_with_launcher()
     ranks = detected(os.environ)
+    if ranks is not None and LOG_DIR not in os.environ:
+        return _be_a_foreign_rank(argv, ranks)
+    request = _parse(argv)
     # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.train.device import choose, threads_for
 
-    _refuse_device(options["device"])
+    _refuse_device(request.options["device"])
     if ranks is None:
-        processes = options["nproc_per_node"] or _processes(command, choose(options["device"], 0))
+        processes = request.options["nproc_per_node"] or _processes(
+            request.command, choose(request.options["device"], 0)
+        )
         if processes > 1:
-            return _launch(["bench", *argv], processes, threads_for(options["threads"], processes))
+            return _launch(["bench", *argv], processes, threads_for(request.options["threads"], processes))
         ranks = SINGLE
-    elif LOG_DIR not in os.environ and options["nproc_per_node"] not in (0, ranks.local_world):
-        raise JobError(f"--nproc-per-node is for one launcher, and {ranks.source} has started {ranks.world} processes")
-    device = choose(options["device"], ranks.local_rank)
+    return _be_a_rank(request, ranks)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The words of a command, with the defaults of its options."""
+
+    command: str
+    options: dict[str, Any]
+    switches: frozenset[str]
+    path: Path | None
+    """The file to write; None with --no-save."""
+
+
+def _parse(argv: Sequence[str]) -> _Request:
+    """Returns what is to be measured. Raises JobError, before anything is measured, also for files that cannot be read
+    or written."""
+    words = parse("bench", COMMANDS, argv)
+    options = {name: option.default for name, option in COMMANDS[words.command].options.items()} | words.options
+    if {"save", "no_save"} <= words.switches:
+        raise JobError("--save and --no-save exclude each other")
+    path = Path(options["out"]).expanduser() if options["out"] else default_path()
+    request = _Request(words.command, options, words.switches, None if "no_save" in words.switches else path)
+    _refuse_early(options, request.command, request.path)
+    return request
+
+
+def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
+    """Measures as one of the processes that torchrun, srun or mpiexec started. A mistake of several is one message."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
+    from phalanx.calibrate.run import TIMEOUT_S
+    from phalanx.launch.lost_peer import lost_peer_named
+    from phalanx.launch.meet.meeting import Meeting
+
+    meeting = Meeting(ranks)
+    with meeting.agreed():
+        request = _parse(argv)
+        _refuse_device(request.options["device"])
+        ranks = meeting.join(TIMEOUT_S)
+        if request.options["nproc_per_node"] not in (0, ranks.local_world):
+            raise JobError(
+                f"--nproc-per-node is for one launcher, and {ranks.source} has started {ranks.world} processes"
+            )
+        with lost_peer_named(ranks):
+            return _be_a_rank(request, ranks, meeting.store)
+
+
+def _be_a_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> int:
+    from phalanx.train.device import choose
+
+    device = choose(request.options["device"], ranks.local_rank)
     if ranks.rank == 0:
         say_how_busy()
-    report = _measure(command, ranks, device, options, switches, path if save else None)
+    report = _measure(request, ranks, device, store)
     if ranks.rank == 0:
-        _show(
-            report, path if save else None, [command, *_measuring(command, options, switches)], options["svg"], switches
-        )
+        command = [request.command, *_measuring(request.command, request.options, request.switches)]
+        _show(report, request.path, command, request.options["svg"], request.switches)
     return 0
 
 
@@ -169,23 +217,18 @@ def _launch(argv: list[str], processes: int, threads: int) -> int:
     return code
 
 
-def _measure(
-    command: str,
-    ranks: Ranks,
-    device: torch.device,
-    options: dict[str, Any],
-    switches: Collection[str],
-    path: Path | None,
-) -> CalibrationReport:
+def _measure(request: _Request, ranks: Ranks, device: torch.device, store: Store | None) -> CalibrationReport:
     from phalanx.calibrate import cluster_file, run
     from phalanx.train.device import threads_for
 
-    threads, quick = threads_for(options["threads"], ranks.local_world or 1), "quick" in switches
-    if command == "comm":
+    options, quick = request.options, "quick" in request.switches
+    threads = threads_for(options["threads"], ranks.local_world or 1)
+    if request.command == "comm":
         chosen = _collectives(options["collectives"])
-        return run.comm_report(ranks, device, threads, collectives=chosen, quick=quick)
-    known = cluster_file.fields_of(path) if path else {}
-    return run.compute_report(ranks, device, threads, precision=options["precision"], quick=quick, known=known)
+        return run.comm_report(ranks, device, threads, collectives=chosen, quick=quick, store=store)
+    known = cluster_file.fields_of(request.path) if request.path else {}
+    precision = options["precision"]
+    return run.compute_report(ranks, device, threads, precision=precision, quick=quick, known=known, store=store)
 
 
 def say_how_busy() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 from phalanx.cli.job_words import JobVerb, Option
 from phalanx.config.job import Job
+from phalanx.config.overrides import CommandLine
 from phalanx.doctor.findings import SECONDS
 from phalanx.doctor.machine import CheckedMachine
 from phalanx.doctor.report import DoctorReport, facts_of, launcher_findings, local_findings, merged, show
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.lifeline import die_with_launcher
+from phalanx.launch.meet.told import ToldError
 
 VERB = JobVerb(
     "doctor",
@@ -53,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
         job = words.job
     except JobError as error:
         problems, job = error.problems, Job()
-    line, options = VERB.command_line(argv)  # raises for a word that means nothing; a wrong job is a line of the report
+    line, options = _command_line(argv)
     machine = CheckedMachine(
         job=job, has_job=not problems and bool(line.files or line.settings), seconds=options["timeout"]
     )
@@ -68,6 +70,18 @@ def run(argv: Sequence[str]) -> int:
     else:
         show(report, sys.stdout)
     return report.exit_code
+
+
+def _command_line(argv: Sequence[str]) -> tuple[CommandLine, dict[str, Any]]:
+    """Returns the words and options. Raises JobError for a word that means nothing, of several ranks on the first; a
+    wrong job is a line of the report."""
+    try:
+        return VERB.command_line(argv)
+    except JobError as error:
+        ranks = CheckedMachine().ranks
+        if ranks is not None and ranks.rank:
+            raise ToldError(str(error), error.exit_code) from error
+        raise
 
 
 def _here(machine: CheckedMachine, problems: Sequence[str], began: float) -> DoctorReport | None:

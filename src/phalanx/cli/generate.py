@@ -16,11 +16,15 @@ import tyro
 from phalanx.cli.commands import flag_of
 from phalanx.echo import echo
 from phalanx.errors import JobError
+from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.meet.told import detected
+from phalanx.launch.meet.detected import detected
+from phalanx.launch.ranks import Ranks
 from phalanx.nearest import did_you_mean
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
+
     from phalanx.generate.load import LoadedRun
 
 
@@ -54,15 +58,12 @@ class Generate:
 
 def run(argv: Sequence[str]) -> int:
     die_with_launcher()
-    options, unknown = tyro.cli(
-        Generate,
-        prog="phalanx generate",
-        args=argv,
-        config=(tyro.conf.FlagCreatePairsOff,),
-        return_unknown_args=True,  # tyro would print their control characters
-    )
-    if unknown:
-        raise JobError([_unknown(word) for word in unknown])
+    ranks = detected(os.environ)
+    if ranks is not None and LOG_DIR not in os.environ:
+        return _be_a_foreign_rank(argv, ranks)
+    options = _parse(argv)
+    if ranks is not None:  # the launcher below started this process
+        return _be_a_rank(options, ranks)
     if options.pp == 1:
         from phalanx.generate.load import load_run
 
@@ -70,10 +71,48 @@ def run(argv: Sequence[str]) -> int:
         return 0
     from phalanx.generate import pipelined
 
-    ranks = detected(os.environ)
-    if ranks is None:
-        return pipelined.launch(["generate", *argv], options.run, options.step, options.pp)
-    with pipelined.joined(ranks, options.run, options.step, options.device, options.pp) as loaded:
+    return pipelined.launch(["generate", *argv], options.run, options.step, options.pp)
+
+
+def _parse(argv: Sequence[str], prints: bool = True) -> Generate:
+    """Returns the options. What tyro prints about wrong ones, before it ends the program, only one rank `prints`."""
+    options, unknown = tyro.cli(
+        Generate,
+        prog="phalanx generate",
+        args=argv,
+        config=(tyro.conf.FlagCreatePairsOff,),
+        console_outputs=prints,
+        return_unknown_args=True,  # tyro would print their control characters
+    )
+    if unknown:
+        raise JobError([_unknown(word) for word in unknown])
+    return options
+
+
+def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
+    """Generates as one of the processes that torchrun, srun or mpiexec started. A mistake of several is one message."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
+    from phalanx.config.run import RunOptions
+    from phalanx.launch.lost_peer import lost_peer_named
+    from phalanx.launch.meet.meeting import Meeting
+
+    meeting = Meeting(ranks)
+    with meeting.agreed():
+        options = _parse(argv, prints=ranks.rank == 0)
+        if options.pp != ranks.world:
+            raise JobError(
+                f"{ranks.source} started {ranks.world} processes, but --pp is {options.pp}: give --pp {ranks.world}, "
+                f"which cuts the layers into {ranks.world} parts, or start {options.pp}"
+            )
+        ranks = meeting.join(RunOptions().timeout_s)
+        with lost_peer_named(ranks):
+            return _be_a_rank(options, ranks, meeting.store)
+
+
+def _be_a_rank(options: Generate, ranks: Ranks, store: Store | None = None) -> int:
+    from phalanx.generate import pipelined
+
+    with pipelined.joined(ranks, options.run, options.step, options.device, options.pp, store) as loaded:
         _write(loaded, options, prints=ranks.rank == 0)
     return 0
 

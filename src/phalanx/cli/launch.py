@@ -19,6 +19,7 @@ from phalanx.errors import JobError, RunError
 from phalanx.launch.sites.load import known, user_folder
 from phalanx.launch.start.choose import commands_of, launcher_for, mpiexec_version, with_own_mpiexec
 from phalanx.launch.start.command import HostCommand, Launcher, environment
+from phalanx.launch.start.foreground import run_in_foreground
 from phalanx.launch.start.remote import RemoteNodes
 from phalanx.launch.start.shell import SSH
 from phalanx.launch.submit.submit import (
@@ -31,19 +32,28 @@ from phalanx.launch.submit.submit import (
 
 _ONE = r"(?!)"  # an option that may be repeated, with one value each time
 ALIASES = {
-    "-n": "--nproc",
-    "-np": "--nproc",
-    "-N": "--nnodes",
-    "-ppn": "--nproc-per-node",
-    "--ppn": "--nproc-per-node",
-    "--nodes": "--nnodes",
-    "--partition": "--queue",
-    "--world-size": "--nproc",
+    **dict.fromkeys(("-n", "-np", "--np", "--world-size"), "--nproc"),
+    **dict.fromkeys(("-N", "-nh", "--nodes", "--nhosts"), "--nnodes"),
+    **dict.fromkeys(("-ppn", "--ppn"), "--nproc-per-node"),
+    **dict.fromkeys(("-A", "--project"), "--account"),
+    **dict.fromkeys(("-p", "-q", "--partition", "--qos"), "--queue"),
+    **dict.fromkeys(("-t", "--walltime"), "--time"),
 }
-"""What srun, mpiexec and other launchers call the same."""
+"""What srun, mpiexec, qsub and other launchers call the same."""
+OTHER_LAUNCHERS = {
+    "torchrun": "torchrun starts the ranks of a node: give --ranks-by torchrun",
+    "slurm": "did you mean srun?",
+    "pbs": "did you mean pals?",
+    **dict.fromkeys(("mpi", "mpiexec", "mpirun"), "whose? give pals, openmpi or mpich (also for Intel MPI)"),
+    **dict.fromkeys(("intel", "intelmpi", "impi"), "did you mean mpich? Intel MPI has the same options"),
+}
+"""What --launcher does not take, with the answer."""
+_PASS_ON_SIGUSR1 = ("srun", "openmpi", "mpich")
+"""Launchers that were seen to give the ranks this signal; what PALS does is not known here."""
+PROGRAMS = ("python", "python3", "torchrun", "mpiexec", "mpirun", "srun", "phalanx")
 
 OPTIONS = {
-    "nnodes": Option(str, "", "Nodes: N, or N:M to go on with N when nodes fail."),
+    "nnodes": Option(str, "", "Nodes: N, or N:M to go on with N when nodes fail; -N for short."),
     "nproc_per_node": Option(str, "", "Processes on each node: a number, or auto for one per device."),
     "nproc": Option(int, 0, "Processes in all; -n for short.", at_least=1),
     "hostfile": Option(str, "", "File of hosts, one per line (host, host:4, host slots=4)."),
@@ -65,9 +75,9 @@ OPTIONS = {
     "stop_after": Option(int, 0, "Seconds after which the run stops with a checkpoint (75).", at_least=1),
     "submit": Option(Literal["slurm", "pbs", "k8s"], None, "Write and submit a batch script or a manifest."),
     "site": Option(str, "", "Site (--list-sites), or a YAML file of one; found out by default."),
-    "time": Option(str, "", "Time limit: 1:30:00, 90m, 2-00:00:00."),
-    "account": Option(str, "", "Account or project."),
-    "queue": Option(str, "", "Queue, partition or quality of service."),
+    "time": Option(str, "", "Time limit: 1:30:00, 90m, 2-00:00:00; -t for short."),
+    "account": Option(str, "", "Account or project; -A for short."),
+    "queue": Option(str, "", "Queue, partition or quality of service; -q or -p for short."),
     "signal": Option(int, 120, "Seconds before the time limit at which the run stops with a checkpoint.", at_least=0),
     "batch_option": Option(str, (), "Further option of sbatch or qsub; may be repeated.", many=True, like=_ONE),
     "k8s_kind": Option(Literal["job", "jobset", "trainjob"], "job", "Kubernetes: what to create."),
@@ -108,13 +118,36 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the words before and after --, the former with this verb's names."""
+    """Returns the words before and after --, the former with this verb's names. Raises JobError for the words of a
+    program, and for a launcher by another name."""
     end = argv.index("--") if "--" in argv else len(argv)
+    _refuse_program(argv[:1])
     words = []
     for word in argv[:end]:
         flag, equals, value = word.partition("=")
         words.append(f"{ALIASES.get(flag, flag)}{equals}{value}")
+    for flag, value in zip(words, [*words[1:], ""], strict=True):
+        launcher = flag.removeprefix("--launcher=") if "=" in flag else value if flag == "--launcher" else ""
+        if launcher in OTHER_LAUNCHERS:
+            raise JobError(f"--launcher {launcher}: {OTHER_LAUNCHERS[launcher]}")
     return words, list(argv[end + 1 :])
+
+
+def _refuse_program(first: Sequence[str]) -> None:
+    if not first:
+        return
+    if first[0] in PROGRAMS or first[0].endswith(".py"):
+        raise JobError(
+            f"phalanx launch {first[0]}: this verb starts `phalanx train` of a job, and no other program: "
+            "phalanx launch JOB.yaml [key=value ...]"
+        )
+    if first[0] == "train":
+        raise JobError("leave out 'train': phalanx launch JOB.yaml [key=value ...] starts `phalanx train`")
+    if first[0] in ("doctor", "test-dist", "verify", "generate"):
+        raise JobError(
+            f"phalanx launch starts training only; start `phalanx {first[0]}` with srun, mpiexec or torchrun "
+            "(docs/launch.md)"
+        )
 
 
 def _start(words: JobWords, plan: LaunchPlan) -> int:
@@ -147,6 +180,8 @@ def _start(words: JobWords, plan: LaunchPlan) -> int:
             bare_stdout="json" in words.switches,
         )
         return nodes.run()
+    if launcher in _PASS_ON_SIGUSR1:
+        return run_in_foreground(commands[0].argv, env)
     return _become(commands[0].argv, env)
 
 
@@ -181,7 +216,7 @@ def _show(words: JobWords, plan: LaunchPlan, launcher: Launcher, commands: Seque
         }
         echo(json.dumps(document, indent=1))
         return
-    lines = [f"# {plan.sentence(launcher)}"]
+    lines = [f"# {' '.join(plan.sentence(launcher).split())}"]  # one line: the next one would be a command
     lines += [f"# hosts: {' '.join(request.hosts)}"] if request.hosts else []
     lines += [f"# meet at {request.endpoint[0]}:{request.endpoint[1]}"] if request.endpoint else []
     if launcher != "ssh":  # there, each command has them

@@ -72,6 +72,12 @@ class LaunchPlan:
         found = [f"{self.site.name}: {self.site.note}"] if self.site and self.site.note else []
         if self.hosts and self.grid.nodes < len(self.hosts):
             found.append(f"uses {self.grid.nodes} of {len(self.hosts)} nodes")
+        grid, there = self.grid, self.grid.nodes * self.devices
+        if grid.per_node < self.devices:
+            found.append(
+                f"uses {grid.per_node} of {self.devices} devices per node: the layout has {grid.processes} processes, "
+                f"{grid.nnodes} node{'' if grid.nnodes == '1' else 's'} {there} devices"
+            )
         return found
 
     @property

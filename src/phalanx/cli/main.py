@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
 import os
 import platform
 import signal
@@ -14,8 +16,11 @@ from contextlib import nullcontext
 import phalanx
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
+from phalanx.launch.environment import LAUNCHER_PID
+from phalanx.launch.meet.detected import detected
 from phalanx.launch.meet.told import ToldError
 from phalanx.launch.output import unblocked
+from phalanx.launch.ranks import lowest_evidence
 from phalanx.nearest import nearest
 
 VERBS = {
@@ -34,6 +39,9 @@ VERBS = {
     "schedule": "pipeline schedules: list, draw, measure and check them",
     "collectives": "algorithms of collectives: list, draw, count and check them",
 }
+OF_RANKS = ("train", "launch", "generate", "doctor", "bench", "test-dist")
+"""The verbs that know what to do as one of several ranks. The others are the work of one process."""
+_PAGES = ("-h", "--help", "--print-config")
 
 USAGE = """\
 phalanx {version}: N-D parallel language-model training from one job file
@@ -55,7 +63,9 @@ examples:
   phalanx simulate examples/pipeline.yaml cluster=local --straggler 1=1.5 --svg step.svg
   phalanx schedule show 1f1b --stages 4 --microbatches 8
   phalanx collectives show ring-all-reduce --ranks 8
+  phalanx doctor examples/main.yaml                  checks this machine for the job
   phalanx test-dist --nproc-per-node 4 --html test.html
+  phalanx launch examples/main.yaml --submit slurm --nnodes 2 --time 2h --dry-run
 
 `phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.
 Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data, checkpoint or state corrupt, 5 stopped on
@@ -65,6 +75,7 @@ NaN or a spike, 75 stopped cleanly (run the same command again to resume), 128+n
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code. A user's mistake is a message; a bug keeps its traceback."""
+    _escape_what_the_locale_lacks()
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # nothing is writable for everyone, whatever the umask
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -89,6 +100,14 @@ def _run_and_tell(argv: Sequence[str]) -> int:
         return 128 + signal.SIGINT
 
 
+def _escape_what_the_locale_lacks() -> None:
+    """Makes a stream that is not UTF-8 (PYTHONIOENCODING=ascii, an old locale) show × as an escape, as standard error
+    does."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _discard_output() -> None:
     """Sends the streams whose reader (head, less) is gone to /dev/null: Python flushes them once more at exit."""
     for stream in (sys.stdout, sys.stderr):
@@ -100,6 +119,8 @@ def _discard_output() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command line and raises errors: the entry point of ranks started by the launcher."""
+    if _is_left_to_rank_0(argv):
+        return 0
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, VERBS))
         verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
@@ -119,6 +140,23 @@ def run(argv: Sequence[str]) -> int:
             hint = f"put the verb first: `phalanx train {verb}`"
         raise JobError(f"no verb {verb!r}; {hint}")
     return importlib.import_module(f"phalanx.cli.{verb.replace('-', '_')}").run(rest)
+
+
+def _is_left_to_rank_0(argv: Sequence[str]) -> bool:
+    """Returns whether another launcher started this process as one of several, and the words ask for what one process
+    does: rank 0 does it, which is said once. Otherwise N ranks would each do it, into the same files."""
+    is_page = not argv or bool({*_PAGES} & {*argv}) or argv[1:2] == ["help"]
+    if LAUNCHER_PID in os.environ or (not is_page and argv[0] in OF_RANKS):
+        return False
+    # Incomplete variables without a sign of a launcher are no reason not to plan.
+    if "RANK" not in os.environ and lowest_evidence(os.environ) is None:
+        return False
+    ranks = detected(os.environ)
+    if ranks is None or ranks.world == 1:
+        return False
+    if not is_page and ranks.rank == 0 and argv[0] in VERBS:
+        echo(f"phalanx {argv[0]} runs once: rank 0 of {ranks.world} does it, the others end", file=sys.stderr)
+    return ranks.rank > 0
 
 
 def message_of(error: PhalanxError) -> str:

@@ -19,7 +19,7 @@ from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.environment import LOG_DIR
-from phalanx.launch.meet.told import detected
+from phalanx.launch.meet.detected import detected
 from phalanx.launch.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def _launch(argv: Sequence[str]) -> int:
     from phalanx.launch.verdict import WATCHDOG_CODE
     from phalanx.train.device import threads_for
 
+    _make_folders(words.options)
     processes = job.layout.processes
     folder = Path(tempfile.mkdtemp(prefix="phalanx_test_dist_"))
     config = folder / "config.yaml"
@@ -172,6 +173,8 @@ def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
         words = _parse(argv, ranks.world)
         if words is None:
             return 0
+        if ranks.rank == 0:
+            _make_folders(words.options)
         ranks = meeting.join(words.options["timeout"])
         with lost_peer_named(ranks):
             return _be_a_rank(words, ranks, meeting.store)
@@ -185,8 +188,6 @@ def _be_a_rank(words: JobWords, ranks: Ranks, store: Store | None = None) -> int
     job, options = words.job, _options(words)
     if ranks.rank == 0:
         say_how_busy()
-        for name in ("traces", "svg"):
-            _make_folder(name, words.options[name])
     kind = choose(job.cluster.device, 0).type
     report = self_test(
         job, ranks, device_of(ranks, kind), threads_for(job.run.threads, ranks.local_world or 1), options, store
@@ -198,12 +199,17 @@ def _be_a_rank(words: JobWords, ranks: Ranks, store: Store | None = None) -> int
     return 0
 
 
-def _make_folder(name: str, path: str) -> None:
-    try:
-        if path:
-            Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise JobError(f"--{name} {path}: the folder cannot be created: {error.strerror}") from None
+def _make_folders(options: Mapping[str, Any]) -> None:
+    """Makes the folders before the ranks meet or start: a mistake is then one message at once. Raises JobError."""
+    problems = []
+    for name in ("traces", "svg"):
+        try:
+            if options[name]:
+                Path(options[name]).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problems.append(f"--{name} {options[name]}: the folder cannot be created: {error.strerror}")
+    if problems:
+        raise JobError(problems)
 
 
 def _show(report: DistReport, options: Mapping[str, Any], switches: Collection[str]) -> None:

@@ -19,7 +19,7 @@ from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.lost_peer import lost_peer_named
-from phalanx.launch.meet.told import detected
+from phalanx.launch.meet.detected import detected
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import SINGLE, Ranks
 from phalanx.train.append import AppendedFile

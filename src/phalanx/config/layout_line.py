@@ -39,7 +39,7 @@ def settings_of(text: str) -> tuple[dict[str, str], dict[str, str]]:
             f"{SECTION}: expected {AUTO}, or a line such as dp_shard=4,tp=2, or fields of the section (layout.tp=2), "
             f"found {text!r}{hint}"
         )
-    given = _fields_of(text)
+    given = _fields_of(text.rstrip(":"))  # pasted from a sentence
     whole = asdict(Layout()) if not given.get(AUTO, ("", False))[1] else {}
     named = {f"{SECTION}.{name}": written for name, (written, _) in given.items()}
     return named, {f"{SECTION}.{name}": str(value) for name, value in whole.items() if name not in given}

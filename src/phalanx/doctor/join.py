@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -111,18 +111,12 @@ def _numbered(store: Any, leads: bool, most: int, wait: float) -> tuple[int, int
 
 
 def _await_listener(host: str, port: int, wait: float) -> None:
-    """Waits until something listens. Raises RunError if nothing does in time. torch waits too, but writes stacks."""
-    from phalanx.launch.meet.store import poll
+    """Waits until something listens. Raises RunError if nothing does in time."""
+    from phalanx.launch.meet.store import await_listener
 
-    reason: list[str] = ["no answer"]
-
-    def listens() -> bool:
-        try:
-            socket.create_connection((host, port), timeout=3.0).close()
-        except OSError as problem:
-            reason[0] = str(problem.strerror or problem)
-            return False
-        return True
-
-    if not poll(listens, wait):
-        raise RunError(f"nobody answers at {host}:{port} after {wait:g} s: {reason[0]}\n{_ADVICE}")
+    began = time.monotonic()
+    if problem := await_listener(host, port, wait):
+        waited = time.monotonic() - began
+        raise RunError(
+            f"nobody answers at {host}:{port} after {waited:.0f} s: {problem.strerror or problem}\n{_ADVICE}"
+        )

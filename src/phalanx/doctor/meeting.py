@@ -7,7 +7,6 @@ there what they have found: then rank 0 can name the pair that does not.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,7 +15,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
-_PREFIX = "phalanx-doctor"
+from phalanx.launch.meet.keys import key
+from phalanx.launch.meet.store import poll
+
 _PARTING_S = 5.0
 
 
@@ -61,11 +62,8 @@ class NodesMeeting:
             if self.rank:
                 self.store.add(_key("parted", 0), 1)
                 return
-            end = time.monotonic() + _PARTING_S
-            while self.store.add(_key("parted", 0), 0) < self.world - 1 and time.monotonic() < end:
-                time.sleep(0.02)
+            poll(lambda: self.store.add(_key("parted", 0), 0) >= self.world - 1, _PARTING_S)
 
 
 def _key(topic: str, rank: int) -> str:
-    # torchrun's agent keeps one store for all attempts.
-    return f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}/{topic}/{rank}"
+    return key("doctor", topic, rank)

@@ -42,11 +42,11 @@ def words_for(argv: Sequence[str]) -> list[str]:
     words, left = [], list(argv)
     while left:
         word = left.pop(0)
-        if word in ("--hosts", "--rsh"):
+        if word == "--rsh":  # its value may hold anything: "ssh -o BatchMode=yes"
+            left = left[1:]
+        elif word == "--hosts":
             while left and not left[0].startswith("-") and "=" not in left[0] and not _is_file(left[0]):
                 left.pop(0)
-                if word == "--rsh":
-                    break
         elif not word.startswith(("--hosts=", "--rsh=")) and word != "--json":
             words.append(word)
     return words
@@ -80,7 +80,7 @@ def compare(hosts: Sequence[str], shell: str, words: Sequence[str], seconds: flo
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         answers = list(threads.map(ask, hosts))
-    return [*_told(answers), *_differences(answers)]
+    return [*_told(answers, shlex.join(prefix)), *_differences(answers)]
 
 
 def _answer(host: str, ran: EndedProgram, before: float, after: float) -> HostAnswer:
@@ -96,12 +96,12 @@ def _answer(host: str, ran: EndedProgram, before: float, after: float) -> HostAn
     return HostAnswer(host, document, "", (stamp - after, stamp - before))
 
 
-def _told(answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
+def _told(answers: Sequence[HostAnswer], shell: str) -> Iterator[CheckResult]:
     for answer in answers:
         if answer.problem:
             yield _line(
                 "host",
-                error(answer.problem, f"try it: ssh {answer.host} hostname; the same Python must be there"),
+                error(answer.problem, f"try it: {shell} {answer.host} hostname; the same Python must be there"),
                 answer.host,
             )
             continue
@@ -123,7 +123,8 @@ def _differences(answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
     if len(there) < 2:
         return
     everywhere = [answer.host for answer in there]
-    facts = {answer.host: answer.document.get("facts") or {} for answer in there}
+    told = {answer.host: answer.document.get("facts") for answer in there}
+    facts: dict[str, dict[str, Any]] = {host: found if isinstance(found, dict) else {} for host, found in told.items()}
     differing = [finding for name in facts[everywhere[0]] for finding in _differing(name, facts)]
     yield from differing
     if not differing:

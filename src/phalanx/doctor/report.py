@@ -20,7 +20,7 @@ from phalanx.doctor.findings import GROUPS, CheckResult, DoctorCheck, error, run
 from phalanx.doctor.machine import CheckedMachine
 from phalanx.echo import visible
 from phalanx.train.facts import job_facts, source_digest
-from phalanx.units import seconds
+from phalanx.units import listed, seconds
 
 FORMAT = 1
 """Version of the document of `--json`; it changes when a key is removed or gets another meaning."""
@@ -150,8 +150,7 @@ def _where(line: CheckResult, report: DoctorReport) -> str:
     """Returns the hosts of a line, unless they are all of them."""
     if not line.hosts or set(line.hosts) == set(report.hosts):
         return ""
-    more = f" and {len(line.hosts) - _SHOWN_HOSTS} more" if len(line.hosts) > _SHOWN_HOSTS else ""
-    return f"[{', '.join(line.hosts[:_SHOWN_HOSTS])}{more}] "
+    return f"[{listed(line.hosts, _SHOWN_HOSTS)}] "
 
 
 def _grouped(report: DoctorReport, colours: bool, width: int) -> Iterable[str]:

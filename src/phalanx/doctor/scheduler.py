@@ -9,16 +9,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.bounded import read_text
 from phalanx.doctor.findings import CheckResult, DoctorCheck, error, ok, warn
 from phalanx.doctor.machine import CheckedMachine
 from phalanx.errors import JobError
 from phalanx.launch.environment import HEARTBEATS, LAUNCHER_PID, LOG_DIR, STORE
 from phalanx.launch.grace import grace_left
+from phalanx.launch.hosts import expand, names_of, read_hosts
 from phalanx.launch.ranks import detect
-from phalanx.units import counted, seconds
+from phalanx.units import counted, listed, seconds
 
 _ENDS_SOON_S = 600.0
+_SHOWN_HOSTS = 8
 _SUBMITTERS = {"sbatch": "Slurm", "qsub": "PBS", "bsub": "LSF"}
 _OWN = (LAUNCHER_PID, LOG_DIR, STORE, HEARTBEATS)
 
@@ -40,7 +41,7 @@ def scheduler(machine: CheckedMachine, now: float) -> Iterator[CheckResult]:
         yield from _pbs(env)
     elif "LSB_JOBID" in env:
         hosts = dict.fromkeys(env.get("LSB_HOSTS", "").split())
-        yield ok(f"LSF job {env['LSB_JOBID']}" + (f" on {_shown(list(hosts))}" if hosts else ""))
+        yield ok(f"LSF job {env['LSB_JOBID']}" + (f" on {listed(list(hosts), _SHOWN_HOSTS)}" if hosts else ""))
     elif "FLUX_JOB_ID" in env:
         yield ok(f"Flux job {env['FLUX_JOB_ID']}")
     elif "KUBERNETES_SERVICE_HOST" in env:
@@ -57,8 +58,16 @@ def _slurm(machine: CheckedMachine, now: float) -> Iterator[CheckResult]:
     env = machine.env
     nodes = env.get("SLURM_JOB_NUM_NODES", "1")
     text = f"Slurm job {env['SLURM_JOB_ID']}, {nodes} node{'s' if nodes != '1' else ''}"
-    if listed := env.get("SLURM_JOB_NODELIST"):
-        text += f": {listed[:200]}"
+    if names := env.get("SLURM_JOB_NODELIST"):
+        text += f": {names[:200]}"
+        try:
+            expand(names)
+        except ValueError as problem:
+            yield error(
+                f"Slurm job {env['SLURM_JOB_ID']}; SLURM_JOB_NODELIST is {problem}",
+                "unset the variables of another job, or run this inside the allocation",
+            )
+            return
     left = _slurm_left(machine, now)
     if left is None:
         yield ok(f"{text}; time left not known")
@@ -100,19 +109,16 @@ def _slurm_left(machine: CheckedMachine, now: float) -> float | None:
 def _pbs(env: Mapping[str, str]) -> Iterator[CheckResult]:
     text, file = f"PBS job {env['PBS_JOBID']}", env.get("PBS_NODEFILE", "")
     try:
-        lines = read_text(Path(file)).split() if file else []
-    except OSError as problem:
+        nodes = names_of(read_hosts(Path(file))) if file else ()
+    except JobError as problem:
         yield warn(
-            f"{text}; its node file cannot be read: PBS_NODEFILE={file}: {problem.strerror}",
+            f"{text}; its node file, PBS_NODEFILE, is of no use: {problem.problems[0]}",
             "run this on the first node of the allocation, or unset the variables of an old job",
         )
         return
-    nodes = list(dict.fromkeys(lines))
-    yield ok(f"{text}, {counted(len(nodes), 'node')}: {_shown(nodes)}" if nodes else f"{text}; no node file")
-
-
-def _shown(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    yield ok(
+        f"{text}, {counted(len(nodes), 'node')}: {listed(nodes, _SHOWN_HOSTS)}" if nodes else f"{text}; no node file"
+    )
 
 
 def launcher(machine: CheckedMachine) -> Iterator[CheckResult]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
 from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.validity import check
@@ -92,12 +93,14 @@ def launch(argv: list[str], run: Path, step: int, pp: int) -> int:
 
 
 @contextmanager
-def joined(ranks: Ranks, run: Path, step: int, device: str, pp: int) -> Iterator[PipelinedRun]:
-    """Provides one rank's part of a run, in a process group of `pp` ranks. Arguments and errors are those of
-    `load_run`; also raises JobError if the number of ranks differs or does not suit the model."""
+def joined(
+    ranks: Ranks, run: Path, step: int, device: str, pp: int, store: Store | None = None
+) -> Iterator[PipelinedRun]:
+    """Provides one rank's part of a run, in a process group of `pp` ranks, which may have met in a `store`. Other
+    arguments and errors are those of `load_run`; also raises JobError if `pp` does not suit the model."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait until a message has come
     target = devices.choose(device, ranks.local_rank)
-    with process_group(ranks, device=target, timeout_s=RunOptions().timeout_s):
+    with process_group(ranks, device=target, timeout_s=RunOptions().timeout_s, store=store):
         yield load_part(run, step, target, pp)
 
 

@@ -18,17 +18,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 0.5
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Makes the kernel kill this process when its parent ends, for whatever reason.
+def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
+    """Makes the kernel send this process a signal when its parent ends, for whatever reason.
 
-    The signal is SIGKILL, because a rank inside a collective does not handle milder ones. A parent that ended before
-    the request triggers nothing, hence the check afterwards.
+    By default the signal is SIGKILL, because a rank inside a collective does not handle milder ones. A parent that
+    ended before the request triggers nothing, hence the check afterwards.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def die_with_launcher() -> None:

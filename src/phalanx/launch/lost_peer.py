@@ -43,7 +43,7 @@ def lost_peer_named(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
-        text = next((line for line in str(error).splitlines() if any(known in line for known in TEXTS)), None)
+        text = _lost_line(error)
         if text is None:
             raise
         raise LostPeerError(
@@ -51,6 +51,15 @@ def lost_peer_named(ranks: Ranks) -> Iterator[None]:
             f"hangs, or its connection broke while this one waited in {_waited_in(error)}. The first rank that ended "
             f"says why, in its log or on its node. ({_in_short(text)})"
         ) from error
+
+
+def is_about_lost_peer(error: RuntimeError) -> bool:
+    """Returns whether a backend's error says that a peer is lost."""
+    return _lost_line(error) is not None
+
+
+def _lost_line(error: RuntimeError) -> str | None:
+    return next((line for line in str(error).splitlines() if any(known in line for known in TEXTS)), None)
 
 
 def _peer(ranks: Ranks, text: str) -> str:

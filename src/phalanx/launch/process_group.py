@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the 
 
 from phalanx.errors import RunError, StoppedError
 from phalanx.launch.environment import LOOPBACK
+from phalanx.launch.lost_peer import LostPeerError, is_about_lost_peer
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.rendezvous import not_formed, open_store
 
@@ -74,7 +75,9 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:
-        raise RunError(not_formed(ranks, store, timeout_s, error)) from error
+        # A peer that has ended says why itself; this rank only says so if it does not (launch/meet/meeting.py).
+        kind = LostPeerError if is_about_lost_peer(error) else RunError
+        raise kind(not_formed(ranks, store, timeout_s, error)) from error
 
 
 def backend_of(ranks: Ranks, device: torch.device) -> str:

@@ -40,6 +40,15 @@ class Ranks:
         return self.local_world == self.world
 
 
+class LaunchersDisagreeError(JobError):
+    """Two launchers claim this process, as different ranks."""
+
+    def __init__(self, message: str, claimed: Ranks | None):
+        super().__init__(message)
+        self.claimed = claimed
+        """The place according to a launcher that lives, if there is one; with it the ranks can say the error once."""
+
+
 SINGLE = Ranks(rank=0, world=1, local_rank=0, local_world=1, node_rank=0, source="single")
 """A process without a launcher."""
 
@@ -154,7 +163,8 @@ def detect(env: Mapping[str, str]) -> Ranks | None:
         found = found[:-1] if _differ(found[0], found[-1]) else found
     for other in found[1:]:
         if _differ(found[0], other):
-            raise JobError(_conflict(found[0], other, env))
+            living = [ranks for ranks in (found[0], other) if ranks.source in _living(env)]
+            raise LaunchersDisagreeError(_conflict(found[0], other, env), living[0] if living else None)
     if found:
         return next((ranks for ranks in found if ranks.local_rank is not None), found[0])
     _refuse_incomplete_variables(env)
@@ -182,10 +192,18 @@ def rendezvous_address(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def lowest_evidence(env: Mapping[str, str]) -> int | None:
-    """Returns the lowest rank that the variables of living launchers give this process, however incomplete they are;
-    None if there is no sign of one."""
-    living = [row for row in _SCHEDULERS if any(name in env for name in row.proves)]
-    return min((rank for row in living if (rank := _number(env, row.rank)) is not None), default=None)
+    """Returns the lowest rank that the variables of living launchers give this process, however incomplete they are, or
+    else the lowest rank on this node; None if there is no sign of one."""
+    living = [row for row in _SCHEDULERS if row.source in _living(env)]
+    for names in ([row.rank for row in living], [row.local_rank for row in living]):
+        if numbers := [number for each in names if (number := _number(env, each)) is not None]:
+            return min(numbers)
+    return None
+
+
+def _living(env: Mapping[str, str]) -> set[str]:
+    """Returns the launchers of which a variable proves that they have started this process."""
+    return {row.source for row in _SCHEDULERS if any(name in env for name in row.proves)}
 
 
 def _read(row: _LauncherVariables, env: Mapping[str, str]) -> Ranks | None:
@@ -238,8 +256,15 @@ def _differ(one: Ranks, other: Ranks) -> bool:
 
 def _shown(row: _LauncherVariables, env: Mapping[str, str]) -> str:
     """Returns the set's variables with their values; only these, because an environment also holds secrets."""
-    names = [*row.rank, *row.world, *row.local_rank, *row.local_world, *row.node_rank, *row.needs]
-    return " ".join(f"{name}={env[name]}" for name in names if name in env)
+    return " ".join(f"{name}={env[name]}" for name in _names(row) if name in env)
+
+
+def _names(row: _LauncherVariables) -> list[str]:
+    return [*row.rank, *row.world, *row.local_rank, *row.local_world, *row.node_rank, *row.needs]
+
+
+def _count(row: _LauncherVariables, env: Mapping[str, str]) -> int:
+    return sum(name in env for name in (*_names(row), *row.proves))
 
 
 def _conflict(one: Ranks, other: Ranks, env: Mapping[str, str]) -> str:
@@ -272,7 +297,8 @@ def _refuse_lone_torchruns(launched: list[Ranks], env: Mapping[str, str]) -> Non
 def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
     """Raises JobError for one of N processes without a known rank: each would train alone into one directory."""
     # A world size alone may be that of two launchers; the rank tells which.
-    for row in sorted((_TORCHRUN, *_SCHEDULERS), key=lambda row: _first_set(env, row.rank) is None):
+    rows = sorted((_TORCHRUN, *_SCHEDULERS), key=lambda row: (_first_set(env, row.rank) is None, -_count(row, env)))
+    for row in rows:
         rank, world = _first_set(env, row.rank), _first_set(env, row.world)
         if (rank is None and world is None) or _number(env, row.world) == 1:
             continue

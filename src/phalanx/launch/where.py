@@ -12,7 +12,8 @@ from typing import Literal
 
 from phalanx.errors import JobError
 from phalanx.launch.hosts import HostSlots, expand, read_hosts
-from phalanx.launch.meet.told import ToldError, detected
+from phalanx.launch.meet.detected import detected
+from phalanx.launch.meet.told import ToldError
 
 Kind = Literal["slurm job", "pbs job", "slurm login node", "pbs login node", "pod", "host"]
 

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -25,7 +26,8 @@ class Manager:
             threading.Thread(target=self.serve, args=(mine,), daemon=True).start()
 
     def serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rw", encoding="ascii", newline="\n") as stream:
+        end = suppress(threading.BrokenBarrierError, OSError)  # the test is over: nobody waits for an answer
+        with end, connection, connection.makefile("rw", encoding="ascii", newline="\n") as stream:
             for line in stream:
                 pairs = dict(word.split("=", 1) for word in line.split())
                 stream.write(f"cmd={self.answer(pairs)}\n")
@@ -41,7 +43,7 @@ class Manager:
                 self.values[pairs["key"]] = pairs["value"]
                 return "put_result rc=0 msg=success"
             case "barrier_in":
-                self.barrier.wait(10)
+                self.barrier.wait()
                 return "barrier_out"
             case "get" if pairs["key"] in self.values:
                 return f"get_result rc=0 msg=success value={self.values[pairs['key']]}"
@@ -55,7 +57,7 @@ class Manager:
         return {"PMI_FD": str(self.theirs[rank].fileno()), "PMI_RANK": str(rank)}
 
 
-def exchanged(manager: Manager, text: str | None, seconds: float = 10.0) -> list[str]:
+def exchanged(manager: Manager, text: str | None, seconds: float = 60.0) -> list[str]:
     """What each rank gets when rank 0 says `text`."""
     with ThreadPoolExecutor() as threads:
         calls = [
@@ -80,6 +82,7 @@ def test_a_rank_that_does_not_come() -> None:
     manager = Manager(2)
     with pytest.raises(TimeoutError):
         pmi.exchange(manager.environment(0), "word", 0.2)
+    manager.barrier.abort()
 
 
 def garbage(connection: socket.socket) -> None:

@@ -49,10 +49,10 @@ def require(launcher: list[str]) -> None:
             pytest.skip("no Slurm cluster with idle nodes")
 
 
-def phalanx(here: Path, launcher: list[str], *argv: str) -> subprocess.CompletedProcess[str]:
+def phalanx(here: Path, launcher: list[str], *argv: str, verb: str = "train") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "XDG_STATE_HOME": str(here / "state")}
     return subprocess.run(
-        [*launcher, *PHALANX, "train", "job.yaml", *argv],
+        [*launcher, *PHALANX, verb, *argv],
         cwd=here,
         env=environment,
         capture_output=True,
@@ -74,7 +74,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("neither mpiexec.openmpi nor mpiexec.mpich nor srun is installed")
     folder = tmp_path_factory.mktemp("launchers")
     (folder / "job.yaml").write_text(JOB)
-    done = phalanx(folder, [], "run.name=plain")
+    done = phalanx(folder, [], "job.yaml", "run.name=plain")
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -82,7 +82,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launcher_trains_as_phalanx_does(here: Path, name: str) -> None:
     require(LAUNCHERS[name])
-    done = phalanx(here, LAUNCHERS[name], f"run.name={name}")
+    done = phalanx(here, LAUNCHERS[name], "job.yaml", f"run.name={name}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("run directory: ") == 1
     assert losses(here, name) == losses(here, "plain")
@@ -91,10 +91,41 @@ def test_a_launcher_trains_as_phalanx_does(here: Path, name: str) -> None:
     assert not [path for path in (here / "state").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("name", ["openmpi", "mpich", "slurm, two nodes"])
+MISTAKES = {
+    "openmpi": ("train", "job.yaml", "train.global_batch=5"),
+    "mpich": ("bench", "comm", "--collectives", "all_recude"),
+    "slurm, two nodes": ("generate", "runs/plain", "--prompt", "5"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_printed_once(here: Path, name: str) -> None:
     require(LAUNCHERS[name])
-    done = phalanx(here, LAUNCHERS[name], "train.global_batch=5")
+    verb, *argv = MISTAKES[name]
+    done = phalanx(here, LAUNCHERS[name], *argv, verb=verb)
     assert done.returncode == 2
     assert done.stderr.count("phalanx: ") == 1, done.stderr
-    assert "nearest legal global_batch: 4 or 6" in done.stderr
+    assert any(
+        remedy in done.stderr for remedy in ("nearest legal global_batch: 4 or 6", "did you mean all_reduce", "--pp 2")
+    )
+
+
+@pytest.mark.parametrize("name", ["mpich", "slurm, two nodes"])
+def test_a_pipeline_of_another_launcher_generates_the_text_of_one_process(here: Path, name: str) -> None:
+    require(LAUNCHERS[name])
+    argv = ("runs/plain", "--prompt", "5", "--max-new-tokens", "8")
+    texts = [
+        phalanx(here, launcher, *argv, *more, verb="generate").stdout
+        for launcher, more in (([], ()), (LAUNCHERS[name], ("--pp", "2")))
+    ]
+    assert texts[0].split()[0] == "5"
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", ["openmpi", "slurm, two nodes"])
+def test_the_work_of_one_process_is_done_once(here: Path, name: str) -> None:
+    require(LAUNCHERS[name])
+    done = phalanx(here, LAUNCHERS[name], "list", "runs/plain", verb="checkpoint")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("1 checkpoint, 1 whole") == 1
+    assert "phalanx checkpoint runs once: rank 0 of 2 does it" in done.stderr

@@ -26,6 +26,7 @@ from phalanx.launch.meet.keys import agent_listens, key
 from phalanx.launch.meet.store import FoundStore, poll
 from phalanx.launch.meet.told import GroupError, ToldError
 from phalanx.launch.ranks import Ranks
+from phalanx.units import listed
 
 GRACE_S = 5.0
 """Seconds that others wait longer than rank 0, which names who is missing; and that its store waits to be read."""
@@ -225,7 +226,4 @@ def _node(ranks: Ranks) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return ""
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, _SHOWN)}" if ranks else ""

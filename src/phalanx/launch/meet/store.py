@@ -141,9 +141,10 @@ def hold_at(ranks: Ranks, host: str, port: int, seconds: float) -> FoundStore:
     except OSError as error:
         store = _store_of_another_rank_0(host, port, ranks.world) if error.errno == errno.EADDRINUSE else None
         if store is None:
+            reason = os.strerror(error.errno or errno.EADDRINUSE).lower()
             raise RunError(
                 f"Rank 0 of {ranks.world} cannot listen on MASTER_PORT={port} of {platform.node()}: "
-                f"{(error.strerror or str(error)).lower()}. Set MASTER_PORT to a free port, the same for every rank, "
+                f"{reason}. Set MASTER_PORT to a free port, the same for every rank, "
                 "or unset MASTER_ADDR and MASTER_PORT where srun or mpiexec start the ranks: they then find a free one."
             ) from error
         return FoundStore(store, host)
@@ -188,8 +189,22 @@ def _require_own_address(host: str, port: int) -> None:
 
 
 def _await_listener(ranks: Ranks, host: str, port: int, seconds: float) -> None:
-    """Waits for something that listens. torch waits too, but writes stack traces meanwhile."""
-    began = refused = time.monotonic()
+    began = time.monotonic()
+    problem = await_listener(host, port, seconds)
+    if problem is not None:
+        # Rank 0 looks up its own address, too.
+        ends = seen_by_rank_0 if isinstance(problem, socket.gaierror) else without_rank_0
+        raise ends(
+            ranks,
+            f"After {time.monotonic() - began:.0f} s, rank 0 of {ranks.world} did not come: {host}:{port}: "
+            f"{problem.strerror or problem}.\n{advice(ranks.world, f'{host}:{port}')}",
+        )
+
+
+def await_listener(host: str, port: int, seconds: float) -> OSError | None:
+    """Waits for something that listens, and returns why there is nothing. torch waits too, but writes stack traces
+    meanwhile. An address that is unknown or unreachable is waited for UNREACHABLE_S at most."""
+    refused = time.monotonic()
     problem: OSError | None = None
 
     def is_over() -> bool:
@@ -205,14 +220,7 @@ def _await_listener(ranks: Ranks, host: str, port: int, seconds: float) -> None:
         return True
 
     poll(is_over, seconds)
-    if problem is not None:
-        # Rank 0 looks up its own address, too.
-        ends = seen_by_rank_0 if isinstance(problem, socket.gaierror) else without_rank_0
-        raise ends(
-            ranks,
-            f"After {time.monotonic() - began:.0f} s, rank 0 of {ranks.world} did not come: {host}:{port}: "
-            f"{problem.strerror or problem}.\n{advice(ranks.world, f'{host}:{port}')}",
-        )
+    return problem
 
 
 def poll(done: Callable[[], bool], seconds: float) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from phalanx.errors import JobError, RunError
-from phalanx.launch.ranks import Ranks, detect, lowest_evidence
+from phalanx.errors import RunError
+from phalanx.launch.ranks import Ranks
 
 
 class ToldError(RunError):
@@ -33,14 +31,3 @@ def without_rank_0(ranks: Ranks, message: str) -> RunError:
     """Returns the error of a rank that cannot reach rank 0, and so cannot ask who prints: one rank of every node does,
     and rank 1 on the node of rank 0."""
     return RunError(message) if ranks.rank < 2 or not ranks.local_rank else ToldError(message)
-
-
-def detected(env: Mapping[str, str]) -> Ranks | None:
-    """Returns the place of this process, as `detect`. Where the variables are wrong, and so no rank is known, every
-    rank finds that: JobError is raised on those for which a variable says rank 0, ToldError on the others."""
-    try:
-        return detect(env)
-    except JobError as error:
-        if lowest_evidence(env):
-            raise ToldError(str(error), error.exit_code) from error
-        raise

@@ -12,7 +12,7 @@ def command(request: StartRequest) -> HostCommand:
     if request.hosts:
         options.append(f"--nodelist={','.join(request.hosts)}")
     # sbatch --export=NAMES would otherwise hold for the steps, too.
-    options += ["--export=ALL", "--input=none", "--quit-on-interrupt"]
+    options += ["--export=ALL", "--input=none"]
     options += ["--overlap"] if request.in_step else []
     options += _binding(request)
     options += _ends(request)

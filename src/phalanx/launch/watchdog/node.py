@@ -99,6 +99,9 @@ def _say(line: str) -> None:
 def main(argv: Sequence[str]) -> None:
     """Runs the watchdog of one node; the module's text names its arguments."""
     folder, reports, hang_s, start_s, metrics = argv
+    # A step of Slurm signals every process in it. The ranks stop, and this process watches them to their end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     directory = Path(folder)
     try:
         hosts = json.loads((directory / HOSTS).read_text(encoding="utf-8"))

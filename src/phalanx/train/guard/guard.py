@@ -25,6 +25,7 @@ from phalanx.train.guard.history import LIMIT_STEPS, History
 from phalanx.train.guard.replicas import GRADIENT, MASTER, PARAMETER, Difference, Replicas
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Computed, Step, Stepper
+from phalanx.units import listed
 
 MOST_ATTEMPTS = 3
 NAMED = 4
@@ -269,16 +270,15 @@ def _describe(differences: Sequence[Difference], hosts: dict[int, str] | None = 
     "replicas differ: blocks.0.attn.wq.weight (exp_avg) and 2 more on rank 3 (node7), not on ranks 0, 1, 2"
     """
     names = [each.name for each in differences]
-    listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
     suspects = sorted({rank for each in differences for rank in each.suspects})
     others = sorted({rank for each in differences for rank in each.digests} - {*suspects})
     where = _ranks({rank: (hosts or {}).get(rank, "") for rank in suspects})
     if not others:
-        return f"replicas differ: {listed} on {where}, without a majority"
-    return f"replicas differ: {listed} on {where}, not on {_ranks(dict.fromkeys(others, ''))}"
+        return f"replicas differ: {listed(names, NAMED)} on {where}, without a majority"
+    return f"replicas differ: {listed(names, NAMED)} on {where}, not on {_ranks(dict.fromkeys(others, ''))}"
 
 
 def _ranks(hosts: dict[int, str]) -> str:
     """Returns "rank 3 (node7)", or "ranks 0, 1"."""
-    listed = ", ".join(f"{rank} ({host})" if host else str(rank) for rank, host in hosts.items())
-    return f"{'rank' if len(hosts) == 1 else 'ranks'} {listed}"
+    names = ", ".join(f"{rank} ({host})" if host else str(rank) for rank, host in hosts.items())
+    return f"{'rank' if len(hosts) == 1 else 'ranks'} {names}"
