@@ -53,8 +53,8 @@ class Results:
         return Results(path, facts)
 
     def add(self, key: str, result: Result) -> None:
-        """Adds a result and writes the file."""
-        self.rows[key] = result
+        """Adds a result, with the commit at which it was found, and writes the file."""
+        self.rows[key] = {"commit": self.facts["commit"], **result}
         write(self.path, self.text())
 
     def text(self) -> str:
@@ -120,7 +120,8 @@ def _differs(run: Result, bound: float = BOUND) -> list[str]:
 
 def page(results: Results) -> str:
     """Returns the page for people."""
-    facts = dict(results.facts)
+    commits = dict.fromkeys(str(row["commit"]) for row in results.rows.values())
+    facts = {**results.facts, "commit": ", ".join(commits)}
     installed = ", ".join(f"{name} {number or 'not installed'}" for name, number in facts["launchers"].items())
     tried = [launcher for launcher in LAUNCHERS if launcher.key in results.rows]
     lines = [
@@ -169,8 +170,8 @@ def page(results: Results) -> str:
 
 
 def _cells(launcher: Launcher, row: Result, ranks: int) -> list[str]:
-    what = f"`{launcher.what}`" if "," not in launcher.what and " of " not in launcher.what else launcher.what
-    head = [f"{what} ({launcher.note})" if launcher.note else what, f"{launcher.nodes} × {ranks // launcher.nodes}"]
+    what = f"{launcher.what} ({launcher.note})" if launcher.note else launcher.what
+    head = [what, f"{launcher.nodes} × {ranks // launcher.nodes}"]
     if reason := row.get("missing") or row.get("failed"):
         return [*head, launcher.starts, f"**{reason}**", *[""] * 5]
     good, mistake, killed = row["good"], row.get("mistake"), row.get("killed")

@@ -5,6 +5,7 @@ Two nodes are network namespaces; Slurm is what sinfo shows, or a cluster of the
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def test_it_trains_the_same_and_says_a_mistake_once(rig: Rig, alone, tmp_path: P
     row = {"good": trials.good(), "mistake": trials.mistake(), "killed": trials.killed()}
     assert problems(launcher.key, {"starts": launcher.starts, **row}) == [], row
     assert row["killed"]["message"], "somebody says that a rank was killed"
+    others = re.findall(r"Rank 0 \S+ is gone", row["killed"].get("output", ""))
+    assert not others, "rank 0 has said why it ends; its node's watchdog is silent"
 
 
 @pytest.mark.parametrize("interruption", INTERRUPTIONS)

@@ -20,7 +20,7 @@ from phalanx.data import readahead
 from phalanx.errors import StoppedError
 from phalanx.train import feed, loop
 from phalanx.train.requests import Requests, SaveTimer
-from phalanx.train.stop import StopRequest
+from phalanx.train.stop import SIGNALS, StopRequest
 from phalanx.train.terminal import Terminal
 from train.runs import change, rows, train, weights
 
@@ -143,7 +143,8 @@ def test_a_request_while_data_do_not_come_drops_the_step_and_nothing_else(ranks,
 
 
 def test_signals_ask_once_and_a_second_one_means_now():
-    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGHUP)  # nohup
@@ -159,8 +160,18 @@ def test_signals_ask_once_and_a_second_one_means_now():
                 os.kill(os.getpid(), signal.SIGTERM)
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)  # a copy, passed on by the launcher, while the process ends
     finally:
-        signal.signal(signal.SIGHUP, hangup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_without_a_request_signals_act_as_before():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    with StopRequest() as stop:
+        stop.ask("since the test says so")
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
 
 
 def test_the_time_left_counts_from_the_signal(monkeypatch):

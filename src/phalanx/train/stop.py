@@ -18,7 +18,8 @@ class StopRequest:
     """A request to stop: set by `ask`, and by SIGINT, SIGTERM, SIGUSR1 or SIGHUP; a second signal ends the process at
     once. A context manager.
 
-    Outside its `with` block the signals act as they always do: before the first step there is nothing to save."""
+    Before its `with` block the signals act as they always do: before the first step there is nothing to save. After it,
+    too, unless one has come: then they are ignored, since the process is about to end with a checkpoint."""
 
     def __init__(self) -> None:
         self.signal: int = 0
@@ -53,7 +54,9 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            # Slurm signals every process of a step, and the launcher passes the same request on: with short steps that
+            # copy comes when the checkpoint is written, and must not change the exit code.
+            signal.signal(number, signal.SIG_IGN if self.signal else handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

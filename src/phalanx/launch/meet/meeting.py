@@ -146,8 +146,8 @@ class Meeting:
             poll(lambda: self.store.check([key("speaker")]), waits_s)
             mine = json.dumps({"rank": self.ranks.rank, "code": code, "explains": not is_victim})
             speaker = parse_json(self.store.compare_set(key("speaker"), "", mine))
-            if speaker["explains"]:
-                heartbeat.enter(Phase.DONE)  # or the node's watchdog would say once more that ranks have gone
+            if speaker["explains"] or is_victim:
+                heartbeat.enter(Phase.DONE)  # or the node's watchdog would say once more that this rank has gone
             self.store.add(key("ended"), 1)
             self._let_others_end()
         except RuntimeError:  # rank 0 has ended, and has said why if it could
