@@ -184,7 +184,7 @@ class DistReport:
                 f"slowest {a} → {b} ({self.hosts[a]} → {self.hosts[b]}): {least:.3g} GB/s"
             )
         if self.pairs.left_out:
-            yield f"pairs left out: {self.pairs.left_out:,}"
+            yield f"pairs left out: {self.pairs.left_out:,}, for which there was no time"
 
     def _probe(self) -> Iterator[str]:
         if not self.probes:
