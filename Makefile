@@ -33,7 +33,7 @@ test: setup ## run the tests: ARGS='-k checkpoint'
 fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 	PHALANX_FUZZ=$(COUNT) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
-faults: setup ## make every fault that the watchdog finds, also between two machines (as root): minutes
+faults: setup ## make every fault that the watchdog finds, and try every launcher, also on two nodes (as root): minutes
 	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/doctor/test_doctor_two_nodes.py tests/launch/test_every_launcher.py $(ARGS)
 
 lint: setup ## check style, format and types

@@ -164,6 +164,11 @@ def page(results: Results) -> str:
                 ]
             )
             lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "The weights of a run that has shrunk differ in the biases of the keys: their gradient is zero, so that they "
+        "are rounding noise.",
+    ]
     wrong = [f"- {key}: {problem}" for key, row in results.rows.items() for problem in problems(key, row)]
     lines += ["", "## Not as documented", "", *(wrong or ["Nothing."])]
     return "\n".join(lines) + "\n"
