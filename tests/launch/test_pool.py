@@ -139,7 +139,7 @@ def test_an_error_of_all_ranks_is_found_at_once(ranks: Run) -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"OddError: odd 1 2 \(cannot be sent as it is: "):
         ranks(fail, 4, None, "odd")
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 5
 
 
 def hang(ranks: Ranks) -> None:
@@ -151,9 +151,9 @@ def hang(ranks: Ranks) -> None:
 def test_a_hang_shows_where_every_rank_stands(ranks: Run) -> None:
     before = {pid for _, _, pid in ranks(myself, 2)}
     with pytest.raises(TimeoutError) as error:
-        ranks(hang, 2, timeout=0.5)
+        ranks(hang, 2, timeout=3.0)
     of_0, of_1 = str(error.value).split("rank 1:")
-    assert "hang on 2 ranks took longer than 0.5 s" in of_0
+    assert "hang on 2 ranks took longer than 3 s" in of_0
     assert "in barrier" in of_0
     assert "in hang" in of_1
     assert "in barrier" not in of_1
