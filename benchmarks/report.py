@@ -6,12 +6,29 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def without_places(text: str) -> str:
+    """Returns a text, such as the output of a program, without this machine's folders: those of the checkout, of Python,
+    for temporary files, and of the user."""
+    places = {
+        str(RESULTS.parents[1]): ".",
+        sys.base_prefix: "$PYTHON",
+        tempfile.gettempdir(): "$TMPDIR",
+        str(Path.home()): "~",
+    }
+    for place in sorted(places, key=len, reverse=True):
+        if place != "/":
+            text = text.replace(place, places[place])
+    return text
 
 
 def machine() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from benchmarks.chaos.machine import facts
 from benchmarks.chaos.program import Peer, Phalanx
 from benchmarks.chaos.results import Results
 from benchmarks.chaos.story import INVALID, LOST
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, without_places
 
 STATE = Path("runs/chaos-state.json")
 
@@ -130,7 +130,7 @@ def finish(results: Results, chosen: Sequence[Fault], options: argparse.Namespac
     text = tables.page(results, faults, Phalanx.name, Peer.name)
     folder = options.out or (RESULTS if own_order.keys() == faults.keys() else None)
     if folder:
-        tables.write(folder / "chaos.json", json.dumps(results.document(), indent=1) + "\n")
+        tables.write(folder / "chaos.json", without_places(json.dumps(results.document(), indent=1)) + "\n")
         tables.write(folder / "chaos.md", text)
         say(f"results: {folder / 'chaos.md'}")
     print(json.dumps(results.document(), indent=1) if options.json else tables.summary(own_order))

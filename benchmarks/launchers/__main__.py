@@ -29,7 +29,7 @@ from benchmarks.launchers.launchers import LAUNCHERS, Launcher
 from benchmarks.launchers.results import Results, page, problems, sources, versions
 from benchmarks.launchers.rig import MissingError, Rig
 from benchmarks.launchers.trials import Trials
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, without_places
 
 STATE = Path("runs/launchers-state.json")
 CONTROL = "train"
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.rmtree(root, ignore_errors=True)
     whole = results.rows.keys() >= names.keys() and not options.quick
     if folder := options.out or (RESULTS if whole else None):
-        write(folder / "launchers.json", results.text())
+        write(folder / "launchers.json", without_places(results.text()))
         write(folder / "launchers.md", page(results))
         say(f"results: {folder / 'launchers.md'}")
     print(results.text() if options.json else page(results), end="")

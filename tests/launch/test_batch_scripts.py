@@ -28,7 +28,7 @@ REQUEST = SubmitRequest(
     words=("job.yaml", "--nnodes=2"),
     python="/venv/bin/python",
     folder="/work",
-    directory=Path("/work/runs/try"),
+    directory=Path("/data/runs/try"),
     grid=ProcessGrid(2, 4, 2),
     ranks_by="phalanx",
     site=GENERIC["slurm"],
@@ -68,7 +68,7 @@ def test_the_script_of_slurm():
         "--ntasks-per-node": "1",
         "--time": "01:30:00",
         "--chdir": "/work",
-        "--output": "/work/runs/try/slurm-%j.out",
+        "--output": "/data/runs/try/slurm-%j.out",
         "--open-mode": "append",
         "--requeue": "",
         "--account": "me",
@@ -155,7 +155,7 @@ def test_the_script_of_pbs_by_the_grammar_of_qsub(site):
     assert sorted(resources) == sorted(set(resources))
     assert {"select", "walltime", "place"} <= set(resources)
     assert {("-N", "try"), ("-A", "me"), ("-r", "y"), ("-j", "oe"), ("-v", "HF_TOKEN")} <= set(found)
-    assert "    qsub /work/runs/try/submit.pbs" in text
+    assert "    qsub /data/runs/try/submit.pbs" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 
