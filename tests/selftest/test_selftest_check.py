@@ -1,6 +1,7 @@
 """Checks of collectives: all of them are right on gloo, and an injected fault is named with rank, call and values."""
 
 import platform
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,6 +133,29 @@ def refuses(ranks):
     if ranks.rank == 1:
         mine.refused["all_reduce_avg (fp32)"] = "not here"
     return check._combine("dp_replicate", 2, mine)
+
+
+def refuses_what_training_makes(ranks):
+    """No rank has an all-reduce of bf16."""
+    mesh = meshes.build(Layout(dp_replicate=2), "cpu")
+
+    def refuse(*_):
+        raise RuntimeError("no bf16 here")
+
+    broken = replace(next(each for each in ALL if each.name == "all_reduce"), make=refuse)
+    mine = check._Checks(mesh.axis("dp_replicate"), "dp_replicate", CPU)
+    mine.check(broken, "bf16", 4, "plain")
+    mine.check(replace(broken, name="all_reduce_avg", of_axis=False), "bf16", 4, "plain")
+    return check._combine("dp_replicate", 2, mine)
+
+
+def test_a_call_of_training_that_every_rank_refuses_is_a_failure(ranks):
+    found = ranks(refuses_what_training_makes, 2)[0]
+    assert not found.ok
+    assert found.differs == [
+        "all_reduce (bf16) on dp_replicate, which training makes: every rank refused it: no bf16 here"
+    ]
+    assert set(found.refused) == {"all_reduce (bf16)", "all_reduce_avg (bf16)"}
 
 
 def test_a_call_that_only_some_ranks_refuse_is_a_failure(ranks):

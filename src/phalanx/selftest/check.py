@@ -79,7 +79,7 @@ class AxisChecks:
     limits: list[str] = field(default_factory=list)
     """Collectives that give wrong values for strided tensors, which the backend should refuse. Training sends none."""
     differs: list[str] = field(default_factory=list)
-    """Calls that only some ranks refused."""
+    """Calls that only some ranks refused, and those that training makes, if any rank refused them."""
 
     @property
     def ok(self) -> bool:
@@ -153,6 +153,8 @@ class _Checks:
         self.checked, self.wrong_count = 0, 0
         self.wrong: list[WrongResult] = []
         self.refused: dict[str, str] = {}
+        self.needed: set[str] = set()
+        """Those of `refused` that training makes."""
         self.limits: set[str] = set()
         self._known: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
@@ -169,7 +171,10 @@ class _Checks:
             if any(text in str(error) for text in TEXTS):
                 raise  # a peer is gone: no refusal
             kind = "" if form == "plain" else f", {form}"
-            self.refused[f"{collective.name} ({dtype}{kind})"] = str(error).splitlines()[0][:200]
+            what = f"{collective.name} ({dtype}{kind})"
+            self.refused[what] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            if collective.of_axis and form in ("plain", "view"):
+                self.needed.add(what)
             return
         if expected.numel() == 0 and n:
             return  # no result on this rank
@@ -233,6 +238,7 @@ def _combine(name: str, ranks: int, mine: _Checks) -> AxisChecks:
             "count": mine.wrong_count,
             "checked": mine.checked,
             "refused": mine.refused,
+            "needed": sorted(mine.needed),
             "limits": sorted(mine.limits),
         }
     )
@@ -246,4 +252,6 @@ def _combine(name: str, ranks: int, mine: _Checks) -> AxisChecks:
         some = [rank for rank, theirs in enumerate(every) if what in theirs["refused"]]
         if len(some) < len(every):
             found.differs.append(f"{what} on {name}: only rank {', '.join(map(str, some[:8]))} refused it: {text}")
+        elif any(what in theirs["needed"] for theirs in every):
+            found.differs.append(f"{what} on {name}, which training makes: every rank refused it: {text}")
     return found

@@ -54,7 +54,8 @@ class DistReport:
 
     @property
     def failures(self) -> list[str]:
-        """Wrong values, calls that only some ranks refused, and losses that differ or are not finite, in words."""
+        """Wrong values, calls that were refused by some ranks or that training makes, and losses that differ or are not
+        finite, in words."""
         found = [wrong.line() for checks in self.checks for wrong in checks.wrong]
         found += [line for checks in self.checks for line in checks.differs]
         found += self.pairs.wrong if self.pairs else []
