@@ -17,8 +17,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def without_places(text: str) -> str:
-    """Returns a text, such as the output of a program, without this machine's folders: those of the checkout, of Python,
-    for temporary files, and of the user."""
+    """Returns a text, such as the output of a program, without this machine's folders: the checkout's, Python's, the
+    user's, and that of temporary files."""
     places = {
         str(RESULTS.parents[1]): ".",
         sys.base_prefix: "$PYTHON",

@@ -33,7 +33,7 @@ class Launcher:
     key: str
     """For --only."""
     what: str
-    """What a user types, in short."""
+    """The command that a user types, shortened."""
     nodes: int
     starts: str
     """Who starts the ranks of a node."""

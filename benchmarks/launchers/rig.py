@@ -1,4 +1,4 @@
-"""What the launchers need here: two nodes, a Slurm cluster, a remote shell, MPI's commands. Made when asked for."""
+"""The two nodes, the Slurm cluster, the remote shell and the MPI commands of the bench, each made when first used."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class LaunchPlan:
 
     @property
     def notes(self) -> list[str]:
-        """What the user must know before the job starts."""
+        """Notes for the user, printed before the job starts."""
         found = [f"{self.site.name}: {self.site.note}"] if self.site and self.site.note else []
         if self.hosts and self.grid.nodes < len(self.hosts):
             found.append(f"uses {self.grid.nodes} of {len(self.hosts)} nodes")

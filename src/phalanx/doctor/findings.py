@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 
 Status = Literal["OK", "WARN", "ERROR"]
 """OK; WARN: a run may be slow, or fail later; ERROR: a run fails."""
+STATUSES: tuple[Status, ...] = ("OK", "WARN", "ERROR")
+"""From the best to the worst."""
 GROUPS = ("launch", "software", "accelerator", "limits", "storage", "network", "environment", "job", "nodes")
 """The groups of checks, in the order of the report."""
 SECONDS = 10.0
@@ -39,11 +41,10 @@ class CheckResult:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> CheckResult:
         """Returns the finding of another host's report. Raises KeyError, TypeError or ValueError if it is none."""
-        if found["status"] not in ("OK", "WARN", "ERROR") or found["group"] not in GROUPS:
+        if found["status"] not in STATUSES or found["group"] not in GROUPS:
             raise ValueError(f"status {found['status']!r}, group {found['group']!r}")
-        texts = (str(found[name])[:4000] for name in ("group", "check", "status", "text", "remedy"))
-        group, check, status, text, remedy = texts
-        return cls(group, check, status, text, remedy, tuple(map(str, found["hosts"])))  # type: ignore[arg-type]
+        check, text, remedy = (str(found[name])[:4000] for name in ("check", "text", "remedy"))
+        return cls(found["group"], check, found["status"], text, remedy, tuple(map(str, found["hosts"])))
 
 
 def ok(text: str) -> CheckResult:
@@ -125,5 +126,4 @@ def within(seconds: float, work: Callable[[], T], otherwise: T) -> T:
 
 def worst(findings: Iterable[CheckResult]) -> Status:
     """Returns the worst status, OK for no findings."""
-    found = {finding.status for finding in findings}
-    return next((status for status in ("ERROR", "WARN") if status in found), "OK")  # type: ignore[return-value]
+    return STATUSES[max((STATUSES.index(finding.status) for finding in findings), default=0)]

@@ -1,4 +1,4 @@
-"""What the processes of several nodes tell each other before a process group is formed: short JSON texts in a store.
+"""Messages between the nodes before a process group is formed: short JSON texts in a store.
 
 A group forms only if every pair of ranks reaches each other. So the nodes first meet in the store of rank 0, and say
 there what they have found: then rank 0 can name the pair that does not.

@@ -41,7 +41,7 @@ class NodeListener:
     port: int
     interface: str
     word: str
-    """What it answers: tells it from another program at the same address."""
+    """Its answer, which distinguishes it from another program at the same address."""
 
 
 @contextmanager

@@ -26,7 +26,7 @@ _PATIENCE = 12
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """What a host has answered."""
+    """The answer of one host."""
 
     host: str
     document: dict[str, Any]

@@ -13,11 +13,11 @@ class Site:
     name: str
     scheduler: Literal["slurm", "pbs"]
     about: str = ""
-    """What the machine is, in one line."""
+    """A description of the machine, in one line."""
     source: str = ""
     """Where these settings come from."""
     note: str = ""
-    """What a user must know; printed with every launch."""
+    """A note for users, printed with every launch."""
     hosts: list[str] = field(default_factory=list)
     """Regular expressions of which one matches the whole name of a host of this site."""
     variables: dict[str, str] = field(default_factory=dict)

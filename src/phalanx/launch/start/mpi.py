@@ -25,7 +25,7 @@ OTHER_NAMES: dict[Launcher, tuple[str, ...]] = {
     "openmpi": ("mpirun.openmpi", "mpiexec.openmpi"),
     "mpich": ("mpiexec.mpich", "mpiexec.hydra"),
 }
-"""What a launcher's mpiexec is called beside another's."""
+"""Other names of each launcher's mpiexec, where several MPIs are installed."""
 
 
 def flavor_of(version: str) -> Launcher:
