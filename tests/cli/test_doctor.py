@@ -97,7 +97,7 @@ def test_hosts_are_asked_through_a_shell(here, capsys):
     answer = json.dumps({"time": time.time(), "findings": [], "facts": {}})
     (here / "rsh").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >> asked.$1\necho '{answer}'\n")
     (here / "rsh").chmod(0o755)
-    assert main(["doctor", "job.yaml", "--hosts", "a,b", "c", "--rsh", f"{here / 'rsh'}", "--json"]) == 0
+    assert main(["doctor", "job.yaml", "--hosts", "a,b", "c", "--remote-shell", f"{here / 'rsh'}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hosts"] == ["a", "b", "c"]
     command = f"cd {here} && exec {sys.executable} -P -m phalanx doctor job.yaml --json"
     assert (here / "asked.b").read_text() == f"b\n{command}\n"

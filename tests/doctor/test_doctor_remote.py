@@ -86,7 +86,7 @@ def test_words_that_are_no_hosts(hosts, shell):
         ("job.yaml --hosts a b --json", "job.yaml"),
         ("--hosts a,b job.yaml tp=2 --timeout 3", "job.yaml tp=2 --timeout 3"),
         ("--hosts a b tp=2", "tp=2"),
-        ("--rsh ssh job.yaml --hosts=a", "job.yaml"),
+        ("--remote-shell ssh job.yaml --hosts=a", "job.yaml"),
     ],
 )
 def test_the_words_for_each_host(argv, words):
@@ -94,7 +94,7 @@ def test_the_words_for_each_host(argv, words):
 
 
 def test_a_remote_shell_with_options_of_its_own_is_no_word_of_the_job():
-    argv = ["job.yaml", "--rsh", "ssh -o BatchMode=yes", "tp=2", "--hosts", "a", "b", "--timeout", "3"]
+    argv = ["job.yaml", "--remote-shell", "ssh -o BatchMode=yes", "tp=2", "--hosts", "a", "b", "--timeout", "3"]
     assert remote.words_for(argv) == ["job.yaml", "tp=2", "--timeout", "3"]
 
 

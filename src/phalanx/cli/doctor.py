@@ -19,6 +19,7 @@ from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.meet.told import ToldError
+from phalanx.launch.start.shell import SSH
 
 VERB = JobVerb(
     "doctor",
@@ -35,9 +36,7 @@ VERB = JobVerb(
             many=True,
             like=r"[^=]*$",
         ),
-        "rsh": Option(
-            str, "ssh -o BatchMode=yes -o ConnectTimeout=5", "with --hosts: the remote shell; HOST COMMAND follow."
-        ),
+        "remote_shell": Option(str, SSH, "with --hosts: program that takes HOST and a command for its shell."),
         "timeout": Option(float, SECONDS, "Seconds that a check may take; slow ones may take a few times as long."),
     },
     auto="open",
@@ -115,5 +114,5 @@ def _on_hosts(argv: Sequence[str], options: dict[str, Any], began: float) -> Doc
     from phalanx.doctor.remote import compare, words_for
 
     hosts = list(dict.fromkeys(host for word in options["hosts"] for host in word.split(",") if host))
-    findings = compare(hosts, options["rsh"], words_for(argv), options["timeout"])
-    return DoctorReport(merged(findings), tuple(hosts), "rsh", len(hosts), time.monotonic() - began)
+    findings = compare(hosts, options["remote_shell"], words_for(argv), options["timeout"])
+    return DoctorReport(merged(findings), tuple(hosts), "remote shell", len(hosts), time.monotonic() - began)

@@ -38,16 +38,16 @@ class HostAnswer:
 
 
 def words_for(argv: Sequence[str]) -> list[str]:
-    """Returns the words of the command line without --hosts and --rsh, for the command on each host."""
+    """Returns the words of the command line without --hosts and --remote-shell, for the command on each host."""
     words, left = [], list(argv)
     while left:
         word = left.pop(0)
-        if word == "--rsh":  # its value may hold anything: "ssh -o BatchMode=yes"
+        if word in ("--remote-shell", "--remote_shell"):  # its value may hold anything: "ssh -o BatchMode=yes"
             left = left[1:]
         elif word == "--hosts":
             while left and not left[0].startswith("-") and "=" not in left[0] and not _is_file(left[0]):
                 left.pop(0)
-        elif not word.startswith(("--hosts=", "--rsh=")) and word != "--json":
+        elif not word.startswith(("--hosts=", "--remote-shell=", "--remote_shell=")) and word != "--json":
             words.append(word)
     return words
 
@@ -65,7 +65,7 @@ def compare(hosts: Sequence[str], shell: str, words: Sequence[str], seconds: flo
     try:
         prefix = shlex.split(shell)
     except ValueError as problem:
-        raise JobError(f"--rsh: {problem}") from None
+        raise JobError(f"--remote-shell: {problem}") from None
     command = [sys.executable, "-P", "-m", "phalanx", "doctor", *words, "--json"]
     # A colleague's PYTHONPATH, modules and variables are not there: the report says what differs.
     script = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
