@@ -39,6 +39,10 @@ class JobError(PhalanxError):
         super().__init__("\n".join(self.problems))
 
 
+class ExtensionError(JobError):
+    """What an installed package adds is incomplete, wrong, or has a name that is taken."""
+
+
 class DoesNotFitError(PhalanxError):
     """The request needs more memory than the devices have."""
 
