@@ -64,8 +64,8 @@ class MLP(nn.Module):
         width = width or model.ff_size
         self.activate = Activation(model)
         self.up = Linear(model.d_model, width, bias=model.bias)
-        swiglu = model.activation == "swiglu"
-        self.gate = Linear(model.d_model, width, bias=model.bias) if swiglu else None
+        gated = model.gated
+        self.gate = Linear(model.d_model, width, bias=model.bias) if gated else None
         self.down = Linear(width, model.d_model, bias=model.bias)
 
     def forward(self, x: Tensor) -> Tensor:

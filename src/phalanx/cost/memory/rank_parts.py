@@ -36,7 +36,7 @@ class BlockBytes:
         self.again = max(0.0, whole - self.kept)
         # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
         # wrote, which the last matrix does not need any longer. Of experts also those of rows.
-        tensors = 2 if model.activation == "swiglu" else 1
+        tensors = 2 if model.gated else 1
         wide = model.ff_size * tensors / layout.tp
         if kind.block.feed_forward == "experts":
             rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
