@@ -11,7 +11,7 @@ from phalanx.blocks.experts import experts
 from phalanx.blocks.feed_forward import dense
 from phalanx.blocks.operator import Operator
 from phalanx.blocks.place import Place
-from phalanx.blocks.residual import norm, residual
+from phalanx.blocks.residual import halves_sum, norm, residual
 from phalanx.config.model import ModelConfig
 
 Part = Callable[[Place], Iterator[Operator]]
@@ -39,7 +39,8 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
 
 Half = Literal["attention", "feed_forward"]
 HALVES: tuple[Half, ...] = ("attention", "feed_forward")
-"""The halves of a block, each between a norm and a residual sum."""
+"""The halves of a block, each with its norms, and a sum onto the residual stream after each or, in a parallel block,
+after the second."""
 
 
 def block(place: Place, kind: BlockKind) -> tuple[Operator, ...]:
@@ -57,9 +58,24 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
 
 @lru_cache(maxsize=20_000)
 def _attention_half(place: Place, attention: str) -> tuple[Operator, ...]:
-    return norm(place, "attn_norm", first=True), *ATTENTION[attention](place), residual(place, "attn")
+    return tuple(_between_norms(place, "attn", ATTENTION[attention](place), first=True))
 
 
 @lru_cache(maxsize=20_000)
 def _feed_forward_half(place: Place, feed_forward: str) -> tuple[Operator, ...]:
-    return norm(place, "mlp_norm"), *FEED_FORWARD[feed_forward](place), residual(place, "mlp")
+    return tuple(_between_norms(place, "mlp", FEED_FORWARD[feed_forward](place), first=False))
+
+
+def _between_norms(place: Place, name: str, half: Iterator[Operator], *, first: bool) -> Iterator[Operator]:
+    """Yields the operators of a half with its norms and, where it ends on the residual stream, the sum."""
+    model = place.model
+    if model.norms_inputs:
+        yield norm(place, f"{name}_norm", first=first)
+    yield from half
+    if model.norms_outputs:
+        yield norm(place, f"{name}_post_norm", first=first and not model.norms_inputs)
+    if not model.parallel_block:
+        yield residual(place, name)
+    elif not first:
+        yield halves_sum(place)
+        yield residual(place, "block")

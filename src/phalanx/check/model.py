@@ -1,4 +1,4 @@
-"""The problems among the fields of a model's experts and of its latent attention: each with its equation and the
+"""The problems among the fields of a model's blocks, experts and latent attention: each with its equation and the
 nearest legal values."""
 
 from __future__ import annotations
@@ -11,6 +11,13 @@ from phalanx.nearest import nearest_divisors, nearest_of
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the dotted path of each wrong field, and the message."""
+    if model.parallel_block and model.norms_outputs:
+        yield (
+            "model.norm_place",
+            "a parallel block adds the outputs of attention and MLP before one sum over tensor ranks, so neither can "
+            f"be normalised by itself: must be before, is {model.norm_place}; nearest legal: before, or "
+            "parallel_block=false",
+        )
     if model.moe.n_experts:
         yield from _experts(model.moe, model.n_layers)
     if model.mla.kv_rank:

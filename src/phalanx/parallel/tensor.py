@@ -12,7 +12,7 @@ copy-free all-gather for any batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
+from phalanx.model.experts import GroupedLinear
 from phalanx.model.latent import LatentAttention
 from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
@@ -112,7 +113,12 @@ def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str]
 
 def _connect_block(block: Block, parallel: TensorParallel) -> set[nn.Module]:
     """Replaces one block's layers. Latent attention and mixtures of experts communicate around the whole layer, by
-    hooks on its input and output: every rank computes everything between, routers included."""
+    hooks on its input and output: every rank computes everything between, routers included. A parallel block
+    communicates around both halves."""
+    if block.parallel:
+        block.run_halves = BothHalves(parallel)
+        _add_biases_once(block, parallel)
+        return set()
     attention, made = block.attn, set[nn.Module]()
     if isinstance(attention, LatentAttention):
         attention.register_forward_pre_hook(GatherInput(parallel))
@@ -124,13 +130,22 @@ def _connect_block(block: Block, parallel: TensorParallel) -> set[nn.Module]:
     if block.has_experts:
         block.moe.register_forward_pre_hook(GatherInput(parallel))
         block.moe.register_forward_hook(ReduceOutput(parallel))
-        block.moe.experts.down.bias_factor = float(parallel.tp.rank == 0)
-        if block.moe.shared is not None and block.moe.shared.down.bias is not None:
-            block.moe.shared.down = FirstRankBias.of(block.moe.shared.down, parallel)
+        _add_biases_once(block.moe, parallel)
         return made
     block.mlp.project = ColumnParallel(parallel)
     block.mlp.down = RowParallelLinear.of(block.mlp.down, parallel)
     return made | {layer for layer in (block.mlp.up, block.mlp.gate, block.mlp.down) if layer is not None}
+
+
+def _add_biases_once(module: nn.Module, parallel: TensorParallel) -> None:
+    """Makes one rank add the biases in `module`'s outputs, which the ranks then sum."""
+    for layer in list(module.modules()):
+        for name in ("wo", "down"):
+            last = getattr(layer, name, None)
+            if isinstance(last, GroupedLinear):
+                last.bias_factor = float(parallel.tp.rank == 0)
+            elif isinstance(last, Linear) and last.bias is not None:
+                setattr(layer, name, FirstRankBias.of(last, parallel))
 
 
 @dataclass(frozen=True)
@@ -224,6 +239,22 @@ class ReduceOutput:
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         """Sums the ranks' outputs (batch, seq, d_model)."""
         return _ReduceTokens.apply(output, self.parallel)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class BothHalves:
+    """Runs the halves of a parallel block between one exchange off the residual stream and one onto it: the
+    `run_halves` of a block.
+
+    Every rank normalises all tokens for its own heads and columns, so its norms have parts of their gradients. Had each
+    half its own exchange, as many bytes again would be sent."""
+
+    parallel: TensorParallel
+
+    def __call__(self, halves: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+        """Calls `halves` with all tokens of `x`, this rank's part of (batch, seq, d_model), and sums the results."""
+        whole = _GatherTokens.apply(x, self.parallel)
+        return _ReduceTokens.apply(halves(whole, *others), self.parallel)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
