@@ -1,4 +1,4 @@
-"""The problems of a model's kinds of layers: names, the fields that a kind needs, and the kind's own rules."""
+"""The problems of a model's blocks: the place of norms, the names of kinds, and the fields and rules of each kind."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from phalanx.nearest import did_you_mean
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the dotted path of each wrong field, and the message."""
+    if model.parallel_block and model.norms_outputs:
+        yield (
+            "model.norm_place",
+            "a parallel block adds the outputs of attention and MLP before one sum over tensor ranks, so neither can "
+            f"be normalised by itself: must be before, is {model.norm_place}; nearest legal: before, or "
+            "parallel_block=false",
+        )
     for half, table in TABLES.items():
         names = chosen_kinds(model, half)
         unknown = [name for name in names if name not in table]
@@ -20,19 +27,19 @@ def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield f"model.{half}", f"no {table.kind} {name!r}{did_you_mean(name, table)} (known: {known})"
         if unknown:
             continue
-        kinds = [table[name] for name in names]
-        needed = {path for kind in kinds for path in kind.needs}
-        for kind in kinds:
-            missing = [path for path in kind.needs if not get(model, path)]
-            for path in missing:
-                yield f"model.{path}", f"{table.kind} {kind.name} needs it above 0, is {get(model, path)}"
+        needed = {path for name in names for path in table[name].needs}
+        for name in dict.fromkeys(names):
+            missing = [path for path in table[name].needs if not get(model, path)]
+            yield from (
+                (f"model.{path}", f"{table.kind} {name} needs it above 0, is {get(model, path)}") for path in missing
+            )
             if not missing:
-                yield from kind.problems(model)
-        for other in table.values():
-            for path in other.needs:
+                yield from table[name].problems(model)
+        for other, kind in table.items():
+            for path in kind.needs:
                 if get(model, path) and path not in needed:
                     yield (
                         f"model.{half}",
                         f"{table.kind} {', '.join(names)} does not use model.{path} {get(model, path)}; nearest legal: "
-                        f"{half}={other.name}, or {path}=0",
+                        f"{half}={other}, or {path}=0",
                     )

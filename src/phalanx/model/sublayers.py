@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 
 from torch import nn
 
-from phalanx.blocks.kind import SublayerKind
+from phalanx.blocks.kind import AttentionKind, FeedForwardKind
 from phalanx.blocks.parameters import Shapes
 from phalanx.blocks.place import Place
 from phalanx.config.model import ModelConfig
 from phalanx.errors import ExtensionError
+from phalanx.registry import Registry
 
 
-def make_sublayer(kind: SublayerKind, model: ModelConfig, layer: int, *more: object) -> nn.Module:
-    """Returns the module of `kind` for block `layer`; `more` are further arguments of what makes it.
+def make_sublayer(
+    table: Registry[AttentionKind] | Registry[FeedForwardKind], name: str, model: ModelConfig, layer: int, *more: object
+) -> nn.Module:
+    """Returns the module of the kind `name` for block `layer`; `more` are further arguments of what makes it.
 
-    Raises ExtensionError if there is no such module, or if its parameters are not those of the description."""
-    package, _, name = kind.module.partition(":")
-    try:
-        make = getattr(import_module(package), name)
-    except (ImportError, AttributeError) as error:
-        raise ExtensionError(f"kind {kind.name!r}: its module {kind.module} is not there: {error}") from error
-    made = make(model, layer, *more)
+    Raises ExtensionError if there is none, or if it is not the one that the kind describes."""
+    kind = table[name]
+    made = table.code(name, "module")(model, layer, *more)
     operators = kind.operators(Place(model))
     described: Shapes = {weight.name: weight.shape for operator in operators for weight in operator.weights}
-    held: Shapes = {f"{kind.place}.{name}": tuple(parameter.shape) for name, parameter in made.named_parameters()}
+    held: Shapes = {
+        f"{kind.name_in_block}.{name}": tuple(parameter.shape) for name, parameter in made.named_parameters()
+    }
     if list(described.items()) != list(held.items()):
-        raise ExtensionError([f"kind {kind.name!r}: {problem}" for problem in _differences(described, held)])
+        raise ExtensionError([f"{table.kind} {name!r}: {problem}" for problem in _differences(described, held)])
     return made
 
 

@@ -196,8 +196,10 @@ def _host_operations(spec: StepSpec, kind: BlockKind, half: Half) -> dict[str, f
     """Returns the host's operations around the collectives of half a block, by axis, in the forward pass; the backward
     pass has twice as many."""
     layout, attention = spec.layout, half == "attention"
+    # Both halves of a parallel block share one exchange.
+    exchanges = 1 if spec.model.parallel_block else 2
     return {
-        "tp": (layout.tp > 1) * HOST_OPS["sp" if layout.sp else "tp"] / 2,
+        "tp": (layout.tp > 1) * HOST_OPS["sp" if layout.sp else "tp"] * exchanges / 4,
         "cp": attention * ((layout.ring - 1) * HOST_OPS["ring"] + (layout.cp_ulysses > 1) * HOST_OPS["ulysses"]),
         "ep": (not attention and kind.routed and layout.ep > 1) * HOST_OPS["ep"],
     }
