@@ -104,7 +104,9 @@ class BlockKind(NamedTuple):
 
 
 def chosen_kinds(model: ModelConfig, half: Half) -> tuple[str, ...]:
-    """Returns the names of the kinds that a model's fields choose for one half of its blocks."""
+    """Returns the names of the kinds of one half of a model's blocks, which repeat over its layers."""
+    if pattern := getattr(model, half):
+        return tuple(pattern.split(","))
     if half == "attention":
         return ("latent",) if model.mla.kv_rank else ("heads",)
     return ("experts",) if model.moe.n_experts else ("dense",)
