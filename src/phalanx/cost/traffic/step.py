@@ -74,7 +74,7 @@ def step_traffic(
         here = around_traffic(place, first=stage == 0, last=stage == last)
         for kind, number in kinds_of(model, written(layout), plan.cut[stage]):
             here.take(block_traffic(place, *kind), number)
-            if kind.block.feed_forward != "experts":
+            if not kind.block.routed:
                 continue
             routed[kind] += number * passes.forward
             if rows is None:
