@@ -22,10 +22,12 @@ FEED_FORWARD: Mapping[str, Part] = {"dense": dense, "experts": experts}
 
 
 class BlockKind(NamedTuple):
-    """The kind of a block: a name in ATTENTION and one in FEED_FORWARD."""
+    """The kind of a block: a name in ATTENTION and one in FEED_FORWARD, and the window of its attention."""
 
     attention: str
     feed_forward: str
+    window: int = 0
+    """Keys that a query sees at most; 0: all of the sequence."""
 
 
 @lru_cache(maxsize=1024)
@@ -33,7 +35,8 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
     """Returns the kind of every layer."""
     core = "latent" if model.mla.kv_rank else "heads"
     return tuple(
-        BlockKind(core, "experts" if model.is_moe_layer(layer) else "dense") for layer in range(model.n_layers)
+        BlockKind(core, "experts" if model.is_moe_layer(layer) else "dense", window if window < model.seq_len else 0)
+        for layer, window in ((layer, model.window_of(layer)) for layer in range(model.n_layers))
     )
 
 
@@ -50,9 +53,9 @@ def block(place: Place, kind: BlockKind) -> tuple[Operator, ...]:
 def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...]:
     """Returns the operators of one half of a block in the order of its forward pass."""
     if half == "attention":
-        return _attention_half(place._replace(ep=1), kind.attention)
+        return _attention_half(place._replace(ep=1, window=kind.window), kind.attention)
     # Feed-forward layers do not depend on which context ranks form a ring.
-    return _feed_forward_half(place._replace(ring=place.cp, ulysses=1), kind.feed_forward)
+    return _feed_forward_half(place._replace(ring=place.cp, ulysses=1, ring_rank=None), kind.feed_forward)
 
 
 @lru_cache(maxsize=20_000)

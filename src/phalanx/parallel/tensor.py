@@ -23,6 +23,7 @@ from phalanx.comm.axis import Axis
 from phalanx.model.latent import LatentAttention
 from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
+from phalanx.parallel.head_norm import NormAllHeads
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight
 from phalanx.parallel.modules import linear_of
 from phalanx.partition.tensor_slices import TensorSlice, slice_of
@@ -118,6 +119,7 @@ def _connect_block(block: Block, parallel: TensorParallel) -> set[nn.Module]:
         attention.register_forward_pre_hook(GatherInput(parallel))
     else:
         attention.project = ColumnParallel(parallel)
+        attention.norm_all_heads = NormAllHeads(parallel.tp)
         made |= {attention.wq, attention.wk, attention.wv}
     attention.wo = RowParallelLinear.of(attention.wo, parallel)
     made.add(attention.wo)
