@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from phalanx.blocks.kind import Connection
 from phalanx.comm.axis import Axis
+from phalanx.model.attention import Attention
 from phalanx.model.experts import GroupedLinear
 from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
+from phalanx.parallel.head_norm import NormAllHeads
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight
 from phalanx.parallel.modules import linear_of
 from phalanx.partition.tensor_slices import TensorSlice, slice_of
@@ -131,6 +133,8 @@ def _connect_sublayer(layer: nn.Module, connection: Connection, parallel: Tensor
         made.add(writes)
     else:
         layer.register_forward_hook(ReduceOutput(parallel))
+    if isinstance(layer, Attention):
+        layer.norm_all_heads = NormAllHeads(parallel.tp)
     for name in connection.first_rank_biases:
         match named.get(name):
             case GroupedLinear() as stacked:
