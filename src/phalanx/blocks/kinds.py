@@ -92,10 +92,12 @@ after the second."""
 
 
 class BlockKind(NamedTuple):
-    """The kind of a block: a name in ATTENTION and one in FEED_FORWARD."""
+    """The kind of a block: a name in ATTENTION and one in FEED_FORWARD, and the window of its attention."""
 
     attention: str
     feed_forward: str
+    window: int = 0
+    """Keys that a query sees at most; 0: all of the sequence."""
 
     @property
     def routed(self) -> bool:
@@ -123,7 +125,8 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
     core, wide = chosen_kinds(model, "attention"), chosen_kinds(model, "feed_forward")
     kinds = []
     for layer in range(model.n_layers):
-        kind = BlockKind(core[layer % len(core)], wide[layer % len(wide)])
+        window = model.window_of(layer)
+        kind = BlockKind(core[layer % len(core)], wide[layer % len(wide)], window if window < model.seq_len else 0)
         is_dense = kind.routed and layer < model.moe.n_dense_layers
         kinds.append(kind._replace(feed_forward="dense") if is_dense else kind)
     return tuple(kinds)
@@ -137,9 +140,9 @@ def block(place: Place, kind: BlockKind) -> tuple[Operator, ...]:
 def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...]:
     """Returns the operators of one half of a block in the order of its forward pass."""
     if half == "attention":
-        return _attention_half(place._replace(ep=1), kind.attention)
+        return _attention_half(place._replace(ep=1, window=kind.window), kind.attention)
     # Feed-forward layers do not depend on which context ranks form a ring.
-    return _feed_forward_half(place._replace(ring=place.cp, ulysses=1), kind.feed_forward)
+    return _feed_forward_half(place._replace(ring=place.cp, ulysses=1, ring_rank=None), kind.feed_forward)
 
 
 @lru_cache(maxsize=20_000)

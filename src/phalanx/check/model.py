@@ -1,13 +1,13 @@
-"""The problems of a model's blocks: the place of norms, the names of kinds, and the fields and rules of each kind."""
+"""The problems of a model: its kinds of layers with the fields and rules of each, windows, norms, rotary positions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.blocks.kinds import TABLES, chosen_kinds
+from phalanx.blocks.kinds import HALVES, TABLES, Half, chosen_kinds
 from phalanx.config.fields import get
 from phalanx.config.model import ModelConfig
-from phalanx.nearest import did_you_mean
+from phalanx.nearest import did_you_mean, nearest_of
 
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -19,27 +19,103 @@ def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
             f"be normalised by itself: must be before, is {model.norm_place}; nearest legal: before, or "
             "parallel_block=false",
         )
+    if unknown := list(unknown_kinds(model)):
+        yield from unknown
+        return
+    for half in HALVES:
+        yield from _kinds(model, half)
+    if model.mla.kv_rank:
+        yield from _beside_latent_attention(model)
+    if model.positions == "rope":
+        yield from _rotary(model)
+    if model.full_every and not model.window:
+        yield (
+            "model.full_every",
+            f"every layer attends to all keys without a window, is {model.full_every}; nearest legal: full_every=0, or "
+            "a window above 0",
+        )
+    if model.window_rope_theta and not model.window:
+        yield (
+            "model.window_rope_theta",
+            f"is that of layers with a window, and there are none, is {model.window_rope_theta:g}; nearest legal: 0, "
+            "or a window above 0",
+        )
+    if model.qk_norm == "width" and model.norm != "rmsnorm":
+        yield (
+            "model.qk_norm",
+            f"norms over all heads are RMS norms, norm is {model.norm}; nearest legal: norm=rmsnorm, or qk_norm=head",
+        )
+
+
+def unknown_kinds(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the path and the message of each kind of layer that is in no table."""
     for half, table in TABLES.items():
-        names = chosen_kinds(model, half)
-        unknown = [name for name in names if name not in table]
-        for name in unknown:
-            known = ", ".join(table)
-            yield f"model.{half}", f"no {table.kind} {name!r}{did_you_mean(name, table)} (known: {known})"
-        if unknown:
-            continue
-        needed = {path for name in names for path in table[name].needs}
-        for name in dict.fromkeys(names):
-            missing = [path for path in table[name].needs if not get(model, path)]
-            yield from (
-                (f"model.{path}", f"{table.kind} {name} needs it above 0, is {get(model, path)}") for path in missing
+        for name in dict.fromkeys(chosen_kinds(model, half)):
+            if name not in table:
+                known = ", ".join(table)
+                yield f"model.{half}", f"no {table.kind} {name!r}{did_you_mean(name, table)} (known: {known})"
+
+
+def _kinds(model: ModelConfig, half: Half) -> Iterator[tuple[str, str]]:
+    """Yields the problems of the kinds of one half of the blocks."""
+    table, names = TABLES[half], tuple(dict.fromkeys(chosen_kinds(model, half)))
+    for name in names:
+        missing = [path for path in table[name].needs if not get(model, path)]
+        for path in missing:
+            yield f"model.{path}", f"{table.kind} {name} needs it above 0, is {get(model, path)}"
+        if not missing:
+            yield from table[name].problems(model)
+    if not getattr(model, half):
+        return  # chosen by the very fields that they need
+    needed = {path for name in names for path in table[name].needs}
+    for other, kind in table.items():
+        for path in kind.needs:
+            if get(model, path) and path not in needed:
+                yield (
+                    f"model.{half}",
+                    f"{table.kind} {', '.join(names)} does not use model.{path} {get(model, path)}; nearest legal: "
+                    f"{half}={other}, or {path}=0",
+                )
+
+
+def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the problems of rotary positions, except those of latent attention's own size."""
+    size, head, scaling = model.rotary_size, model.head_size, model.rope_scaling
+    if not model.mla.kv_rank and (size % 2 or not size):
+        if model.rotary_fraction == 1:
+            yield (
+                "model.head_dim",
+                f"rotary positions turn pairs: head_size must be even, is {head}; nearest: "
+                f"{nearest_of(range(max(2, head - 1), head + 2, 2), head, 2)}",
             )
-            if not missing:
-                yield from table[name].problems(model)
-        for other, kind in table.items():
-            for path in kind.needs:
-                if get(model, path) and path not in needed:
-                    yield (
-                        f"model.{half}",
-                        f"{table.kind} {', '.join(names)} does not use model.{path} {get(model, path)}; nearest legal: "
-                        f"{half}={other}, or {path}=0",
-                    )
+        else:
+            near = nearest_of(range(2, head + 1, 2), size, 2) if head > 1 else "none"
+            yield (
+                "model.rotary_fraction",
+                f"rotary positions turn pairs: head_size {head} × {model.rotary_fraction:g} = {size} must be even and "
+                f"above 0; nearest numbers of elements: {near}",
+            )
+    if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast <= scaling.beta_slow:
+        yield (
+            "model.rope_scaling.beta_fast",
+            f"must be above beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
+            "beta_fast=32, beta_slow=1",
+        )
+    if scaling.kind == "yarn" and scaling.factor > 1 and model.rope_theta <= 1:
+        yield (
+            "model.rope_theta",
+            f"yarn needs frequencies that fall from pair to pair: must be above 1, is {model.rope_theta:g}",
+        )
+
+
+def _beside_latent_attention(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the parts that latent attention does not have."""
+    if model.qk_norm != "none":
+        yield "model.qk_norm", f"latent attention has norms of its own, is {model.qk_norm}; nearest legal: none"
+    if model.sinks:
+        yield "model.sinks", "latent attention has no sinks; nearest legal: sinks=false"
+    if model.rotary_fraction != 1:
+        yield (
+            "model.rotary_fraction",
+            f"latent attention turns rope_head_dim elements of a head, is {model.rotary_fraction:g}; nearest legal: 1",
+        )

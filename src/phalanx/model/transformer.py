@@ -100,8 +100,11 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         """Applies the blocks of `layers` in order to `x` (batch, seq, d_model)."""
-        rotary = self.rotary(positions, x.dtype)
+        everywhere = windowed = self.rotary(positions, x.dtype)
+        if self.config.window_rope_theta:
+            windowed = self.rotary(positions, x.dtype, windowed=True)
         for layer in layers:
+            rotary = windowed if self.config.window_of(int(layer)) else everywhere
             x = self.blocks[layer](x, rotary, noise, cache, documents)
         return x
 
@@ -124,9 +127,12 @@ class Transformer(nn.Module):
             x = x + self.positions(positions, tokens.shape)
         return dropout(x, self.config.dropout, noise, "embed")
 
-    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Returns the table that rotates queries and keys at `positions` (seq,); None for learned positions."""
-        return rotary_table(self.config, positions, dtype) if self.config.positions == "rope" else None
+    def rotary(self, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False) -> Tensor | None:
+        """Returns the table that rotates queries and keys at `positions` (seq,), `windowed` in layers with a window;
+        None for learned positions."""
+        if self.config.positions != "rope":
+            return None
+        return rotary_table(self.config, positions, dtype, windowed=windowed)
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns (..., vocab) from the output of `normed`, (..., d_model)."""

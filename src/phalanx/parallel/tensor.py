@@ -24,6 +24,7 @@ from phalanx.comm.axis import Axis
 from phalanx.model.experts import GroupedLinear
 from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
+from phalanx.parallel.head_norm import NormAllHeads
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight
 from phalanx.parallel.modules import linear_of
 from phalanx.partition.tensor_slices import TensorSlice, slice_of
@@ -113,6 +114,9 @@ def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str]
 
 def _connect_block(block: Block, parallel: TensorParallel) -> set[nn.Module]:
     """Replaces one block's layers, as their kinds say. A parallel block communicates around both halves."""
+    for _, half in block.sublayers():
+        if hasattr(half, "norm_all_heads"):
+            half.norm_all_heads = NormAllHeads(parallel.tp)  # pyright: ignore[reportArgumentType]
     if not block.parallel:
         return set().union(*(_connect_half(half, kind.connection, parallel) for kind, half in block.sublayers()))
     block.run_halves = BothHalves(parallel)
