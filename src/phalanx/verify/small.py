@@ -75,6 +75,8 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     if count(model, vocab) <= CHEAP_PARAMETERS:
         return model
     n_layers, mla = min(model.n_layers, SMALL_LAYERS), _small_latent(model.mla)
+    # Of layers with and without a window at least one each.
+    full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
     head = min(model.head_size, SMALL_HEAD)
     width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
     moe = model.moe
@@ -84,7 +86,9 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     return replace(
         model,
         n_layers=n_layers,
+        full_every=full_every,
         d_model=width,
+        rotary_fraction=_small_fraction(model.rotary_fraction, head),
         head_dim=head if not mla.kv_rank and (model.head_dim or width != model.n_heads * head) else model.head_dim,
         d_ff=alike(model.ff_size, min(model.ff_size, 2 * width), max_ranks),
         vocab_size=min(vocab, SMALL_VOCAB) if model.vocab_size else 0,
@@ -104,6 +108,11 @@ def _small_experts(moe: MoE, n_layers: int, max_ranks: int) -> MoE:
     top_groups = -(-moe.top_groups * groups // moe.n_groups)
     top_k = min(moe.top_k, max(2, n // groups * top_groups // 2))
     return replace(moe, n_experts=n, n_groups=groups, top_groups=top_groups, top_k=top_k)
+
+
+def _small_fraction(fraction: float, head: int) -> float:
+    """Returns the share of a small head that turns: about as large a part, of whole pairs."""
+    return fraction if fraction == 1 else max(2, 2 * round(head * fraction / 2)) / head
 
 
 def _small_latent(mla: MLA) -> MLA:
