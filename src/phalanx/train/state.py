@@ -19,6 +19,7 @@ from phalanx.checkpoint.validity import check, check_digests
 from phalanx.comm.agree import on_every_rank
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
+from phalanx.train.facts import extension_facts
 from phalanx.train.guard.history import History
 from phalanx.train.optimizer import MOMENTS
 from phalanx.train.step import Stepper
@@ -107,6 +108,7 @@ class TrainState:
             "val_loss": self.val_loss,
             "val_step": self.val_step,
             "guard": self.history.state(),
+            "extensions": extension_facts(),
         }
 
     def _held(self) -> Iterator[HeldTensor]:
