@@ -83,6 +83,8 @@ class GradientSum:
     """The type in which gradients are accumulated and sent; None for the parameters' type."""
     every_micro_batch: bool = False
     """Reduce sharded gradients after every micro-batch instead of once per step: less memory, more traffic."""
+    whole_matrices: bool = False
+    """Cut flat buckets at the boundaries of matrices, for an optimizer that updates these as a whole."""
     experts: tuple[Axis, Axis] | None = None
     """With expert parallelism, ep, whose ranks hold different experts, and edp, which replaces `shard` for the experts'
     state."""

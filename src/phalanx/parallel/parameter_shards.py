@@ -15,12 +15,21 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.parallel.mesh import Mesh
+from phalanx.partition.matrices import ShardRanges
 from phalanx.partition.tensor_slices import TensorSlice
 
 BALANCING_BIAS = "router.bias"
 """Suffix of the names of routers' balancing biases."""
 _NAMES = {dtype: str(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that share a tensor slice, or the part of it that expert parallelism leaves to them."""
+
+    axis: Axis
+    ranges: ShardRanges
 
 
 @dataclass(eq=False)
@@ -43,6 +52,8 @@ class ParameterShard:
     """True if another rank of the pipeline holds the same and counts it."""
     whole_name: str = ""
     """The parameter's name in the plain model and in checkpoints; several tiles share one. By default `name`."""
+    sharing: Sharing | None = None
+    """The ranks that hold the other elements; None if this one holds all."""
 
     def __post_init__(self) -> None:
         self.whole_name = self.whole_name or self.name
