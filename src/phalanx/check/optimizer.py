@@ -1,0 +1,34 @@
+"""The problems of an optimizer: its name, options that it does not read, and layouts that its state cannot follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.check.layout import Problem
+from phalanx.config.job import Job
+from phalanx.errors import JobError
+from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
+from phalanx.optimizers.facts import extra_options, unread
+
+
+def optimizer_problems(job: Job) -> Iterator[Problem]:
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
+    config = job.optimizer
+    try:
+        entry = entry_of(config.name)
+    except JobError as error:
+        yield "optimizer.name", str(error)
+        return
+    for option in unread(config):
+        readers = [name for name, other in OPTIMIZERS.items() if option in other.options]
+        yield (
+            f"optimizer.{option}",
+            f"{config.name} does not read it, {' and '.join(readers) or 'no optimizer'} "
+            f"{'do' if len(readers) > 1 else 'does'}; its own options: {', '.join(entry.options) or 'none'}",
+        )
+    try:
+        extra_options(config)
+    except ValueError as error:
+        yield "optimizer.options", str(error)
+    if config.name == "sgd" and config.nesterov and not config.momentum:
+        yield "optimizer.nesterov", "Nesterov's momentum needs a momentum above 0; nearest legal: nesterov=false"
