@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.optimizers.matrices import newton_schulz_flops
 from phalanx.partition.matrices import (
     Owner,
     Piece,
-    SharedMatrix,
     ShardRanges,
+    SharedMatrix,
     bucket_cut,
     equal_cut,
-    is_hidden_matrix,
-    newton_schulz_flops,
     rounds,
     row_ranges,
     sent_elements,
@@ -39,7 +39,7 @@ def test_a_cut_bucket_cuts_no_matrix_or_is_equal(held, ranks):
     sizes, matrices = (tuple(column) for column in zip(*held, strict=True))
     starts, each = bucket_cut(sizes, matrices, ranks)
     taken = sorted((start, start + size) for start, size in zip(starts, sizes, strict=True))
-    assert all(stop <= start for (_, stop), (start, _) in zip(taken, taken[1:], strict=False)), "they overlap"
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(taken)), "they overlap"
     assert taken[0][0] >= 0
     assert taken[-1][1] <= each * ranks
     equal = equal_cut(sizes, ranks)
@@ -124,11 +124,3 @@ def test_each_way_sends_what_is_not_at_home():
     # Over four tensor ranks, two with each slice: the owner returns three, of the others the first with a slice sends.
     here = [sent_elements(matrices, owners, 1, 4, rank, 2).tp for rank in range(4)]
     assert here == [36, 0, 12, 0]
-
-
-def test_hidden_matrices_are_those_of_blocks():
-    assert is_hidden_matrix("blocks.0.attn.wq.weight", (8, 8))
-    assert is_hidden_matrix("blocks.0.moe.experts.up.weight", (4, 8, 8))
-    assert not is_hidden_matrix("blocks.0.moe.experts.up.bias", (4, 8))
-    assert not is_hidden_matrix("embed.weight", (50, 8))
-    assert not is_hidden_matrix("blocks.0.attn_norm.weight", (8,))

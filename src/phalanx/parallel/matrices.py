@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
+from phalanx.optimizers.matrices import is_hidden_matrix
 from phalanx.parallel.parameter_shards import ParameterShard, cut
 from phalanx.partition.matrices import (
     Piece,
     Round,
     ShardRanges,
     SharedMatrix,
-    is_hidden_matrix,
     rounds,
 )
 from phalanx.partition.tensor_slices import TensorSlice

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis
+from phalanx.optimizers.matrices import matrix_elements
 from phalanx.parallel.bucket import Bucket, Slot, fill
 from phalanx.parallel.data import GradientSum, LocalModel, Replica, TensorSlices
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.parameter_shards import ParameterShard, Sharing
-from phalanx.partition.matrices import bucket_cut, matrix_elements
+from phalanx.partition.matrices import bucket_cut
 
 
 class BucketReplica(Replica):

@@ -24,34 +24,12 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from phalanx.blocks.operator import is_expert
+from phalanx.optimizers.matrices import newton_schulz_flops
 
-NEWTON_SCHULZ_STEPS = 5
-"""Iterations of Newton-Schulz (Jordan et al. 2024)."""
 ROUND_ELEMENTS = 2**24
 """Elements of whole matrices that a rank computes with at a time, if several matrices are that small."""
 TRIES = 24
 """Sizes of a share that are tried at most between the smallest one and the largest worth its padding."""
-
-
-def is_hidden_matrix(name: str, whole: Sequence[int]) -> bool:
-    """Returns whether a parameter is a matrix inside a block, or the stacked matrices of experts: embeddings, head,
-    norms and biases are not."""
-    stacked = len(whole) == 3 and is_expert(name)
-    return name.startswith("blocks.") and name.endswith(".weight") and (len(whole) == 2 or stacked)
-
-
-def matrix_elements(name: str, whole: Sequence[int], shape: Sequence[int]) -> int:
-    """Returns the elements of one matrix of a parameter of which a rank computes with a part of this shape; 0 if it is
-    none of the hidden matrices."""
-    return prod(shape[-2:]) if is_hidden_matrix(name, whole) else 0
-
-
-def newton_schulz_flops(rows: int, columns: int) -> int:
-    """Returns the FLOPs of orthogonalising one matrix: three products per iteration, of the narrow side's Gram matrix,
-    its square, and their sum by the matrix."""
-    narrow, wide = sorted((rows, columns))
-    return NEWTON_SCHULZ_STEPS * (4 * narrow**2 * wide + 2 * narrow**3)
 
 
 @dataclass(frozen=True)
@@ -67,6 +45,11 @@ class ShardRanges:
         """Returns the first element of a rank and the one after its last; they are equal if it has none."""
         start = self.first + rank * self.each
         return min(max(start, 0), self.elements), min(max(start + self.each, 0), self.elements)
+
+    def held(self, rank: int) -> int:
+        """Returns how many elements a rank has."""
+        start, stop = self.of(rank)
+        return stop - start
 
     def rank_of(self, element: int) -> int:
         """Returns the rank that holds an element."""
