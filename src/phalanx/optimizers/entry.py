@@ -39,7 +39,7 @@ class StateKind:
 
 
 @dataclass(frozen=True)
-class Option:
+class ExtraOption:
     """A number that an optimizer from an extension reads from `optimizer.options`."""
 
     default: float
@@ -72,7 +72,7 @@ class OptimizerEntry:
     """Fields of `optimizer` that it reads, besides those of every optimizer."""
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Values of fields of `optimizer` that a job does not set, where they are not the usual ones."""
-    extra_options: Mapping[str, Option] = field(default_factory=lambda: MappingProxyType({}))
+    extra_options: Mapping[str, ExtraOption] = field(default_factory=lambda: MappingProxyType({}))
     """Numbers that it reads from `optimizer.options`, by name."""
     flops: Callable[[Optimizer, str, Shape], float] = nothing
     """FLOPs of matrix products per parameter in a step."""

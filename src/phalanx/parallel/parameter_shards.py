@@ -8,7 +8,7 @@ with one process are written once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,6 +72,14 @@ class ParameterShard:
         """True for a router's balancing bias: its gradient is the experts' excess load, which only the rule of the bias
         method follows, not the optimizer (model/moe.py)."""
         return self.whole_name.endswith(BALANCING_BIAS)
+
+    def in_blocks(self, block: int) -> ParameterShard:
+        """Returns the place of a tensor with one element for each `block` elements of a row of this shard: the shard
+        has whole blocks. Its value is the shard's own."""
+        if block == 1:
+            return self
+        slices = tuple(part.in_blocks(block) for part in self.tensor_slices)
+        return replace(self, tensor_slices=slices, start=self.start // block, gradient=None)
 
     @torch.no_grad()
     def assign(self, whole: Tensor, into: Tensor | None = None) -> None:
