@@ -7,6 +7,7 @@ from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.blocks import block_of
 from phalanx.optimizers.entry import OptimizerEntry, Shape, StateKind, problems
+from phalanx.optimizers.matrices import is_hidden_matrix, newton_schulz_flops
 from phalanx.registry import Registry
 
 ADAM_MOMENTS = (StateKind("exp_avg"), StateKind("exp_avg_sq"))
@@ -51,6 +52,23 @@ def _adamw8bit_moved(config: Optimizer, name: str, shape: Shape) -> float:
     return 12 + 2 * sum((tensor.bytes or 4) / tensor.block for tensor in _adamw8bit_state(config, name, shape))
 
 
+def _muon_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind, ...]:
+    return (StateKind("momentum_buffer"),) if is_hidden_matrix(name, shape) else ADAM_MOMENTS
+
+
+def _muon_moved(config: Optimizer, name: str, shape: Shape) -> float:
+    """Returns 60 for a matrix: weight, momentum and update are read and written, the gradient and later the update
+    read; pieces are copied before and after messages, both ways."""
+    return 60 if is_hidden_matrix(name, shape) else _adamw_moved(config, name, shape)
+
+
+def _muon_flops(config: Optimizer, name: str, shape: Shape) -> float:
+    if not is_hidden_matrix(name, shape):
+        return 0.0
+    rows, columns = shape[-2:]
+    return newton_schulz_flops(rows, columns) / (rows * columns)
+
+
 OPTIMIZERS: Registry[OptimizerEntry] = Registry(
     "optimizer",
     {
@@ -79,6 +97,18 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             moved=_lion_moved,
             options=("betas", "eps"),
             defaults={"betas": (0.9, 0.99), "lr": 1e-4, "weight_decay": 1.0},
+        ),
+        "muon": OptimizerEntry(
+            "orthogonalised momentum for the matrices of blocks, AdamW for the rest",
+            "Jordan et al. 2024; Liu et al. 2025, section 2.2",
+            "phalanx.train.optimizers.muon:muon",
+            state=_muon_state,
+            moved=_muon_moved,
+            flops=_muon_flops,
+            options=("momentum", "nesterov", "newton_schulz", "betas", "eps"),
+            defaults={"momentum": 0.95, "nesterov": True},
+            granularity="matrix",
+            by_shape=True,
         ),
         "adamw8bit": OptimizerEntry(
             "AdamW whose moments have 8 bits and a scale per block of a row",

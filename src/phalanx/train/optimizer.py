@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from phalanx.comm.axis import Axis
 from phalanx.config.optimizer import Optimizer
 from phalanx.errors import ExtensionError
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.optimizers.entry import MASTER, StateKind
 from phalanx.optimizers.facts import state_tensors
+from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
-from phalanx.train.optimizers.rule import Groups
+from phalanx.train.optimizers.rule import Groups, MatrixRule
 
 DTYPES = {1: torch.uint8}
 """Types of state with a stated number of bytes per element; the rest has the optimizer's precision."""
@@ -29,8 +31,11 @@ DTYPES = {1: torch.uint8}
 class ShardedOptimizer:
     """The job's optimizer on the parameter shards or on fp32 copies of them."""
 
-    def __init__(self, shards: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0):
-        """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step."""
+    def __init__(
+        self, shards: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0, tp: Axis | None = None
+    ):
+        """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step, `tp`
+        the axis of the ranks that hold the other slices, if there are any."""
         self.shards = shards
         self.before_write: Callable[[], None] = lambda: None
         """Called before parameters or state change in a step."""
@@ -51,6 +56,8 @@ class ShardedOptimizer:
         nothing: Groups = [{"params": [torch.zeros(1)], "shards": [None], "weight_decay": 0.0}]
         self.rule = load(config)([group for group in groups if group["params"]] or nothing, config)
         """The update rule."""
+        if isinstance(self.rule, MatrixRule):
+            self.rule.connect(MatrixUpdates(shards, tp or Axis("tp")), self.masters)
 
     def _group(self, shards: Sequence[ParameterShard], weight_decay: float) -> dict[str, object]:
         return {

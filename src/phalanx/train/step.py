@@ -99,7 +99,7 @@ class Stepper:
         if isinstance(self.replica.runner, PipeDream):
             shards = [_copy(shard) for shard in shards]  # it computes with older versions
         with self.memory.allocating("optimizer"):
-            self.optimizer = ShardedOptimizer(shards, job.optimizer, job.model.moe.bias_rate)
+            self.optimizer = ShardedOptimizer(shards, job.optimizer, job.model.moe.bias_rate, mesh.axis("tp"))
         self.loss_scale = LossScale(dtype)
         runner = self.replica.runner
         self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)

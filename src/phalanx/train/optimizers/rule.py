@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard
 
 Groups = list[dict[str, Any]]
@@ -35,6 +36,19 @@ class UpdateRule(torch.optim.Optimizer):
     def update(self, parameter: Tensor, gradient: Tensor, shard: ParameterShard, group: dict[str, Any]) -> None:
         """Updates a shard's parameter, of any shape, and self.state[parameter]. `group` has the options and the rate
         of this step."""
+
+
+class MatrixRule(torch.optim.Optimizer):
+    """A torch optimizer that updates whole matrices, of which ranks have shards: granularity "matrix"."""
+
+    matrices: MatrixUpdates
+    """Computes with whole matrices, each on one rank."""
+    parameters: Mapping[str, Tensor]
+    """The parameters of all shards, also of empty ones, by the shards' names."""
+
+    def connect(self, matrices: MatrixUpdates, parameters: Mapping[str, Tensor]) -> None:
+        """Takes both, before the first step."""
+        self.matrices, self.parameters = matrices, parameters
 
 
 def chunks(unit: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
