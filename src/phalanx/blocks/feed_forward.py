@@ -43,7 +43,7 @@ def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) 
     second matrix saves the inputs of the activation and its own."""
     model = place.model
     hidden = max(1, width // place.tp)
-    gated = model.activation == "swiglu"
+    gated = model.gated
     inner = rows * hidden
     return (
         Operator(f"{name}.up", up_weights(model, name, width, tiled=tiled), rows),
@@ -66,7 +66,7 @@ def up_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = False
     """Returns the weights that read the residual stream: one matrix, or two with a gate."""
     kind = ROWS._replace(tiled=tiled)
     weights = linear_weights(f"{name}.up", width, model.d_model, model.bias, kind)
-    if model.activation == "swiglu":
+    if model.gated:
         weights += linear_weights(f"{name}.gate", width, model.d_model, model.bias, kind)
     return weights
 
@@ -82,5 +82,5 @@ def down_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = Fal
 def hidden_bytes(place: Place) -> int:
     """Returns the bytes per element of the hidden size that an MLP saves: the inputs of the activation and of the last
     matrix."""
-    tensors = place.profile.swiglu_kept if place.model.activation == "swiglu" else 2
+    tensors = place.profile.swiglu_kept if place.model.gated else 2
     return (tensors - 1) * place.width + place.read

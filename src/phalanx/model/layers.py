@@ -64,8 +64,8 @@ class MLP(nn.Module):
         width = width or model.ff_size
         self.activate = Activation(model)
         self.up = Linear(model.d_model, width, bias=model.bias)
-        swiglu = model.activation == "swiglu"
-        self.gate = Linear(model.d_model, width, bias=model.bias) if swiglu else None
+        gated = model.gated
+        self.gate = Linear(model.d_model, width, bias=model.bias) if gated else None
         self.down = Linear(width, model.d_model, bias=model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,6 +75,11 @@ class MLP(nn.Module):
     def widen(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns the hidden activations, and the gate's if there is one, each (..., width)."""
         return self.project((self.up,) if self.gate is None else (self.up, self.gate), x)
+
+
+def dense(model: ModelConfig, *_: object) -> MLP:
+    """Returns the MLP of a block."""
+    return MLP(model)
 
 
 def make_norm(model: ModelConfig, width: int | None = None) -> nn.Module:
