@@ -28,7 +28,7 @@ from phalanx.partition.matrices import (
 from phalanx.partition.tensor_slices import TensorSlice
 
 Compute = Callable[[Tensor], Tensor]
-"""Maps matrices (n, rows, columns) to their orthogonal factors, of the same shape."""
+"""Maps matrices (n, rows, columns) to their orthogonal factors, of the same shape; may overwrite its argument."""
 
 
 @dataclass(frozen=True)
@@ -130,65 +130,76 @@ def _run_round(group: _Group, owners: Round, updates: Mapping[str, Tensor], comp
     here = {n: owners[n] for n in mine}
     if all(group.matrices[n].holder is not None for n in owners):
         # Every matrix is whole on its owner.
-        local, returned = [own], [compute_here(group, here, own, compute)]
+        local, returned = [own], [compute_here(group, here, [*own], compute)]
     else:
-        like = next(piece for theirs in local for piece in theirs)
+        like = next(piece for theirs in local for piece in theirs)[:0]
         held = [[piece.on(other) for n in mine for piece in group.matrices[n].pieces] for other in ranks]
-        arrived = _exchange(shard, local, held, like)
-        results = compute_here(group, here, [torch.cat(parts) for parts in zip(*arrived, strict=True)], compute)
-        split = [result.split(sizes) for result, sizes in zip(results, zip(*held, strict=True), strict=True)]
+        pieces = _gathered(shard, [[*theirs] for theirs in local], held, like)
+        results = compute_here(group, here, pieces, compute)
+        split = [results.pop(0).split(sizes) for sizes in zip(*held, strict=True)]
         back = [[parts[other] for parts in split] for other in ranks]
+        del split
         returned = _exchange(shard, back, [[piece.numel() for piece in theirs] for theirs in local], like)
     for theirs, parts in zip(local, returned, strict=True):
         for piece, part in zip(theirs, parts, strict=True):
             piece.copy_(part)
 
 
-def _here(group: _Group, owners: Round, pieces: Sequence[Tensor], compute: Compute) -> list[Tensor]:
-    """Computes matrices of which this rank has all pieces, given and returned flat, matrix by matrix."""
-    flat, wholes, slices = iter(pieces), list[Tensor](), list[list[TensorSlice]]()
-    for n in owners:
-        slices.append([source.slices[0] for source in group.sources[n]])
-        wholes.append(_assembled([(next(flat), part) for part in slices[-1]]))
+def _gathered(axis: Axis, parts: list[list[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor) -> list[Tensor]:
+    """Does the same as _exchange, and joins what the ranks sent, place by place."""
+    arrived = _exchange(axis, parts, sizes, like)
+    return [torch.cat(each) for each in zip(*arrived, strict=True)]
+
+
+def _here(group: _Group, owners: Round, pieces: list[Tensor], compute: Compute) -> list[Tensor]:
+    """Computes matrices of which this rank has all pieces, given and returned flat, matrix by matrix. Empties
+    `pieces`."""
+    slices = [[source.slices[0] for source in group.sources[n]] for n in owners]
+    wholes = [_assembled([(pieces.pop(0), part) for part in parts]) for parts in slices]
     results = _computed(wholes, compute)
     return [_flat(result, part) for result, parts in zip(results, slices, strict=True) for part in parts]
 
 
-def _over_tensor_ranks(group: _Group, owners: Round, pieces: Sequence[Tensor], compute: Compute) -> list[Tensor]:
-    """Computes matrices of which every tensor rank has a slice, given and returned flat, one per matrix."""
+def _over_tensor_ranks(group: _Group, owners: Round, pieces: list[Tensor], compute: Compute) -> list[Tensor]:
+    """Computes matrices of which every tensor rank has a slice, given and returned flat, one per matrix. Empties
+    `pieces`."""
     if not pieces:
         return []  # so it is on all of these tensor ranks
-    tp, ranks = group.tp, range(group.tp.size)
+    tp, ranks, like = group.tp, range(group.tp.size), pieces[0][:0]
     slices = {n: group.sources[n][0].slices for n in owners}
-    piece_of = dict(zip(owners, pieces, strict=True))
+    sizes = {n: piece.numel() for n, piece in zip(owners, pieces, strict=True)}
     of_rank = [[n for n, owner in owners.items() if owner.tp == other] for other in ranks]
     mine = of_rank[tp.rank]
     # Of ranks with the same slice the first one sends it; all get the result.
     senders = ranks[:: group.copies]
-    sent = [[piece_of[n] for n in theirs] if tp.rank in senders else [] for theirs in of_rank]
-    sizes = [[piece_of[n].numel() for n in mine] if other in senders else [] for other in ranks]
-    arrived = _exchange(tp, sent, sizes, pieces[0])
-    wholes = [
-        _assembled([(arrived[other][place], slices[n][other]) for other in senders]) for place, n in enumerate(mine)
-    ]
+    piece_of = dict(zip(owners, pieces, strict=True))
+    pieces.clear()
+    sent = [[piece_of.pop(n) for n in theirs] if tp.rank in senders else [] for theirs in of_rank]
+    arrived = _exchange(tp, sent, [[sizes[n] for n in mine] if other in senders else [] for other in ranks], like)
+    wholes = [_assembled([(arrived[other].pop(0), slices[n][other]) for other in senders]) for n in mine]
     results = _computed(wholes, compute)
     back = [[_flat(result, slices[n][other]) for n, result in zip(mine, results, strict=True)] for other in ranks]
-    returned = _exchange(tp, back, [[piece_of[n].numel() for n in theirs] for theirs in of_rank], pieces[0])
-    result_of = {}
-    for theirs, parts in zip(of_rank, returned, strict=True):
-        result_of.update(zip(theirs, parts, strict=True))
+    del results
+    returned = _exchange(tp, back, [[sizes[n] for n in theirs] for theirs in of_rank], like)
+    result_of = {
+        n: result
+        for theirs, parts in zip(of_rank, returned, strict=True)
+        for n, result in zip(theirs, parts, strict=True)
+    }
     return [result_of[n] for n in owners]
 
 
 def _exchange(
-    axis: Axis, parts: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
+    axis: Axis, parts: list[list[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
 ) -> list[list[Tensor]]:
     """Sends some flat tensors of the type of `like` to each rank of the axis, and returns those that each rank sent
-    here, which have `sizes` elements. Every rank takes part, also one that sends nothing."""
-    sent = torch.cat([part for theirs in parts for part in theirs] or [like.new_empty(0)])
+    here, which have `sizes` elements. Every rank takes part, also one that sends nothing. Empties `parts`."""
+    given = [sum(part.numel() for part in theirs) for theirs in parts]
+    sent = torch.cat([part for theirs in parts for part in theirs] or [like])
+    parts.clear()
     counts = [sum(theirs) for theirs in sizes]
     received = sent.new_empty(sum(counts))
-    axis.all_to_all(received, sent, counts, [sum(part.numel() for part in theirs) for theirs in parts]).wait()
+    axis.all_to_all(received, sent, counts, given).wait()
     found = iter(received.split([size for theirs in sizes for size in theirs]))
     return [[next(found) for _ in theirs] for theirs in sizes]
 
@@ -209,14 +220,17 @@ def _flat(matrix: Tensor, part: TensorSlice) -> Tensor:
     return cut(matrix, part).reshape(-1)
 
 
-def _computed(matrices: Sequence[Tensor], compute: Compute) -> list[Tensor]:
-    """Returns the results for matrices; those of one shape are computed together."""
-    results: list[Tensor] = [*matrices]
+def _computed(matrices: list[Tensor], compute: Compute) -> list[Tensor]:
+    """Returns the results for matrices; those of one shape are computed together. Empties the list."""
     of_shape: dict[torch.Size, list[int]] = {}
     for place, matrix in enumerate(matrices):
         of_shape.setdefault(matrix.shape, []).append(place)
+    batches = []
     for places in of_shape.values():
-        batch = matrices[places[0]].unsqueeze(0) if len(places) == 1 else torch.stack([matrices[n] for n in places])
-        for place, result in zip(places, compute(batch), strict=True):
-            results[place] = result
-    return results
+        several = [matrices[place] for place in places]
+        batches.append(several[0].unsqueeze(0) if len(several) == 1 else torch.stack(several))
+    matrices.clear()
+    results: dict[int, Tensor] = {}
+    for places in of_shape.values():
+        results.update(zip(places, compute(batches.pop(0)), strict=True))
+    return [results[place] for place in range(len(results))]

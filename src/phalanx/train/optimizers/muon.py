@@ -86,15 +86,19 @@ class Muon(MatrixRule):
 
 def orthogonal(matrices: Tensor) -> Tensor:
     """Returns the orthogonal factors of matrices (n, rows, columns), nearly: their singular values become 0.7 to 1.2
-    in five iterations of Newton-Schulz (Jordan et al. 2024)."""
+    in five iterations of Newton-Schulz (Jordan et al. 2024). Uses the memory of `matrices`, and as much again."""
     a, b, c = NEWTON_SCHULZ
-    x = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=LEAST_NORM)
-    transposed = x.shape[-2] > x.shape[-1]
+    matrices.div_(torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=LEAST_NORM))
+    transposed = matrices.shape[-2] > matrices.shape[-1]
+    x, other = matrices, torch.empty_like(matrices)
     if transposed:
-        x = x.mT.contiguous()
+        other = other.view(matrices.mT.shape).copy_(matrices.mT)
+        x, other = other, matrices.view(other.shape)
+    gram = x.new_empty(*x.shape[:-1], x.shape[-2])
     for _ in range(ITERATIONS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        torch.bmm(x, x.mT, out=gram)
+        torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a, out=other)
+        x, other = other, x
     return x.mT if transposed else x
 
 
