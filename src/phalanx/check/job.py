@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.check.guard import guard_problems
 from phalanx.check.layout import Problem, layout_problems, tensor_problems
 from phalanx.check.model import model_problems, unknown_kinds
+from phalanx.check.optimizer import optimizer_problems
 from phalanx.check.pipeline import pipeline_problems
 from phalanx.check.sizes import size_problems
 from phalanx.check.sync import sync_problems
@@ -183,6 +184,7 @@ def _nodes(job: Job) -> Iterator[Problem]:
 
 
 def _optimizer(job: Job) -> Iterator[Problem]:
+    yield from optimizer_problems(job)
     optimizer = job.optimizer
     if optimizer.warmup_steps > job.train.steps:
         yield (
