@@ -11,7 +11,8 @@ ROOT = Path(phalanx.__file__).parent
 FLOORS = [
     *("cli", "doctor", "selftest", "calibrate", "generate", "verify", "train", "checkpoint", "parallel", "comm"),
     *("launch", "model", "data"),
-    *("pictures", "validation", "plan", "simulate", "cost", "check", "partition", "blocks", "schedule", "config"),
+    *("pictures", "validation", "plan", "simulate", "cost", "check", "partition", "optimizers", "blocks", "schedule"),
+    "config",
 ]
 """Rooms from the top down: a room may import those after it, and itself."""
 WITHOUT_TORCH = [*FLOORS[FLOORS.index("data") :]]

@@ -7,7 +7,8 @@ from typing import Any
 
 from phalanx.check.guard import guard_problems
 from phalanx.check.layout import Problem, layout_problems, tensor_problems
-from phalanx.check.model import model_problems
+from phalanx.check.model import model_problems, unknown_kinds
+from phalanx.check.optimizer import optimizer_problems
 from phalanx.check.pipeline import pipeline_problems
 from phalanx.check.sizes import size_problems
 from phalanx.check.sync import sync_problems
@@ -24,7 +25,7 @@ from phalanx.nearest import did_you_mean, nearest_divisors
 def problems_of(job: Job) -> list[Problem]:
     """Returns every problem of a job; empty if it is legal. If the layout is left to the planner (layout.auto), only
     problems that no choice of the other fields could solve."""
-    found = [*out_of_range(job), *size_problems(job), *_sources(job.data)]
+    found = [*out_of_range(job), *size_problems(job), *_sources(job.data), *unknown_kinds(job.model)]
     if found:
         return found  # the equations below would only repeat them, or never end
     return [
@@ -183,6 +184,7 @@ def _nodes(job: Job) -> Iterator[Problem]:
 
 
 def _optimizer(job: Job) -> Iterator[Problem]:
+    yield from optimizer_problems(job)
     optimizer = job.optimizer
     if optimizer.warmup_steps > job.train.steps:
         yield (

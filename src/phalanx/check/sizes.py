@@ -16,7 +16,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
     (
         MOST_STAGES,
         "the deepest published transformer has 1,000 layers (DeepNet, Wang et al. 2022)",
-        ["model.n_layers", "model.moe.n_dense_layers", "layout.pp", "layout.pp_chunks"],
+        ["model.n_layers", "model.full_every", "model.moe.n_dense_layers", "layout.pp", "layout.pp_chunks"],
     ),
     (
         1 << 20,
@@ -97,9 +97,11 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
             *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
             *(f"cluster.sharing.{name}" for name in ("alone_products", "alone_streams")),
             *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us", "pair_gbs")),
-            *(f"model.rope_scaling.{name}" for name in ("factor", "low_freq_factor", "high_freq_factor")),
+            *(f"model.rope_scaling.{name}" for name in ("factor", "low_freq_factor", "high_freq_factor", "magnitude")),
+            *("model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow"),
             *(f"model.moe.{name}" for name in ("route_scale", "aux_loss", "z_loss", "bias_rate")),
-            *(f"model.{name}" for name in ("norm_eps", "rope_theta", "init_std")),
+            *(f"model.{name}" for name in ("norm_eps", "rope_theta", "window_rope_theta", "init_std")),
+            *(f"model.{name}" for name in ("attention_scale", "attention_softcap", "logit_softcap")),
             *(f"optimizer.{name}" for name in ("lr", "eps", "weight_decay", "clip", "outer_lr")),
             *(f"cluster.calibration.{command}.provenance.cores" for command in ("compute", "comm")),
             *(

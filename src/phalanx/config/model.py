@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Annotated, Literal
 
-from phalanx.config.constraints import Above, AtLeast, Below
+from phalanx.config.constraints import Above, AtLeast, Below, Between
 from phalanx.hashed import Hashed, hashed_once
 
 
@@ -19,8 +19,9 @@ from phalanx.hashed import Hashed, hashed_once
 class RopeScaling:
     """Stretching rotary positions beyond the trained context (factor 1 = off)."""
 
-    kind: Literal["linear", "llama3"] = "llama3"
-    """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1)."""
+    kind: Literal["linear", "llama3", "yarn"] = "llama3"
+    """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1); yarn: by
+    frequency band, with larger queries and keys (Peng et al. 2023, section 3)."""
     factor: Annotated[float, AtLeast(1)] = 1.0
     """Factor by which the context becomes longer; 1 switches scaling off."""
     low_freq_factor: Annotated[float, Above(0)] = 1.0
@@ -28,7 +29,15 @@ class RopeScaling:
     high_freq_factor: Annotated[float, Above(0)] = 4.0
     """llama3: wavelengths below original_seq_len / this are left alone."""
     original_seq_len: Annotated[int, AtLeast(1)] = 8192
-    """llama3: the context length in tokens before stretching."""
+    """llama3, yarn: the context length in tokens before stretching."""
+    beta_fast: Annotated[float, Above(0)] = 32.0
+    """yarn: frequencies that turn at least this often within the original context are left alone."""
+    beta_slow: Annotated[float, Above(0)] = 1.0
+    """yarn: frequencies that turn at most this often within it are fully stretched."""
+    truncate: bool = True
+    """yarn: the band between the two begins and ends at whole pairs (gpt-oss: false)."""
+    magnitude: Annotated[float, AtLeast(0)] = 0.0
+    """yarn: multiplies the rotated queries and keys; 0 means 0.1 ln(factor) + 1."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,8 @@ class MoE:
     """Coefficient of the load-balancing loss, per sequence (DeepSeek-V3, equations 17 to 20)."""
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Coefficient of the squared logarithm of the softmax's denominator (ST-MoE, Zoph et al. 2022, equation 5)."""
+    router_bias: bool = False
+    """The router's logits have a trained bias per expert (gpt-oss)."""
     bias_balanced: bool = False
     """The router keeps a balancing bias per expert (DeepSeek-V3, section 2.1.2)."""
     bias_rate: Annotated[float, AtLeast(0)] = 0.001
@@ -110,7 +121,7 @@ class ModelConfig(Hashed):
     head_dim: Annotated[int, AtLeast(0)] = 0
     """Size of one head; 0 means d_model / n_heads."""
     d_ff: Annotated[int, AtLeast(0)] = 0
-    """Hidden width of the MLP; 0 means 4 d_model (GELU) or 8/3 d_model rounded up to a multiple of 64 (SwiGLU)."""
+    """Hidden width of the MLP; 0 means 4 d_model, or with a gate 8/3 d_model rounded up to a multiple of 64."""
     vocab_size: Annotated[int, AtLeast(0)] = 0
     """Tokens in the vocabulary; 0 means the tokenizer's."""
     seq_len: Annotated[int, AtLeast(1)] = 256
@@ -118,16 +129,44 @@ class ModelConfig(Hashed):
     window: Annotated[int, AtLeast(0)] = 0
     """Sliding-window attention: keys that a query sees at most, its own and those right before it (Mistral 7B, Jiang et
     al. 2023, section 2); 0 means all of them."""
+    full_every: Annotated[int, AtLeast(0)] = 0
+    """With a window: every so-manieth layer attends to all keys, counted from 1 (Gemma 2 and gpt-oss: 2, Gemma 3: 6); 0
+    means no layer."""
+    attention: str = ""
+    """Kind of attention (`phalanx models --kinds` lists them), or a pattern that repeats over the layers, such as
+    gated,heads; empty: latent with mla.kv_rank, otherwise heads."""
+    feed_forward: str = ""
+    """Kind of feed-forward layer, or a pattern; empty: experts with moe.n_experts, otherwise dense."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before attention, before the MLP and before the head."""
+    """Kind of normalisation."""
+    norm_place: Literal["before", "after", "both"] = "before"
+    """Place of the norms of attention and MLP: before each of them, after each of them and before the residual sum
+    (OLMo 2), or both (Gemma 2). The head's input is always normalised."""
+    parallel_block: bool = False
+    """Attention and MLP read the same residual stream, each through its own norm, and are added to it together
+    (GPT-NeoX)."""
     positions: Literal["learned", "rope"] = "learned"
     """Position encoding."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """The MLP: two matrices with GELU (exact or tanh form), or three with a SiLU gate."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "swiglu_clamped"] = "gelu"
+    """The MLP: two matrices around GELU (exact or tanh form), or three with a gate: SiLU (Llama), GELU in its tanh form
+    (Gemma), or a clamped SiLU (gpt-oss: at most 7, with the other factor plus 1 and within ±7)."""
     bias: bool = True
     """Biases in linear layers and LayerNorm."""
     qkv_bias: bool = False
     """Biases in the query, key and value projections even where `bias` is off (Qwen 2)."""
+    qk_norm: Literal["none", "head", "width"] = "none"
+    """Normalisation of queries and keys before they are rotated: of each head (Qwen 3, Gemma 3), or of all heads
+    together (OLMo 2)."""
+    sinks: bool = False
+    """Each head's softmax has one more, trained score, which belongs to no key (gpt-oss)."""
+    attention_scale: Annotated[float, AtLeast(0)] = 0.0
+    """Multiplies the scores before the softmax; 0 means 1 / √head_size (Gemma: 1 / √query_pre_attn_scalar)."""
+    attention_softcap: Annotated[float, AtLeast(0)] = 0.0
+    """Scores s become c tanh(s / c) with this c before the softmax (Gemma 2: 50); 0 leaves them."""
+    logit_softcap: Annotated[float, AtLeast(0)] = 0.0
+    """Logits x of the head become c tanh(x / c) with this c (Gemma 2: 30); 0 leaves them."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by √d_model (Gemma)."""
     tied: bool = True
     """The head shares the embedding's weights."""
     dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
@@ -136,6 +175,11 @@ class ModelConfig(Hashed):
     """Added to the variance in a normalisation."""
     rope_theta: Annotated[float, Above(0)] = 10000.0
     """Base of the rotary frequencies."""
+    window_rope_theta: Annotated[float, AtLeast(0)] = 0.0
+    """Base in layers with a window, where rope_scaling then has no effect (Gemma 3: 10,000); 0 means rope_theta, with
+    rope_scaling."""
+    rotary_fraction: Annotated[float, Between(0.01, 1)] = 1.0
+    """Share of a head's elements that rotary positions turn, the first ones (GPT-NeoX: 0.25; GLM-4.5: 0.5)."""
     init_std: Annotated[float, AtLeast(0)] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers) (GPT-2, section 2.3)."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
@@ -156,7 +200,7 @@ class ModelConfig(Hashed):
     @property
     def rotary_size(self) -> int:
         """Elements of a query/key head that rotary positions turn."""
-        return self.mla.rope_head_dim if self.mla.kv_rank else self.head_size
+        return self.mla.rope_head_dim if self.mla.kv_rank else int(self.head_size * self.rotary_fraction)
 
     @property
     def v_head_size(self) -> int:
@@ -168,13 +212,29 @@ class ModelConfig(Hashed):
         """Hidden width of the dense MLP."""
         if self.d_ff:
             return self.d_ff
-        if self.activation == "swiglu":
+        if self.gated:
             return -(-8 * self.d_model // 3 // 64) * 64
         return 4 * self.d_model
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate: three matrices instead of two."""
+        return self.activation in ("swiglu", "geglu", "swiglu_clamped")
+
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether the inputs of attention and MLP are normalised."""
+        return self.norm_place != "after"
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether the outputs of attention and MLP are normalised before they are added to the residual stream."""
+        return self.norm_place != "before"
+
+    def window_of(self, layer: int) -> int:
+        """Returns the keys that a query of layer `layer` sees at most; 0: all."""
+        return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
+    @property
     def expert_ff_size(self) -> int:
         return self.moe.d_ff or self.ff_size
-
-    def is_moe_layer(self, layer: int) -> bool:
-        return self.moe.n_experts > 0 and layer >= self.moe.n_dense_layers

@@ -22,7 +22,7 @@ Sizes = Tensor | Sequence[int]
 
 
 class Experts(nn.Module):
-    """The routed experts: `up`, `down` and, for SwiGLU, `gate`, as in an MLP, stacked along a leading dimension.
+    """The routed experts: `up`, `down` and perhaps `gate`, as in an MLP, stacked along a leading dimension.
 
     The weights' shapes give the number of experts, so that a rank that holds only some of them runs the same code."""
 
@@ -31,8 +31,8 @@ class Experts(nn.Module):
         n, width = model.moe.n_experts, model.expert_ff_size
         self.activate = Activation(model)
         self.up = GroupedLinear(n, model.d_model, width, bias=model.bias)
-        swiglu = model.activation == "swiglu"
-        self.gate = GroupedLinear(n, model.d_model, width, bias=model.bias) if swiglu else None
+        gated = model.gated
+        self.gate = GroupedLinear(n, model.d_model, width, bias=model.bias) if gated else None
         self.down = GroupedLinear(n, width, model.d_model, bias=model.bias)
 
     def forward(self, rows: Tensor, sizes: Sizes) -> Tensor:

@@ -41,6 +41,7 @@ STRUCTURE = (
     *(f"data.{name}" for name in ("corpus", "text_field", "tokenizer", "bpe_vocab", "val_fraction", "limit_mb")),
     "data.random_tokens",
     "data.random_vocab",
+    "optimizer.name",
     "train.seed",
     "train.precision",
 )
