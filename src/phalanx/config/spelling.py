@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.config.presets import PRESETS
+from phalanx.config import presets
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "train.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float64": "fp64"},
@@ -47,7 +47,7 @@ def value(path: str, text: str, kind: Any) -> str:
     separators do not matter, if the field takes one of several words."""
     choices = [str(choice) for choice in typing.get_args(kind)] if typing.get_origin(kind) is typing.Literal else []
     if path == "model.preset":
-        choices = list(PRESETS)
+        text = presets.named(text)
     if text in choices:
         return text
     known = {plain(choice): choice for choice in choices} | dict(VALUES.get(path, {}))
