@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 JOB ?= examples/main.yaml
 COUNT ?= 20000
 ARGS ?=
+# Rooms whose tests run in one process and measure no wall-clock time: `make test` runs them beside the others.
+BESIDE := $(addprefix tests/,blocks check config cost fuzz model partition pictures plan schedule simulate validation)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train verify test faults fuzz lint format bench accuracy gpu chaos launchers bench-peers clean
@@ -28,7 +30,13 @@ verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 	$(BIN)/phalanx verify $(JOB) --full $(ARGS)
 
 test: setup ## run the tests: ARGS='-k checkpoint'
+ifeq ($(ARGS),)
+	@nice $(BIN)/python -m pytest -q $(BESIDE) > .beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); code=$$?; \
+	echo "Beside it: $(BESIDE)"; wait $$beside || code=1; cat .beside.log; exit $$code
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 	PHALANX_FUZZ=$(COUNT) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)

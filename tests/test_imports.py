@@ -16,7 +16,7 @@ FLOORS = [
 """Rooms from the top down: a room may import those after it, and itself."""
 WITHOUT_TORCH = [*FLOORS[FLOORS.index("data") :]]
 """Rooms that never import torch: these verbs answer in well under a second."""
-GROUND = {"bounded", "echo", "errors", "gc", "hashed", "nearest", "registry", "safe_path", "units"}
+GROUND = {"bounded", "echo", "errors", "facts", "gc", "hashed", "nearest", "registry", "safe_path", "units"}
 """Modules that every room may import."""
 INNER_FLOORS = {"plan": ["planner", "report", "search", "plan"]}
 """Rooms within a room that have an order of their own."""

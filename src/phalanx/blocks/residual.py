@@ -18,11 +18,10 @@ def norm(place: Place, name: str, *, first: bool = False) -> Operator:
     """Returns a norm before a half of a block, the `first` or the second. It reads and writes the stream; backward it
     reads the gradient and the input and writes a gradient."""
     numbers = place.hidden / place.token_share
-    kernels = 1 if place.model.norm == "layernorm" else 4
     return Operator(
         name,
         norm_weights(place.model, name, place.model.d_model),
-        memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, kernels),),
+        memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, norm_kernels(place.model)),),
         saved=(SavedTensor(name, place.model.d_model * place.width, "tokens"),),
         results=(SavedTensor("block input", place.model.d_model * place.width, "tokens"),) if first else (),
     )
@@ -70,6 +69,11 @@ def linear_weights(
         return (whole,)
     shape = whole._replace(name=f"{name}.bias", shape=(outputs,))
     return whole, shape if cuts_bias else shape._replace(cut="whole", tiled=False)
+
+
+def norm_kernels(model: ModelConfig) -> int:
+    """Returns the forward kernels of a norm without fusion."""
+    return 1 if model.norm == "layernorm" else 4
 
 
 def norm_weights(model: ModelConfig, name: str, width: int, weight: Weight = PLAIN) -> tuple[Weight, ...]:

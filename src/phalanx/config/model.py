@@ -222,6 +222,3 @@ class ModelConfig(Hashed):
     @property
     def expert_ff_size(self) -> int:
         return self.moe.d_ff or self.ff_size
-
-    def is_moe_layer(self, layer: int) -> bool:
-        return self.moe.n_experts > 0 and layer >= self.moe.n_dense_layers

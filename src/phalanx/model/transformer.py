@@ -12,23 +12,25 @@ Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.blocks.kind import SublayerKind
+from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
 from phalanx.blocks.parameters import vocabulary
 from phalanx.check.model import model_problems
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.model.attention import Attention, KeysAndValues
+from phalanx.model.attention import KeysAndValues
 from phalanx.model.cache import Cache
-from phalanx.model.latent import LatentAttention
-from phalanx.model.layers import MLP, Multiply, Run, make_norm, run
-from phalanx.model.moe import MixtureOfExperts, Routing
+from phalanx.model.layers import Multiply, Run, make_norm, run
+from phalanx.model.moe import Routing
 from phalanx.model.noise import Noise, dropout
 from phalanx.model.rotary import rotary_table
+from phalanx.model.sublayers import make_sublayer
 
 
 class Transformer(nn.Module):
@@ -97,8 +99,11 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         """Applies the blocks of `layers` in order to `x` (batch, seq, d_model)."""
-        rotary = self.rotary(positions, x.dtype)
+        everywhere = windowed = self.rotary(positions, x.dtype)
+        if self.config.window_rope_theta:
+            windowed = self.rotary(positions, x.dtype, windowed=True)
         for layer in layers:
+            rotary = windowed if self.config.window_of(int(layer)) else everywhere
             x = self.blocks[layer](x, rotary, noise, cache, documents)
         return x
 
@@ -118,9 +123,12 @@ class Transformer(nn.Module):
             x = x + self.positions(positions, tokens.shape)
         return dropout(x, self.config.dropout, noise, "embed")
 
-    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Returns the table that rotates queries and keys at `positions` (seq,); None for learned positions."""
-        return rotary_table(self.config, positions, dtype) if self.config.positions == "rope" else None
+    def rotary(self, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False) -> Tensor | None:
+        """Returns the table that rotates queries and keys at `positions` (seq,), `windowed` in layers with a window;
+        None for learned positions."""
+        if self.config.positions != "rope":
+            return None
+        return rotary_table(self.config, positions, dtype, windowed=windowed)
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns (..., vocab) from the output of `normed`, (..., d_model)."""
@@ -137,8 +145,8 @@ class PositionEmbedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP or experts, each on a normalised copy of the residual stream and added to it. A
-    layout may replace `run`, which calls `compute`."""
+    """One layer: attention, then a feed-forward layer, each on a normalised copy of the residual stream and added to
+    it. Their kinds are those of phalanx.blocks.kinds. A layout may replace `run`, which calls `compute`."""
 
     run: Run = staticmethod(run)
 
@@ -146,14 +154,17 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = model.dropout
         self.site = f"blocks.{layer}"
+        kind = block_kinds(model)[layer]
+        self.attention, self.feed_forward = ATTENTION[kind.attention], FEED_FORWARD[kind.feed_forward]
         self.attn_norm = make_norm(model)
-        self.attn = LatentAttention(model, layer) if model.mla.kv_rank else Attention(model, layer)
+        self.attn = make_sublayer(self.attention, model, layer)
         self.mlp_norm = make_norm(model)
-        self.has_experts = model.is_moe_layer(layer)
-        if self.has_experts:
-            self.moe = MixtureOfExperts(model, layer, routing)
-        else:
-            self.mlp = MLP(model)
+        self.add_module(self.feed_forward.place, make_sublayer(self.feed_forward, model, layer, routing))
+
+    def sublayers(self) -> Iterator[tuple[SublayerKind, nn.Module]]:
+        """Yields attention and the feed-forward layer, each with its kind."""
+        for kind in (self.attention, self.feed_forward):
+            yield kind, self.get_submodule(kind.place)
 
     def forward(
         self,
@@ -177,7 +188,7 @@ class Block(nn.Module):
         """Applies the block, (batch, seq, d_model) to the same shape."""
         attended = self.attn(self.attn_norm(x), rotary, noise, cache, documents)
         x = x + dropout(attended, self.dropout, noise, f"{self.site}.attn.residual")
-        wide = self.moe if self.has_experts else self.mlp
+        wide = getattr(self, self.feed_forward.place)
         return x + dropout(wide(self.mlp_norm(x)), self.dropout, noise, f"{self.site}.mlp.residual")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
+from phalanx.model.blocked_attention import Reach
 from phalanx.model.noise import Noise
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.modules import replace_modules
@@ -34,15 +35,26 @@ class ContextAttention(CoreAttention):
 
     def __init__(self, core: CoreAttention, layout: Layout, ring: Axis, ulysses: Axis):
         nn.Module.__init__(self)
-        self.n_heads, self.dropout, self.site, self.window = core.n_heads, core.dropout, core.site, core.window
+        self.n_heads, self.dropout, self.site = core.n_heads, core.dropout, core.site
+        self.window, self.scoring = core.window, core.scoring
         self.layout, self.ring, self.ulysses = layout, ring, ulysses
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        noise: Noise | None,
+        documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Computes the same as CoreAttention.attend, for `q` (batch, heads, tokens here, head_size), `k` and `v` of the
-        tokens here, of all slices of a sequence so far, and `documents` (batch, whole sequence)."""
+        tokens here, of all slices of a sequence so far, `documents` (batch, whole sequence) and `sinks` (heads,)."""
         ring, ulysses, slices = self.ring, self.ulysses, k.shape[2] // q.shape[2]
         if ulysses.size > 1:
             q, k, v = to_heads(q, ulysses), to_heads(k, ulysses, slices), to_heads(v, ulysses, slices)
+            if sinks is not None:
+                sinks = sinks.chunk(ulysses.size)[ulysses.rank]
             if noise is not None:
                 part, parts = noise.heads
                 noise = replace(noise, heads=(part * ulysses.size + ulysses.rank, parts * ulysses.size))
@@ -50,12 +62,12 @@ class ContextAttention(CoreAttention):
             dropping = None
             if noise is not None and self.dropout > 0:
                 dropping = Dropping(noise, self.dropout, self.site, self.n_heads)
-            o = ring_attention(q, k, v, ring, self.layout, self.window, documents, dropping)
+            o = ring_attention(q, k, v, ring, self.layout, Reach(self.window, documents, self.scoring), dropping, sinks)
         else:
             if noise is not None:  # the queries that are now here are those of whole slices
                 last = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
                 noise = replace(noise, places=last, seq_len=noise.seq_len or k.shape[2])
-            o = super().attend(q, k, v, noise, documents)
+            o = super().attend(q, k, v, noise, documents, sinks)
         return to_tokens(o, ulysses) if ulysses.size > 1 else o
 
 

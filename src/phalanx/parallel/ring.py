@@ -21,6 +21,7 @@ from torch import Tensor
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config.layout import Layout
 from phalanx.model.attention_blocks import Seen, attend, gradients
+from phalanx.model.blocked_attention import Reach, gradient_of_sinks, join_sinks
 from phalanx.model.noise import Noise, scale
 from phalanx.model.window import visible
 from phalanx.partition.sequence import ring_positions, window_blocks
@@ -59,18 +60,18 @@ def ring_attention(
     v: Tensor,
     ring: Axis,
     layout: Layout,
-    window: int = 0,
-    documents: Tensor | None = None,
+    reach: Reach,
     dropping: Dropping | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes causal attention of this rank's queries `q` (batch, heads, tokens, head_size) over all ranks' `k`
     (batch, kv_heads, keys, head_size) and `v`: (batch, heads, tokens, size of v's heads).
 
     If sequences pass a pipeline in slices, the keys are those of all slices so far, in order, and the queries those of
-    the last. Queries see the last `window` keys up to their own (0: all). `documents` (batch, at least all ranks' keys)
-    are by position."""
-    sight = _Sight(ring, layout, q.shape[2], k.shape[2] // q.shape[2], window, documents, dropping)
-    return _Ring.apply(q, k, v, sight)  # pyright: ignore[reportReturnType]
+    the last. The documents of `reach` (batch, at least all ranks' keys) are by position. `sinks` (heads,) join each
+    head's softmax."""
+    sight = _Sight(ring, layout, q.shape[2], k.shape[2] // q.shape[2], reach, dropping)
+    return _Ring.apply(q, k, v, sinks, sight)  # pyright: ignore[reportReturnType]
 
 
 def zigzag(place: int, source: int, tokens: int, earlier: int) -> list[RingBlock]:
@@ -98,21 +99,20 @@ class _Sight:
         layout: Layout,
         tokens: int,
         slices: int,
-        window: int,
-        documents: Tensor | None,
+        reach: Reach,
         dropping: Dropping | None,
     ):
         self.ring, self.layout, self.dropping = ring, layout, dropping
-        self.tokens, self.slices, self.documents = tokens, slices, documents
-        self.window = window if window < slices * tokens * ring.size else 0
+        self.tokens, self.slices, self.documents, self.scoring = tokens, slices, reach.documents, reach.scoring
+        self.window = reach.window if reach.window < slices * tokens * ring.size else 0
         earlier = (slices - 1) * tokens
         self.blocks = [zigzag(ring.rank, source, tokens, earlier) for source in range(ring.size)]
         """By the place where the keys come from."""
-        if self.window or documents is not None:
+        if self.window or self.documents is not None:
             self.blocks = [_halved(blocks, tokens // 2) for blocks in self.blocks]
         if self.window:
             self.blocks = [self._within_window(source, blocks) for source, blocks in enumerate(self.blocks)]
-        if documents is not None:
+        if self.documents is not None:
             self.blocks = self._within_documents()
 
     def keep(self, device: torch.device) -> Tensor | None:
@@ -207,7 +207,7 @@ class _Ring(torch.autograd.Function):
     """Ring attention: queries, keys and values of this rank's tokens to their output."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: _Sight) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sight: _Sight) -> Tensor:
         ring, wide = sight.ring, torch.promote_types(q.dtype, torch.float32)
         batch, heads, tokens, _ = q.shape
         # In memory as the projection after it reads it: token by token.
@@ -218,16 +218,17 @@ class _Ring(torch.autograd.Function):
             for block in sight.blocks[source]:
                 rows, columns = block.queries, block.keys
                 seen = sight.seen(source, block, keep, q.device)
-                result = attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], seen)
+                result = attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], seen, sight.scoring)
                 _merge(o[:, :, rows], lse[:, :, rows], *result)
+        join_sinks(o, lse, sinks)
         o = o.to(q.dtype)
         ctx.sight = sight
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
         return o
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, o, lse, sinks = ctx.saved_tensors
         sight: _Sight = ctx.sight
         ring, gradient = sight.ring, grad_outputs[0]
         if gradient.stride(-1) != 1:
@@ -243,7 +244,7 @@ class _Ring(torch.autograd.Function):
                 rows, columns = block.queries, block.keys
                 inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns], o[:, :, rows], lse[:, :, rows]
                 seen = sight.seen(source, block, keep, q.device)
-                results = gradients(gradient[:, :, rows], *inputs, seen)
+                results = gradients(gradient[:, :, rows], *inputs, seen, sight.scoring)
                 for whole, part, part_of in zip((of_q, of_k, of_v), results, (rows, columns, columns), strict=True):
                     whole[:, :, part_of].add_(part)
             if source == ring.rank:
@@ -257,7 +258,8 @@ class _Ring(torch.autograd.Function):
         gathered, of_k, of_v = home
         if arriving is not None:
             _take_in(gathered, *arriving)
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
+        of_sinks = gradient_of_sinks(gradient, o, lse, sinks)
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), of_sinks, None
 
 
 def _travelling(ring: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.blocks.kind import Connection
 from phalanx.comm.axis import Axis
-from phalanx.model.latent import LatentAttention
+from phalanx.model.attention import Attention
+from phalanx.model.experts import GroupedLinear
 from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
+from phalanx.parallel.head_norm import NormAllHeads
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight
 from phalanx.parallel.modules import linear_of
 from phalanx.partition.tensor_slices import TensorSlice, slice_of
@@ -100,7 +103,9 @@ def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str]
     made: set[nn.Module] = set()
     for layer, block in model.blocks.items():
         assert isinstance(block, Block), "nothing wraps blocks before this"
-        made |= _connect_block(block, replace(parallel, regather=False) if layer in keeps else parallel)
+        how = replace(parallel, regather=False) if layer in keeps else parallel
+        for kind, sublayer in block.sublayers():
+            made |= _connect_sublayer(sublayer, kind.connection, how)
     if isinstance(model.embed, nn.Embedding):  # a pipeline stage may have none
         model.embed = ParallelEmbedding(model.embed, parallel)
     if isinstance(model.positions, PositionEmbedding):
@@ -110,27 +115,35 @@ def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str]
     return made
 
 
-def _connect_block(block: Block, parallel: TensorParallel) -> set[nn.Module]:
-    """Replaces one block's layers. Latent attention and mixtures of experts communicate around the whole layer, by
-    hooks on its input and output: every rank computes everything between, routers included."""
-    attention, made = block.attn, set[nn.Module]()
-    if isinstance(attention, LatentAttention):
-        attention.register_forward_pre_hook(GatherInput(parallel))
+def _connect_sublayer(layer: nn.Module, connection: Connection, parallel: TensorParallel) -> set[nn.Module]:
+    """Replaces the layers of attention or of a feed-forward layer, as its kind says. Where no linear layer reads the
+    input or writes the output, every rank computes everything between (compressions, routers), and hooks on the whole
+    module communicate."""
+    named, made = dict(layer.named_modules()), set[nn.Module]()
+    if connection.reads:
+        layer.project = ColumnParallel(parallel)  # pyright: ignore[reportArgumentType]
+        made |= {named[name] for name in connection.reads if name in named}
     else:
-        attention.project = ColumnParallel(parallel)
-        made |= {attention.wq, attention.wk, attention.wv}
-    attention.wo = RowParallelLinear.of(attention.wo, parallel)
-    made.add(attention.wo)
-    if block.has_experts:
-        block.moe.register_forward_pre_hook(GatherInput(parallel))
-        block.moe.register_forward_hook(ReduceOutput(parallel))
-        block.moe.experts.down.bias_factor = float(parallel.tp.rank == 0)
-        if block.moe.shared is not None and block.moe.shared.down.bias is not None:
-            block.moe.shared.down = FirstRankBias.of(block.moe.shared.down, parallel)
-        return made
-    block.mlp.project = ColumnParallel(parallel)
-    block.mlp.down = RowParallelLinear.of(block.mlp.down, parallel)
-    return made | {layer for layer in (block.mlp.up, block.mlp.gate, block.mlp.down) if layer is not None}
+        layer.register_forward_pre_hook(GatherInput(parallel))
+    if connection.writes:
+        plain = named[connection.writes]
+        assert isinstance(plain, Linear), "compared with the kind when the module was made"
+        writes = RowParallelLinear.of(plain, parallel)
+        layer.set_submodule(connection.writes, writes)
+        made.add(writes)
+    else:
+        layer.register_forward_hook(ReduceOutput(parallel))
+    if isinstance(layer, Attention):
+        layer.norm_all_heads = NormAllHeads(parallel.tp)
+    for name in connection.first_rank_biases:
+        match named.get(name):
+            case GroupedLinear() as stacked:
+                stacked.bias_factor = float(parallel.tp.rank == 0)
+            case Linear(bias=Tensor()) as plain:
+                layer.set_submodule(name, FirstRankBias.of(plain, parallel))
+            case _:
+                pass  # there are none of them, or none with a bias
+    return made
 
 
 @dataclass(frozen=True)

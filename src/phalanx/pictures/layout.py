@@ -41,7 +41,7 @@ def svg(job: Job, vocab_size: int) -> str:
 def _drawn(model: ModelConfig, vocab: int) -> Shapes:
     """Returns the embedding, the matrices of the first block, and those of the first block with experts."""
     found = {"embed.weight": parameter_shapes(model, vocab)["embed.weight"]}
-    experts = next((layer for layer, kind in enumerate(block_kinds(model)) if kind.feed_forward == "experts"), 0)
+    experts = next((layer for layer, kind in enumerate(block_kinds(model)) if kind.routed), 0)
     for layer in sorted({0, experts}):
         for name, shape in block_shapes(model, layer).items():
             if name.endswith(".weight") and len(shape) > 1 and (layer == 0 or name.startswith("moe.")):

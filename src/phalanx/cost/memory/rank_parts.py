@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from phalanx.blocks.kinds import FEED_FORWARD
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, kinds_of, outside, table
 from phalanx.cost.memory.activations import saved
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
@@ -37,11 +38,11 @@ class BlockBytes:
         # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
         # wrote, which the last matrix does not need any longer. Of experts also those of rows.
         tensors = 2 if model.gated else 1
-        wide = model.ff_size * tensors / layout.tp
-        if kind.block.feed_forward == "experts":
+        wide = FEED_FORWARD[kind.block.feed_forward].width(model) * tensors / layout.tp
+        if kind.block.routed:
             rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
             spread = step.share if memory_profile.routes_shards else 1
-            wide = rows * (model.expert_ff_size * tensors / layout.tp + model.d_model / spread)
+            wide = rows * (wide + model.d_model / spread)
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
         self.backward = self.again + step.tokens * wide * width, outputs * step.stream / step.share

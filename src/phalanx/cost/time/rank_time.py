@@ -199,7 +199,7 @@ def _host_operations(spec: StepSpec, kind: BlockKind, half: Half) -> dict[str, f
     return {
         "tp": (layout.tp > 1) * HOST_OPS["sp" if layout.sp else "tp"] / 2,
         "cp": attention * ((layout.ring - 1) * HOST_OPS["ring"] + (layout.cp_ulysses > 1) * HOST_OPS["ulysses"]),
-        "ep": (not attention and kind.feed_forward == "experts" and layout.ep > 1) * HOST_OPS["ep"],
+        "ep": (not attention and kind.routed and layout.ep > 1) * HOST_OPS["ep"],
     }
 
 

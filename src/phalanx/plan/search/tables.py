@@ -173,8 +173,7 @@ class Tables:
     def _block(self, kind: BlockKind) -> Floats:
         """Returns the same seconds of one block, by inner combination and recomputation."""
         if kind not in self._blocks:
-            routed = kind.feed_forward == "experts"
-            on_feed_forward = (TP, SP, CP, EP, MICRO) if routed else (TP, SP, CP, MICRO)
+            on_feed_forward = (TP, SP, CP, EP, MICRO) if kind.routed else (TP, SP, CP, MICRO)
             attention = self._half(kind, "attention", (TP, SP, CP, ULYSSES, MICRO))
             self._blocks[kind] = attention + self._half(kind, "feed_forward", on_feed_forward)
         return self._blocks[kind]
@@ -196,7 +195,7 @@ class Tables:
             gathered = RankParts(step, step.flights[0]).backward(True)[1]
             return found.kept, sum(found.backward) + gathered, step.under_way
 
-        on = (TP, SP, CP, ULYSSES, EP) if block.feed_forward == "experts" else (TP, SP, CP, ULYSSES)
+        on = (TP, SP, CP, ULYSSES, EP) if block.routed else (TP, SP, CP, ULYSSES)
         return self._figures(("activations", kind), on, ask)[inner] * self.inner[inner, MICRO, None]
 
     def loss(self, inner: NDArray[Any]) -> Floats:
