@@ -10,6 +10,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import log
 from typing import Any
 
 import torch
@@ -432,7 +433,12 @@ COUNTERPARTS: dict[str, Counterpart] = {
         "DeepseekV3ForCausalLM",
         lambda model: _mixture(model) | _latent(model) | _yarn_of_deepseek(model),
         _DEEPSEEK,
-        small={"moe": _SMALL_EXPERTS, "mla": _SMALL_LATENT, "rope_scaling": {"original_seq_len": 64}},
+        small={
+            "moe": _SMALL_EXPERTS,
+            "mla": _SMALL_LATENT,
+            "rope_scaling": {"original_seq_len": 64},
+            "attention_scale": 14**-0.5 * (0.1 * log(32) + 1) ** 2,
+        },
     ),
     "glm-4.5": Counterpart(
         "glm4_moe",
