@@ -49,6 +49,7 @@ def _blocks(job: Job) -> Iterator[Problem]:
             yield (
                 "layout.tp",
                 f"{job.optimizer.name} has a scale per {block} elements of a row, and tp {tp} cuts the rows of {name} "
-                f"({whole[-1]}) into parts of {held.size}; nearest legal tp: {nearest_of(legal, tp)}, or optimizer=adamw",
+                f"({whole[-1]}) into parts of {held.size}; nearest legal tp: {nearest_of(legal, tp)}, or "
+                "optimizer=adamw",
             )
             return

@@ -22,7 +22,6 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import CLUSTERS, LOCAL
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Job
-from phalanx.config.presets import PRESETS
 from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
@@ -194,7 +193,7 @@ class JobVerb:
         page.__doc__ = (
             f"{self.about}\n\nFields may be written as `train.steps=10`, `--train.steps 10` or, where the last name is "
             "enough, `--lr 1e-3`. Names of ezpz, wordplay and nanoGPT are taken, too (docs/habits.md).\n\n"
-            f"Model presets: {', '.join(PRESETS)}.\n\nMachines "
+            "`phalanx models` lists the presets of models.\n\nMachines "
             f"(docs/devices.md): {', '.join([*CLUSTERS, LOCAL])}.\n\nSchedules (docs/schedules.md): "
             f"{', '.join(SCHEDULES)}.\n\nCorpora and tokenizers (docs/data.md): {', '.join(CORPORA)}; "
             f"{', '.join(TOKENIZERS)}."

@@ -37,6 +37,7 @@ VERBS = {
     "doctor": "check this machine, or all nodes, before a run: every line OK, WARN or ERROR with a remedy",
     "bench": "measure this machine, for predictions on cluster=local",
     "test-dist": "test the started ranks: values and speed of collectives, stragglers, pairs, a short training",
+    "models": "known models: list them, with parameters, kinds and sources",
     "schedule": "pipeline schedules: list, draw, measure and check them",
     "collectives": "algorithms of collectives: list, draw, count and check them",
     "extensions": "what installed packages add: schedules, machines, corpora and so on",
@@ -63,6 +64,7 @@ examples:
   phalanx predict model=llama3-8b cluster=dgx-h100:1 dp_shard=8 train.precision=bf16 train.global_batch=16
   phalanx plan model=llama3-70b cluster=dgx-h100:8 train.global_batch=256 train.precision=bf16 --html plan.html
   phalanx simulate examples/pipeline.yaml cluster=local --straggler 1=1.5 --svg step.svg
+  phalanx models qwen3                               presets with their parameters
   phalanx schedule show 1f1b --stages 4 --microbatches 8
   phalanx collectives show ring-all-reduce --ranks 8
   phalanx doctor examples/main.yaml                  checks this machine for the job

@@ -7,8 +7,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.config import presets
 from phalanx.config.corpora import CORPORA
-from phalanx.config.presets import PRESETS
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "train.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float64": "fp64"},
@@ -42,7 +42,9 @@ def value(path: str, text: str, kind: Any) -> str:
     """Returns the value of the field `path` with type `kind` that a text names, or the text itself. Upper case and
     separators do not matter, if the field takes one of several words."""
     choices = [str(choice) for choice in typing.get_args(kind)] if typing.get_origin(kind) is typing.Literal else []
-    table = {"model.preset": PRESETS, "data.corpus": CORPORA}.get(path, choices)
+    if path == "model.preset":
+        text = presets.named(text)
+    table = CORPORA if path == "data.corpus" else choices
     if text in table:
         return text
     known = {plain(choice): choice for choice in table} | dict(VALUES.get(path, {}))

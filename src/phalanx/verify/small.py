@@ -16,7 +16,7 @@ from phalanx.config.model import ModelConfig
 
 CHEAP_PARAMETERS = 3_000_000
 CHEAP_SEQ_LEN = 128
-SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB = 2, 8, 256, 32, 251
+SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB, SMALL_WINDOW = 2, 8, 256, 32, 251, 5
 """The vocabulary is a prime: no number of tensor ranks divides it, so that its padding is at work."""
 BUCKETS = 4
 """Gradient buckets of the compared model: a real one has many, and their order matters."""
@@ -68,8 +68,8 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     seq_len = model.seq_len
     if seq_len > CHEAP_SEQ_LEN:
         seq_len = alike(seq_len, SMALL_SEQ_LEN, max_ranks)
-    # As large a part of the sequence; rounded up, so that a window never becomes 0, which is none.
-    window = -(-model.window * seq_len // model.seq_len)
+    # As large a part of the sequence, but enough keys for a softmax; never 0, which is no window.
+    window = max(-(-model.window * seq_len // model.seq_len), min(model.window, SMALL_WINDOW))
     model = replace(model, seq_len=seq_len, window=window)
     if count(model, vocab) <= CHEAP_PARAMETERS:
         return model
