@@ -20,6 +20,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS, unknown
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
+from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.schedule import catalogue
 
 
@@ -132,6 +133,7 @@ def resolve(
         job = replace(job, "run.name", default_name)
         origins["run.name"] = "the job file's name"
     job = _fill_rest(job, found, origins)
+    job = _with_defaults_of_optimizer(job, origins)
     job, more, wrong = rules.apply(job, derived, given, origins)
     answers += more
     found += wrong
@@ -214,6 +216,16 @@ def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
         closed = dataclasses.replace(closed, **{open_axes[0]: devices // known})
         origins[f"layout.{open_axes[0]}"] += f" (-1: {devices} devices / {known})"
     return dataclasses.replace(job, layout=closed)
+
+
+def _with_defaults_of_optimizer(job: Job, origins: dict[str, str]) -> Job:
+    """Returns the job with the values that its optimizer has for fields that nothing has set."""
+    name = job.optimizer.name
+    for field_name, value in (OPTIMIZERS[name].defaults if name in OPTIMIZERS else {}).items():
+        path = f"optimizer.{field_name}"
+        if origins[path] == "default":
+            job, origins[path] = replace(job, path, value), f"default of {name}"
+    return job
 
 
 def _at(path: str, message: str, origins: dict[str, str]) -> str:

@@ -22,6 +22,7 @@ from phalanx.launch.meet.told import ToldError
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import lowest_evidence
 from phalanx.nearest import nearest
+from phalanx.registry import blamed, noting_package
 
 VERBS = {
     "train": "train a job: start its processes, train, validate, save checkpoints; resumes an existing run",
@@ -39,6 +40,7 @@ VERBS = {
     "models": "known models: list them, with parameters, kinds and sources",
     "schedule": "pipeline schedules: list, draw, measure and check them",
     "collectives": "algorithms of collectives: list, draw, count and check them",
+    "extensions": "what installed packages add: schedules, machines, corpora and so on",
 }
 OF_RANKS = ("train", "launch", "generate", "doctor", "bench", "test-dist")
 """The verbs that know what to do as one of several ranks. The others are the work of one process."""
@@ -91,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_and_tell(argv: Sequence[str]) -> int:
     try:
-        return run(argv)
+        with noting_package():
+            return run(argv)
     except ToldError as error:  # another rank prints it
         return error.exit_code
     except PhalanxError as error:
@@ -165,5 +168,5 @@ def message_of(error: PhalanxError) -> str:
     """Returns the message for the user: one line, or a numbered head with a line for each problem of a job."""
     if isinstance(error, JobError) and len(error.problems) > 1:
         lines = "\n".join(f"  {shortened(problem, 2000)}" for problem in error.problems)
-        return f"phalanx: {len(error.problems)} problems:\n{lines}"
-    return f"phalanx: {shortened(str(error))}"
+        return f"phalanx: {blamed(error)}{len(error.problems)} problems:\n{lines}"
+    return f"phalanx: {blamed(error)}{shortened(str(error))}"

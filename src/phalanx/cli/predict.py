@@ -99,7 +99,13 @@ def _traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:
         return {}
     train, stages = job.train, spec.stages or None
     return step_traffic(
-        spec.model, spec.layout, spec.batch, precision=train.precision, gradients=train.gradients, stages=stages
+        spec.model,
+        spec.layout,
+        spec.batch,
+        precision=train.precision,
+        gradients=train.gradients,
+        stages=stages,
+        optimizer=job.optimizer,
     )
 
 

@@ -73,14 +73,17 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     model = replace(model, seq_len=seq_len, window=window)
     if count(model, vocab) <= CHEAP_PARAMETERS:
         return model
+    n_layers = min(model.n_layers, SMALL_LAYERS)
+    # Of layers with and without a window at least one each.
+    full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
     head = min(model.head_size, SMALL_HEAD)
     width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
-    n_layers = min(model.n_layers, SMALL_LAYERS)
     small = replace(
         model,
         n_layers=n_layers,
-        full_every=min(model.full_every, n_layers),  # layers with and without a window remain
+        full_every=full_every,
         d_model=width,
+        rotary_fraction=_small_fraction(model.rotary_fraction, head),
         head_dim=head
         if not model.mla.kv_rank and (model.head_dim or width != model.n_heads * head)
         else model.head_dim,
@@ -90,3 +93,8 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     for kind in model_kinds(model):
         small = kind.shrink(model, small, max_ranks)
     return small
+
+
+def _small_fraction(fraction: float, head: int) -> float:
+    """Returns the share of a small head that turns: about as large a part, of whole pairs."""
+    return fraction if fraction == 1 else max(2, 2 * round(head * fraction / 2)) / head
