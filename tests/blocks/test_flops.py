@@ -88,9 +88,9 @@ def test_experts_count_only_where_a_token_goes():
 def test_deepseek_v3_does_six_flops_for_each_active_weight():
     """37 B active parameters (arXiv 2412.19437), the embedding's look-up not among them."""
     model = PRESETS["deepseek-v3"]
-    attention = 3 * model.n_layers * attention_flops_per_token(model)
+    attention = 3 * model.n_layers * attention_flops_per_token(model, 0)
     assert (train_flops_per_token(model) - attention) / 6 == pytest.approx(36.6e9, rel=0.01)
-    assert attention_flops_per_token(model) == 2 * 4096 * 128 * (192 + 128)
+    assert attention_flops_per_token(model, 0) == 2 * 4096 * 128 * (192 + 128)
 
 
 @given(seq_len=st.integers(1, 10_000), name=st.sampled_from(["gpt2", "llama2-70b", "mixtral-8x7b", "deepseek-v3"]))
@@ -100,7 +100,7 @@ def test_parts_add_up(seq_len: int, name: str):
     full = forward_flops_per_token(model)
     assert full == blocks + head_flops_per_token(model)
     causal = forward_flops_per_token(model, "causal")
-    assert full - causal == 5 * (attention_flops_per_token(model) // 2)
+    assert full - causal == 5 * (attention_flops_per_token(model, 0) // 2)
     assert isinstance(full, int)
 
 
@@ -110,9 +110,9 @@ def test_a_window_leaves_the_pairs_that_one_can_count(seq_len: int, window: int,
     model = replace(_ALL[kind], seq_len=seq_len, window=window)
     pairs = sum(abs(q - k) < window or not window for q in range(seq_len) for k in range(seq_len))
     each = 2 * model.n_heads * (model.head_size + model.v_head_size)
-    assert attention_flops_per_sequence(model) == pairs * each
-    assert attention_flops_per_sequence(model, "causal") == pairs * each // 2
-    assert attention_flops_per_token(model) == pairs * each // seq_len
+    assert attention_flops_per_sequence(model, 0) == pairs * each
+    assert attention_flops_per_sequence(model, 0, "causal") == pairs * each // 2
+    assert attention_flops_per_token(model, 0) == pairs * each // seq_len
     whole = replace(model, window=0)
     saved = (seq_len**2 - pairs) * each
     assert train_flops_per_step(whole, 7) - train_flops_per_step(model, 7) == 7 * 3 * model.n_layers * saved
@@ -146,8 +146,8 @@ def test_mistral_7b_by_hand():
     """Jiang et al. 2023, table 1: windows of 4,096 over 32,768 tokens leave a little less than a quarter of the full
     count, which has every query with every key."""
     mistral = replace(PRESETS["mixtral-8x7b"], moe=MoE(), window=4096)
-    whole = attention_flops_per_token(replace(mistral, window=0))
-    assert attention_flops_per_token(mistral) / whole == pytest.approx(1 - (7 / 8) ** 2, rel=1e-3)
+    whole = attention_flops_per_token(replace(mistral, window=0), 0)
+    assert attention_flops_per_token(mistral, 0) / whole == pytest.approx(1 - (7 / 8) ** 2, rel=1e-3)
 
 
 def test_no_torch_in_the_cost_model():

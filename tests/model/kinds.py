@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
@@ -71,6 +73,44 @@ MOE_AND_MLA: dict[str, ModelConfig] = {
     ),
 }
 """Kinds with mixture of experts, with latent attention, and with both."""
+
+ATTENTION_KINDS: dict[str, ModelConfig] = {
+    "gemma 2": replace(_LLAMA, window=5, full_every=2, attention_softcap=3.0, attention_scale=0.2),
+    "gemma 3": replace(
+        _LLAMA,
+        n_layers=3,
+        window=4,
+        full_every=3,
+        qk_norm="head",
+        attention_scale=0.3,
+        rope_theta=1e6,
+        window_rope_theta=100.0,
+        rope_scaling=RopeScaling(kind="linear", factor=8.0),
+    ),
+    "qwen 3": replace(_LLAMA, qk_norm="head", n_kv_heads=1),
+    "olmo 2": replace(_LLAMA, qk_norm="width", rope_theta=500.0),
+    "gpt-neox": replace(
+        _LLAMA, norm="layernorm", bias=True, n_kv_heads=0, rotary_fraction=0.25, qk_norm="head", activation="gelu"
+    ),
+    "gpt-oss": replace(
+        _LLAMA,
+        window=3,
+        full_every=2,
+        sinks=True,
+        qkv_bias=True,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_seq_len=16, beta_fast=2.0, truncate=False),
+    ),
+    "deepseek's yarn": replace(
+        _LLAMA,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_seq_len=32, beta_fast=4.0, magnitude=1.3),
+        attention_scale=0.5,
+        sinks=True,
+        attention_softcap=2.0,
+        qk_norm="width",
+        n_kv_heads=0,
+    ),
+}
+"""Kinds whose attention has what model families add to it."""
 
 
 def build(model: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 1) -> Transformer:

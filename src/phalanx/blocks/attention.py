@@ -9,15 +9,27 @@ output (Jacobs et al. 2023).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from phalanx.blocks.operator import PARTIAL, PLAIN, AttentionCore, MemoryBound, Message, Operator, SavedTensor
 from phalanx.blocks.place import Place
-from phalanx.blocks.residual import enter, gathered, leave_attention, linear_weights, norm_weights, sum_gradient
+from phalanx.blocks.residual import (
+    enter,
+    gathered,
+    leave_attention,
+    linear_weights,
+    norm_kernels,
+    norm_weights,
+    sum_gradient,
+)
+from phalanx.blocks.ring import ring_keys
 
 ROWS = PLAIN._replace(cut="rows")
 COLUMNS = PLAIN._replace(cut="columns")
 ROTARY_KERNELS, HEADS_KERNELS = 6, 4
+SQUARES = 2
+"""Numbers per token that a norm over all heads sums over the tensor ranks: of queries and of keys."""
 
 
 def attention(place: Place) -> Iterator[Operator]:
@@ -28,6 +40,8 @@ def attention(place: Place) -> Iterator[Operator]:
     heads = ROWS._replace(unit=model.head_size)
     # Ranks that share the heads hold copies if there are fewer key heads.
     spread = max(model.kv_heads, place.tp * place.ulysses) * model.head_size
+    if model.sinks:
+        yield Operator("sinks", (ROWS._replace(name="attn.sinks", shape=(model.n_heads,)),))
     yield Operator(
         "qkv",
         (
@@ -50,6 +64,8 @@ def attention(place: Place) -> Iterator[Operator]:
         results=(SavedTensor("wq, wv", (queries + model.kv_heads * model.v_head_size) * width, "width"),),
         messages=tuple(enter(place, regather=True)),
     )
+    if model.qk_norm != "none":
+        yield _query_key_norm(place)
     yield _core(place, max(1, model.kv_heads // place.tp))
     yield _output(place)
 
@@ -134,6 +150,34 @@ def _compressed_norm(place: Place, name: str, rank: int) -> Operator:
     return Operator(name, weights, memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, 2),))
 
 
+def _query_key_norm(place: Place) -> Operator:
+    """Returns the norms of queries and keys, which save what they read. A norm over all heads sums a square per token
+    over the tensor ranks, of queries and of keys, and its gradient as well."""
+    model, wide = place.model, place.model.qk_norm == "width"
+    queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
+    spread = max(model.kv_heads, place.tp) * model.head_size
+    if wide:
+        weights = (
+            *norm_weights(model, "attn.q_norm", queries, ROWS),
+            *norm_weights(model, "attn.k_norm", keys, ROWS._replace(unit=model.head_size)),
+        )
+    else:
+        weights = tuple(
+            weight
+            for name in ("attn.q_norm", "attn.k_norm")
+            for weight in norm_weights(model, name, model.head_size, PARTIAL)
+        )
+    numbers, kernels = place.tokens * (queries + spread) // place.tp, 2 * norm_kernels(model)
+    sums = Message("tp", "all_reduce", SQUARES * place.tokens, "wide", forward=1, full=1, backward=1)
+    return Operator(
+        "qk_norm",
+        weights,
+        memory_bound=(MemoryBound("qk_norm", 2 * numbers, 3 * numbers, kernels, 2),),
+        saved=(SavedTensor("qk_norm", (queries + spread) * place.width, "width"),),
+        messages=(sums,) if wide else (),
+    )
+
+
 def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
     """Returns everything between the matrices: scores, softmax and the product with the values."""
     model, heads = place.model, place.model.n_heads // place.tp
@@ -143,17 +187,19 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
         output = model.n_heads * model.v_head_size * place.width
         saved.append(SavedTensor("exchange", output, "width", inside=True))
     if saves_scores(place):
-        # With dropout also the mask and the masked probabilities.
+        # With dropout also the mask and the masked probabilities; capped scores next to their probabilities.
         each = 2 * place.width + 1 if model.dropout else place.width
+        each += place.width if model.attention_softcap else 0
         saved.append(SavedTensor("softmax", model.n_heads * model.seq_len * each, "width", inside=True))
     work = list(memory_bound)
     if model.positions == "rope":
         turned = 2 * place.tokens * (heads + kv_heads) * model.rotary_size
         work.append(MemoryBound("rotary", turned, turned, ROTARY_KERNELS))
-    if place.ring > 1:
+    steps = _steps(place)
+    if steps > 1:
         # Each step's output and log-sum-exp, in fp32, are merged with those so far.
-        merged = (place.ring - 1) * place.tokens * heads * model.v_head_size
-        work.append(MemoryBound("ring merge", 6 * merged, 4 * merged, 4 * (place.ring - 1), 2 * (place.ring - 1)))
+        merged = (steps - 1) * place.tokens * heads * model.v_head_size
+        work.append(MemoryBound("ring merge", 6 * merged, 4 * merged, 4 * (steps - 1), 2 * (steps - 1)))
     return Operator(
         "attention",
         core=AttentionCore(
@@ -165,13 +211,20 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
             pairs=_pairs(place),
             head=model.head_size,
             value_head=model.v_head_size,
-            steps=place.ring,
+            steps=steps,
         ),
         memory_bound=tuple(work),
         saved=tuple(saved),
         results=(SavedTensor("attention", model.n_heads * model.v_head_size * place.width, "width"),),
         messages=tuple(_context_messages(place, kv_heads)),
     )
+
+
+def _steps(place: Place) -> int:
+    """Returns the blocks of keys that a rank computes with one after the other: its own, and those that it receives."""
+    if place.ring == 1 or not place.window:
+        return place.ring
+    return 1 + len(ring_keys(place.model.seq_len, place.ring, 1, place.window, place.ring // 2).received)
 
 
 def _queries(place: Place) -> int:
@@ -183,8 +236,8 @@ def _pairs(place: Place) -> int:
     """Returns the (query, key) pairs per head and sequence, without halving for the causal mask: without a window each
     query with all keys, with one each query with the `window` keys up to its own and as many after it, as far as they
     exist. On a ring the count is that of the position with the most, the last, which has the middle of the sequence."""
-    seq_len, window = place.model.seq_len, place.model.window
-    if not 0 < window < seq_len:
+    seq_len, window = place.model.seq_len, place.window
+    if not window:
         return _queries(place) * seq_len
     middle, chunk = seq_len // 2, seq_len // (2 * place.ring)
     run = range(seq_len) if place.ring == 1 else range(middle - chunk, middle + chunk)
@@ -196,17 +249,32 @@ def _context_messages(place: Place, kv_heads: int) -> Iterator[Message]:
     """Yields the messages of attention if ranks hold parts of every sequence."""
     model, heads = place.model, place.model.n_heads // place.tp
     core = place.profile.selective == "core"
-    # With slices every slice sends the keys and values of all slices so far.
-    seen = place.tokens // place.slices * (place.slices * (place.slices + 1) // 2)
     # Key/value heads go to several ranks if there are fewer of them.
-    keys_and_values = seen * max(kv_heads, place.ulysses) * (model.head_size + model.v_head_size)
+    key_and_value = max(kv_heads, place.ulysses) * (model.head_size + model.v_head_size)
+    # With slices every slice sends the keys and values of all slices so far.
+    keys_and_values = place.tokens // place.slices * (place.slices * (place.slices + 1) // 2) * key_and_value
     if place.ulysses > 1:
         inputs = place.tokens * heads * model.head_size + keys_and_values
         output = place.tokens * heads * model.v_head_size
         yield Message("ulysses", "all_to_all", inputs, forward=1, full=1, selective=core, backward=1)
         # The last tensor that attention saves for its backward pass is the input of this exchange.
         yield Message("ulysses", "all_to_all", output, forward=1, full=1, backward=1)
-    if place.ring > 1:
+    if place.ring > 1 and place.window:
+        # Each message has the keys that one position sees; their gradients go back to where they came from.
+        every = ring_keys(model.seq_len, place.ring, place.slices, place.window, place.ring_rank)
+        each = place.sequences * key_and_value // place.ulysses
+        for keys, times in Counter(every.sent).items():
+            yield Message(
+                *("ring", "send", keys * each),
+                forward=times,
+                full=times,
+                selective=times * core,
+                backward=times,
+                beside="attention",
+            )
+        for keys, times in Counter(every.received).items():
+            yield Message("ring", "send", keys * each, "wide", backward=times, beside="attention")
+    elif place.ring > 1:
         hops = place.ring - 1
         back = Message("ring", "send", keys_and_values, backward=hops, beside="attention")
         yield back._replace(forward=hops, full=hops, selective=hops * core)

@@ -4,9 +4,9 @@ A multiplication of (m × k) by (k × n) counts 2 m k n. Everything else (norms,
 optimizer) counts nothing, as in the papers and in `torch.utils.flop_counter`, against which a test compares.
 
 Attention scores and their product with the values are counted in one of two ways:
-- `full`: every query with every key, seq_len × seq_len, as if there were no causal mask; with `model.window` the pairs
-  less than a window apart. Model FLOPs utilisation as PaLM defines it (Chowdhery et al. 2022, appendix B: 6 N + 12 L H
-  Q T per token) and as torchtitan and Megatron-LM report it counts so; so does every `mfu` that Phalanx prints.
+- `full`: every query with every key, seq_len × seq_len, as if there were no causal mask; in layers with a window the
+  pairs less than a window apart. Model FLOPs utilisation as PaLM defines it (Chowdhery et al. 2022, appendix B: 6 N +
+  12 L H Q T per token) and as torchtitan and Megatron-LM report it counts so; so does every `mfu` that Phalanx prints.
 - `causal`: half of that, the work that a kernel cannot avoid.
 
 Model FLOPs (`train_flops_*`) leave recomputation out; `phalanx.cost.flops` adds it.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal
 
-from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.kinds import BlockKind, block, block_kinds
 from phalanx.blocks.parameters import active_size, block_weights, vocabulary
 from phalanx.blocks.place import Place
 from phalanx.config.model import ModelConfig
@@ -60,7 +60,7 @@ def block_flops_per_token(model: ModelConfig, layer: int) -> int:
 def block_flops_per_sequence(model: ModelConfig, layer: int, attention: Attention = "full") -> int:
     """Returns the forward FLOPs of one block over a sequence: its matrices (of the routed experts those that a token
     visits) and its attention."""
-    return model.seq_len * matrix_flops_per_token(model, layer) + attention_flops_per_sequence(model, attention)
+    return model.seq_len * matrix_flops_per_token(model, layer) + attention_flops_per_sequence(model, layer, attention)
 
 
 @lru_cache(1024)
@@ -70,17 +70,21 @@ def matrix_flops_per_token(model: ModelConfig, layer: int) -> int:
     return 2 * sum(active_size(weight.name, weight.shape, model) for weight in weights if weight.is_matrix)
 
 
-def attention_flops_per_token(model: ModelConfig) -> int:
+def attention_flops_per_token(model: ModelConfig, layer: int) -> int:
     """Returns the forward FLOPs per token of one layer's attention: the mean over a sequence, rounded down."""
-    return attention_flops_per_sequence(model) // model.seq_len
+    return attention_flops_per_sequence(model, layer) // model.seq_len
+
+
+def attention_flops_per_sequence(model: ModelConfig, layer: int, attention: Attention = "full") -> int:
+    """Returns the forward FLOPs of one layer's scores (queries by keys) and of their product with the values, over a
+    sequence."""
+    flops = _core_flops(model, block_kinds(model)[layer])
+    return flops if attention == "full" else flops // 2
 
 
 @lru_cache(1024)
-def attention_flops_per_sequence(model: ModelConfig, attention: Attention = "full") -> int:
-    """Returns the forward FLOPs of one layer's scores (queries by keys) and of their product with the values, over a
-    sequence."""
-    core = next(operator.core for operator in block(Place(model), block_kinds(model)[0]) if operator.core)
-    return core.flops if attention == "full" else core.flops // 2
+def _core_flops(model: ModelConfig, kind: BlockKind) -> int:
+    return next(operator.core for operator in block(Place(model), kind) if operator.core).flops
 
 
 def head_flops_per_token(model: ModelConfig, vocab_size: int | None = None) -> int:

@@ -34,6 +34,10 @@ class Place(NamedTuple):
     narrow: bool = False
     """Whether matrix products are in 8 bits, which matters to frameworks that save their operands so."""
     profile: MemoryProfile = PHALANX
+    window: int = 0
+    """Keys that a query of this layer sees at most, fewer than the sequence has; 0: all. Set by the kind of block."""
+    ring_rank: int | None = None
+    """Position in the ring, on which messages depend with a window; None: a position with the most bytes."""
 
     @property
     def cp(self) -> int:
@@ -83,6 +87,7 @@ def place_of(
     narrow: bool = False,
     slices: int = 1,
     profile: MemoryProfile = PHALANX,
+    ring_rank: int | None = None,
 ) -> Place:
     """Returns the place of a rank under a layout."""
     return Place(
@@ -99,4 +104,5 @@ def place_of(
         width,
         narrow,
         profile,
+        ring_rank=ring_rank,
     )

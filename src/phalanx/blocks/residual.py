@@ -23,13 +23,12 @@ def norm(place: Place, name: str, *, first: bool = False) -> Operator:
     input, and each rank computes a part of their weights' gradients."""
     model, together = place.model, place.model.parallel_block
     numbers = place.hidden / (1 if together else place.token_share)
-    kernels = 1 if model.norm == "layernorm" else 4
     stream = model.d_model * place.width
     saved = SavedTensor(name, stream, "whole" if together else "tokens")
     return Operator(
         name,
         norm_weights(model, name, model.d_model, PARTIAL if together else PLAIN),
-        memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, kernels),),
+        memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, norm_kernels(model)),),
         saved=(saved,) if first or not together else (),
         results=(SavedTensor("block input", stream, "tokens"),) if first else (),
     )
@@ -114,6 +113,11 @@ def linear_weights(
         return (whole,)
     shape = whole._replace(name=f"{name}.bias", shape=(outputs,))
     return whole, shape if cuts_bias else shape._replace(cut="whole", tiled=False)
+
+
+def norm_kernels(model: ModelConfig) -> int:
+    """Returns the forward kernels of a norm without fusion."""
+    return 1 if model.norm == "layernorm" else 4
 
 
 def norm_weights(model: ModelConfig, name: str, width: int, weight: Weight = PLAIN) -> tuple[Weight, ...]:

@@ -109,7 +109,7 @@ class ModelConfig(Hashed):
     """The shape of a model."""
 
     preset: str = ""
-    """Start from a known model (gpt2, llama3-8b, ... ; `phalanx train --help` lists them); other fields override it."""
+    """Start from a known model (gpt2, llama3.1-8b, ... ; `phalanx models` lists them); other fields override it."""
     n_layers: Annotated[int, AtLeast(1)] = 4
     """Transformer blocks."""
     d_model: Annotated[int, AtLeast(1)] = 128
@@ -132,6 +132,11 @@ class ModelConfig(Hashed):
     full_every: Annotated[int, AtLeast(0)] = 0
     """With a window: every so-manieth layer attends to all keys, counted from 1 (Gemma 2 and gpt-oss: 2, Gemma 3: 6); 0
     means no layer."""
+    attention: str = ""
+    """Kind of attention (`phalanx models --kinds` lists them), or a pattern that repeats over the layers, such as
+    gated,heads; empty: latent with mla.kv_rank, otherwise heads."""
+    feed_forward: str = ""
+    """Kind of feed-forward layer, or a pattern; empty: experts with moe.n_experts, otherwise dense."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of normalisation."""
     norm_place: Literal["before", "after", "both"] = "before"
@@ -233,6 +238,3 @@ class ModelConfig(Hashed):
     @property
     def expert_ff_size(self) -> int:
         return self.moe.d_ff or self.ff_size
-
-    def is_moe_layer(self, layer: int) -> bool:
-        return self.moe.n_experts > 0 and layer >= self.moe.n_dense_layers

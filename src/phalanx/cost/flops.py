@@ -27,5 +27,5 @@ def _repeated_flops_per_sequence(model: ModelConfig, recomputes: str) -> int:
         if mode == "full":
             flops += block_flops_per_sequence(model, layer)
         elif mode == "selective":
-            flops += attention_flops_per_sequence(model)
+            flops += attention_flops_per_sequence(model, layer)
     return flops

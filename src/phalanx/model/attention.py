@@ -5,6 +5,7 @@ Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig
-from phalanx.model.layers import Linear, Project, Run, project, run
+from phalanx.model.attention_blocks import Scoring, capped
+from phalanx.model.blocked_attention import Reach, blocked_attention
+from phalanx.model.layers import Linear, Project, Run, make_norm, project, run
 from phalanx.model.noise import Noise
 from phalanx.model.rotary import rotate
-from phalanx.model.window import visible, window_attention
+from phalanx.model.window import visible
 
 
 class KeysAndValues(Protocol):
@@ -26,11 +29,22 @@ class KeysAndValues(Protocol):
         ...
 
 
+NormPair = Callable[[nn.Module, nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Applies a norm of queries and one of keys: (norm of queries, norm of keys, queries, keys) to both."""
+
+
+def norm_pair(q_norm: nn.Module, k_norm: nn.Module, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Applies each norm to its tensor, (..., size) to the same shape."""
+    return q_norm(q), k_norm(k)
+
+
 class Attention(nn.Module):
     """Causal self-attention with as many key/value heads as query heads, or fewer (Ainslie et al. 2023). A layout may
-    replace `project`, which applies the matrices that read the input."""
+    replace `project`, which applies the matrices that read the input, and `norm_all_heads`, which applies norms over
+    all heads of a token together."""
 
     project: Project = staticmethod(project)
+    norm_all_heads: NormPair = staticmethod(norm_pair)
 
     def __init__(self, model: ModelConfig, layer: int):
         super().__init__()
@@ -41,6 +55,12 @@ class Attention(nn.Module):
         self.wq = Linear(model.d_model, queries, bias=qkv_bias)
         self.wk = Linear(model.d_model, keys, bias=qkv_bias)
         self.wv = Linear(model.d_model, keys, bias=qkv_bias)
+        self.qk_norm = model.qk_norm
+        if self.qk_norm != "none":
+            whole = self.qk_norm == "width"
+            self.q_norm = make_norm(model, queries if whole else model.head_size)
+            self.k_norm = make_norm(model, keys if whole else model.head_size)
+        self.sinks = nn.Parameter(torch.empty(model.n_heads)) if model.sinks else None
         self.core = CoreAttention(model, layer)
         self.wo = Linear(queries, model.d_model, bias=model.bias)
 
@@ -53,22 +73,38 @@ class Attention(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         """Computes attention, (batch, seq, d_model) to the same shape."""
-        q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in self.qkv(x))
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
-        return self.wo(self.core(q, k, v, noise, documents).transpose(1, 2).flatten(2))
+        return self.wo(self.attend(self.qkv(x), rotary, noise, cache, documents))
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model)."""
         return self.project((self.wq, self.wk, self.wv), x)
 
+    def attend(
+        self,
+        qkv: Sequence[Tensor],
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: KeysAndValues | None,
+        documents: Tensor | None,
+    ) -> Tensor:
+        """Returns the heads' outputs, (batch, seq, heads × head_size), from the results of `qkv`."""
+        q, k, v = qkv
+        if self.qk_norm == "width":
+            q, k = self.norm_all_heads(self.q_norm, self.k_norm, q, k)
+        q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = norm_pair(self.q_norm, self.k_norm, q, k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        return self.core(q, k, v, noise, documents, self.sinks).transpose(1, 2).flatten(2)
+
 
 class CoreAttention(nn.Module):
-    """softmax(q kᵀ / √head_size) v. It is a parameterless module of its own because layouts treat it separately:
-    selective recomputation replaces `run`, which calls `attend`, and context parallelism replaces the module."""
+    """softmax(scale q kᵀ) v. It is a parameterless module of its own because layouts treat it separately: selective
+    recomputation replaces `run`, which calls `attend`, and context parallelism replaces the module."""
 
     run: Run = staticmethod(run)
 
@@ -76,41 +112,66 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.n_heads = model.n_heads
         self.dropout = model.dropout
-        self.window = model.window
+        self.window, self.seq_len = model.window_of(layer), model.seq_len
+        self.scoring = Scoring(model.attention_scale, model.attention_softcap)
         self.site = f"blocks.{layer}.attn.probabilities"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        noise: Noise | None,
+        documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Runs `attend`."""
-        return self.run(self.attend, q, k, v, noise, documents)
+        return self.run(self.attend, q, k, v, noise, documents, sinks)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        noise: Noise | None,
+        documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Maps `q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` in the same form to
         (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys.
 
         A query sees the last `window` keys up to its own (0: all), and with `documents` (batch, at least keys), the
-        document number of each token, only those of its own document."""
+        document number of each token, only those of its own document. `sinks` (heads,) are scores that join each
+        head's softmax and belong to no key (Xiao et al. 2023, section 3.3; gpt-oss)."""
         seq, keys = q.shape[2], k.shape[2]
         grouped = q.shape[1] != k.shape[1]
         if noise is not None and self.dropout > 0:
-            return self._with_dropout(q, k, v, noise, documents)
-        if 0 < self.window < keys:
-            if seq > 1 or documents is not None:
-                return window_attention(q, k, v, self.window, documents)
-            k, v = k[:, :, -self.window :], v[:, :, -self.window :]
-        elif documents is None and seq == keys:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            return self._with_dropout(q, k, v, noise, documents, sinks)
+        window = self.window if self.window < keys else 0
+        if window and seq == 1 and documents is None:
+            k, v, window = k[:, :, -window:], v[:, :, -window:], 0
+        if window or sinks is not None or self.scoring.softcap:
+            return blocked_attention(q, k, v, Reach(window, documents, self.scoring), sinks)
+        scale = self.scoring.scale or None
+        if documents is None and seq == keys:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, scale=scale)
         # torch's is_causal would align the first query with the first key. One query sees all keys.
         mask = None if seq == 1 and documents is None else self._visible(q, k, documents)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped, scale=scale)
 
-    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise, documents: Tensor | None) -> Tensor:
+    def _with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, noise: Noise, documents: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
         """Computes the same without a fused kernel: torch's fused kernels draw dropout masks of their own."""
         queries_per_key = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        scores = capped((q * self.scoring.scale_of(q)) @ k.transpose(-2, -1), self.scoring.softcap)
         scores = scores.masked_fill(~self._visible(q, k, documents), float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
         # In half precision the softmax adds in fp32 by itself; asked to return fp32 it would keep twice the memory.
-        return noise.dropout_heads(scores.softmax(dim=-1), self.dropout, self.site, self.n_heads) @ v
+        probabilities = scores.softmax(dim=-1)[..., : k.shape[2]]
+        return noise.dropout_heads(probabilities, self.dropout, self.site, self.n_heads) @ v
 
     def _visible(self, q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor:
         """Returns which keys the queries see, (seq, keys), or with documents (batch, 1, seq, keys)."""

@@ -5,9 +5,9 @@ attention over all their keys gives (Milakov and Gimelshein 2018; Liu et al. 202
 and the log-sum-exp over all keys, a block's gradients follow from its own keys alone (Dao et al. 2022, section B.2).
 
 Three back ends: torch's fused kernel for the CPU, its flash attention on CUDA, and products and a softmax step by step
-for what these cannot do: dropout, masks on CUDA, wide numbers there.
+for what these cannot do: dropout, capped scores, masks on CUDA, wide numbers there.
 
-Shapes: batch, heads, queries, keys; kv_heads divides heads. Scores are multiplied by head_size ** -0.5 of q.
+Shapes: batch, heads, queries, keys; kv_heads divides heads.
 """
 
 from __future__ import annotations
@@ -39,18 +39,40 @@ class Seen:
     """And what these are multiplied by."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Scoring:
+    """How the product of a query and a key becomes a score."""
+
+    scale: float = 0.0
+    """Multiplies it; 0 means head_size ** -0.5."""
+    softcap: float = 0.0
+    """Then a score s becomes c tanh(s / c) with this c; 0 leaves it."""
+
+    def scale_of(self, q: Tensor) -> float:
+        """Returns the factor for queries `q` (..., head_size)."""
+        return self.scale or q.shape[-1] ** -0.5
+
+
+PLAIN_SCORING = Scoring()
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """Returns c tanh(s / c) of scores s, or `scores` itself if c is 0."""
+    return (scores / softcap).tanh() * softcap if softcap else scores
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scoring: Scoring = PLAIN_SCORING) -> tuple[Tensor, Tensor]:
     """Returns output (batch, heads, queries, size of v's heads), and log-sum-exp (batch, heads, queries) in at least
     fp32, of `q` (batch, heads, queries, head_size) over `k` (batch, kv_heads, keys, head_size) and `v`. A query that
     sees nothing gets zeros and -inf."""
-    if _fused(q, v, seen):
+    if _fused(q, v, seen, scoring):
         padded = _padded(q, k, v)
         kernel = _cpu_forward if q.device.type == "cpu" else _cuda_forward
-        o, lse = kernel(*padded, seen, q.shape[-1] ** -0.5)
+        o, lse = kernel(*padded, seen, scoring.scale_of(q))
         return o[..., : v.shape[-1]], lse
     outputs, sums = [], []
     for rows in _runs(q, k):
-        scores = _scores(q[:, :, rows], k, seen, rows)
+        scores = _masked(capped(_scores(q[:, :, rows], k, scoring), scoring.softcap), seen, rows)
         lse = scores.logsumexp(dim=-1)
         probabilities = _probabilities(scores, lse)
         o = _fold(_dropped(probabilities, seen, rows).to(v.dtype), k.shape[1]) @ v
@@ -60,36 +82,47 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]
 
 
 def gradients(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    seen: Seen,
+    scoring: Scoring = PLAIN_SCORING,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a block's contributions to the gradients of `q`, `k` and `v`, where `o` and `lse` are those over all
     keys, also those of other blocks, and `gradient` is that of `o`."""
-    if _fused(q, v, seen):
+    if _fused(q, v, seen, scoring):
         padded, width = _padded(q, k, v), v.shape[-1]
         size = padded[0].shape[-1]
         kernel = _cpu_backward if q.device.type == "cpu" else _cuda_backward
         inputs = _widened(gradient, size), *padded, _widened(o, size)
-        of_q, of_k, of_v = kernel(*inputs, lse, seen, q.shape[-1] ** -0.5)
+        of_q, of_k, of_v = kernel(*inputs, lse, seen, scoring.scale_of(q))
         return of_q[..., : q.shape[-1]], of_k[..., : k.shape[-1]], of_v[..., :width]
-    wide, scale, kv_heads = lse.dtype, q.shape[-1] ** -0.5, k.shape[1]
+    wide, scale, kv_heads = lse.dtype, scoring.scale_of(q), k.shape[1]
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows in _runs(q, k):
         query, given = q[:, :, rows], gradient[:, :, rows]
-        probabilities = _probabilities(_scores(query, k, seen, rows), lse[:, :, rows])
+        scores = capped(_scores(query, k, scoring), scoring.softcap)
+        # Of c tanh(s / c), before unseen keys get -inf.
+        slope = 1 - (scores / scoring.softcap).square_() if scoring.softcap else None
+        probabilities = _probabilities(_masked(scores, seen, rows), lse[:, :, rows])
         passed = (_fold(given, kv_heads) @ v.transpose(-2, -1)).view_as(probabilities).to(wide)
         used, passed = _dropped(probabilities, seen, rows), _dropped(passed, seen, rows)
         of_v += _fold(used.to(v.dtype), kv_heads).transpose(-2, -1) @ _fold(given, kv_heads)
         # The sum over all keys of p dp, which makes the rows of the softmax's gradient sum to nothing.
         delta = (given.to(wide) * o[:, :, rows].to(wide)).sum(dim=-1, keepdim=True)
-        of_scores = _fold((probabilities * (passed - delta) * scale).to(q.dtype), kv_heads)
+        of_scores = probabilities * (passed - delta) * scale
+        of_scores = _fold((of_scores if slope is None else of_scores * slope).to(q.dtype), kv_heads)
         of_q[:, :, rows] = (of_scores @ k).view_as(query)
         of_k += of_scores.transpose(-2, -1) @ _fold(query, kv_heads)
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
 
-def _fused(q: Tensor, v: Tensor, seen: Seen) -> bool:
+def _fused(q: Tensor, v: Tensor, seen: Seen, scoring: Scoring) -> bool:
     """Returns whether one of torch's kernels computes it."""
-    if seen.keep is not None:
+    if seen.keep is not None or scoring.softcap:
         return False
     if q.device.type == "cpu":
         return True
@@ -159,14 +192,18 @@ def _runs(q: Tensor, k: Tensor) -> Iterator[slice]:
     return (slice(start, start + length) for start in range(0, q.shape[2], length))
 
 
-def _scores(q: Tensor, k: Tensor, seen: Seen, rows: slice) -> Tensor:
-    """Returns scores in at least fp32, (batch, heads, queries, keys), -inf for unseen keys, of queries `rows`."""
-    batch, heads, queries, size = q.shape
-    scores = _fold(q * size**-0.5, k.shape[1]) @ k.transpose(-2, -1)
-    scores = scores.view(batch, heads, queries, k.shape[2]).to(torch.promote_types(q.dtype, torch.float32))
+def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
+    """Returns scores of all keys, not yet capped, in at least fp32, (batch, heads, queries, keys)."""
+    batch, heads, queries, _ = q.shape
+    scores = _fold(q * scoring.scale_of(q), k.shape[1]) @ k.transpose(-2, -1)
+    return scores.view(batch, heads, queries, k.shape[2]).to(torch.promote_types(q.dtype, torch.float32))
+
+
+def _masked(scores: Tensor, seen: Seen, rows: slice) -> Tensor:
+    """Sets the scores of unseen keys of queries `rows` to -inf, in place."""
     mask = None if seen.mask is None else seen.mask[:, :, rows]
     if seen.causal:
-        mask = torch.ones(queries, k.shape[2], dtype=torch.bool, device=q.device).tril(rows.start)
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(rows.start)
     return scores if mask is None else scores.masked_fill_(~mask, float("-inf"))
 
 

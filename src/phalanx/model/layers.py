@@ -135,6 +135,11 @@ class MLP(nn.Module):
         return self.project((self.up,) if self.gate is None else (self.up, self.gate), x)
 
 
+def dense(model: ModelConfig, *_: object) -> MLP:
+    """Returns the MLP of a block."""
+    return MLP(model)
+
+
 def make_norm(model: ModelConfig, width: int | None = None) -> nn.Module:
     """Returns the model's normalisation over `width` elements, by default d_model."""
     width = width or model.d_model

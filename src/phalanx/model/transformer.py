@@ -13,23 +13,25 @@ Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.blocks.kind import SublayerKind
+from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
 from phalanx.blocks.parameters import vocabulary
 from phalanx.check.model import model_problems
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.model.attention import Attention, KeysAndValues
+from phalanx.model.attention import KeysAndValues
 from phalanx.model.cache import Cache
-from phalanx.model.latent import LatentAttention
-from phalanx.model.layers import MLP, Multiply, Run, make_norm, run, soft_cap
-from phalanx.model.moe import MixtureOfExperts, Routing
+from phalanx.model.layers import Multiply, Run, make_norm, run, soft_cap
+from phalanx.model.moe import Routing
 from phalanx.model.noise import Noise, dropout
 from phalanx.model.rotary import rotary_table
+from phalanx.model.sublayers import make_sublayer
 
 
 class Transformer(nn.Module):
@@ -98,8 +100,11 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         """Applies the blocks of `layers` in order to `x` (batch, seq, d_model)."""
-        rotary = self.rotary(positions, x.dtype)
+        everywhere = windowed = self.rotary(positions, x.dtype)
+        if self.config.window_rope_theta:
+            windowed = self.rotary(positions, x.dtype, windowed=True)
         for layer in layers:
+            rotary = windowed if self.config.window_of(int(layer)) else everywhere
             x = self.blocks[layer](x, rotary, noise, cache, documents)
         return x
 
@@ -122,9 +127,12 @@ class Transformer(nn.Module):
             x = x + self.positions(positions, tokens.shape)
         return dropout(x, self.config.dropout, noise, "embed")
 
-    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Returns the table that rotates queries and keys at `positions` (seq,); None for learned positions."""
-        return rotary_table(self.config, positions, dtype) if self.config.positions == "rope" else None
+    def rotary(self, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False) -> Tensor | None:
+        """Returns the table that rotates queries and keys at `positions` (seq,), `windowed` in layers with a window;
+        None for learned positions."""
+        if self.config.positions != "rope":
+            return None
+        return rotary_table(self.config, positions, dtype, windowed=windowed)
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns (..., vocab) from the output of `normed`, (..., d_model)."""
@@ -143,9 +151,9 @@ class PositionEmbedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP or experts, each between norms and added to the residual stream; one after the other
-    or, in a parallel block, both on the same stream. A layout may replace `run`, which calls `compute`, and
-    `run_halves`, which calls a parallel block's `halves`."""
+    """One layer: attention and a feed-forward layer of the kinds in phalanx.blocks.kinds, each between norms and added
+    to the residual stream; one after the other or, in a parallel block, both on the same stream. A layout may replace
+    `run`, which calls `compute`, and `run_halves`, which calls a parallel block's `halves`."""
 
     run: Run = staticmethod(run)
     run_halves: Run = staticmethod(run)
@@ -155,16 +163,21 @@ class Block(nn.Module):
         self.dropout = model.dropout
         self.parallel = model.parallel_block
         self.site = f"blocks.{layer}"
+        kind = block_kinds(model)[layer]
+        self.kinds = ATTENTION[kind.attention], FEED_FORWARD[kind.feed_forward]
         self.attn_norm = make_norm(model) if model.norms_inputs else nn.Identity()
-        self.attn = LatentAttention(model, layer) if model.mla.kv_rank else Attention(model, layer)
+        self.attn = make_sublayer(ATTENTION, kind.attention, model, layer)
         self.attn_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
         self.mlp_norm = make_norm(model) if model.norms_inputs else nn.Identity()
-        self.has_experts = model.is_moe_layer(layer)
-        if self.has_experts:
-            self.moe = MixtureOfExperts(model, layer, routing)
-        else:
-            self.mlp = MLP(model)
+        self.add_module(
+            self.kinds[1].name_in_block, make_sublayer(FEED_FORWARD, kind.feed_forward, model, layer, routing)
+        )
         self.mlp_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
+
+    def sublayers(self) -> Iterator[tuple[SublayerKind, nn.Module]]:
+        """Yields attention and the feed-forward layer, each with its kind."""
+        for kind in self.kinds:
+            yield kind, self.get_submodule(kind.name_in_block)
 
     def forward(
         self,
@@ -207,8 +220,8 @@ class Block(nn.Module):
         return self.attn(self.attn_norm(x), rotary, noise, cache, documents) + self.feed_forward(self.mlp_norm(x))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Applies the MLP or the experts, (batch, seq, d_model) to the same shape."""
-        return self.moe(x) if self.has_experts else self.mlp(x)
+        """Applies the feed-forward layer, (batch, seq, d_model) to the same shape."""
+        return getattr(self, self.kinds[1].name_in_block)(x)
 
 
 class Head(nn.Module):

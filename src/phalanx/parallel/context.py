@@ -15,34 +15,48 @@ from torch import Tensor, nn
 from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
+from phalanx.model.blocked_attention import Reach
 from phalanx.model.noise import Noise
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.modules import replace_modules
-from phalanx.parallel.ring import Dropping, ring_attention
+from phalanx.parallel.ring import ring_attention
+from phalanx.parallel.ring_blocks import Dropping
 from phalanx.parallel.ulysses import to_heads, to_tokens
 from phalanx.partition.sequence import rank_positions
 
 
-def connect(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
+def connect(model: nn.Module, mesh: Mesh) -> None:
     """Lets the attention of `model`, which gets a part of every sequence's tokens, see those of all cp ranks."""
     ring, ulysses = mesh.axis("ring"), mesh.axis("ulysses")
-    replace_modules(model, CoreAttention, lambda core: ContextAttention(core, layout, ring, ulysses))
+    replace_modules(model, CoreAttention, lambda core: ContextAttention(core, ring, ulysses))
 
 
 class ContextAttention(CoreAttention):
     """The attention core of a rank that has a part of every sequence's tokens."""
 
-    def __init__(self, core: CoreAttention, layout: Layout, ring: Axis, ulysses: Axis):
+    def __init__(self, core: CoreAttention, ring: Axis, ulysses: Axis):
         nn.Module.__init__(self)
-        self.n_heads, self.dropout, self.site, self.window = core.n_heads, core.dropout, core.site, core.window
-        self.layout, self.ring, self.ulysses = layout, ring, ulysses
+        self.n_heads, self.dropout, self.site = core.n_heads, core.dropout, core.site
+        # A window over whole sequences is none: keys then travel around the ring.
+        self.window, self.scoring = core.window if core.window < core.seq_len else 0, core.scoring
+        self.ring, self.ulysses = ring, ulysses
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise | None, documents: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        noise: Noise | None,
+        documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Computes the same as CoreAttention.attend, for `q` (batch, heads, tokens here, head_size), `k` and `v` of the
-        tokens here, of all slices of a sequence so far, and `documents` (batch, whole sequence)."""
+        tokens here, of all slices of a sequence so far, `documents` (batch, whole sequence) and `sinks` (heads,)."""
         ring, ulysses, slices = self.ring, self.ulysses, k.shape[2] // q.shape[2]
         if ulysses.size > 1:
             q, k, v = to_heads(q, ulysses), to_heads(k, ulysses, slices), to_heads(v, ulysses, slices)
+            if sinks is not None:
+                sinks = sinks.chunk(ulysses.size)[ulysses.rank]
             if noise is not None:
                 part, parts = noise.heads
                 noise = replace(noise, heads=(part * ulysses.size + ulysses.rank, parts * ulysses.size))
@@ -50,12 +64,12 @@ class ContextAttention(CoreAttention):
             dropping = None
             if noise is not None and self.dropout > 0:
                 dropping = Dropping(noise, self.dropout, self.site, self.n_heads)
-            o = ring_attention(q, k, v, ring, self.layout, self.window, documents, dropping)
+            o = ring_attention(q, k, v, ring, Reach(self.window, documents, self.scoring), dropping, sinks)
         else:
             if noise is not None:  # the queries that are now here are those of whole slices
                 last = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
                 noise = replace(noise, places=last, seq_len=noise.seq_len or k.shape[2])
-            o = super().attend(q, k, v, noise, documents)
+            o = super().attend(q, k, v, noise, documents, sinks)
         return to_tokens(o, ulysses) if ulysses.size > 1 else o
 
 

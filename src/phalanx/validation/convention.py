@@ -77,7 +77,7 @@ def flops_per_step(counts: Counts, model: ModelConfig, sequences: int, parameter
     if counts in ("full", "causal"):
         return train_flops_per_step(model, sequences, attention=counts)
     if counts == "parameters":
-        attention = 3 * model.n_layers * attention_flops_per_token(model)
+        attention = 3 * sum(attention_flops_per_token(model, layer) for layer in layers)
         return tokens * (6 * count_active(model) + attention)
     if counts == "hardware":
         return tokens * (4 * sum(block_flops_per_token(model, i) for i in layers) + 3 * head_flops_per_token(model))

@@ -14,6 +14,7 @@ from phalanx.blocks.ends import boundary
 from phalanx.blocks.place import place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
 from phalanx.cost.held import LayerKind, kinds_of
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.traffic.blocks import around_traffic, balanced_rows, block_traffic, row_traffic
@@ -24,7 +25,9 @@ from phalanx.cost.traffic.table import Table, Traffic
 from phalanx.errors import JobError
 from phalanx.partition.batch import Batch
 from phalanx.partition.recompute import written
+from phalanx.partition.sequence import cp_coordinates
 
+ADAMW = Optimizer()
 STATUS = 3 * 8
 """Bytes of loss, squared gradient norm, and whether to stop, in fp64."""
 
@@ -40,16 +43,18 @@ def step_traffic(
     stages: Sequence[range] | None = None,
     rank: int = 0,
     rows: float | None = None,
+    optimizer: Optimizer = ADAMW,
 ) -> Traffic:
     """Returns the bytes that `rank` (of all of `layout.world`) sends in one optimizer step, by mesh axis and
     collective, named as in the ledger. By default it is rank 0, whose ledger `phalanx train` reports.
 
-    Pipeline ranks differ; so do ranks of the shard axis, if tp or pp sums gradients of parameters that they shard
-    unevenly. `precision` and `gradients` are `train`'s, `vocab` the tokenizer's vocabulary size if the model leaves it
-    open. `stages` are the layers of each pipeline stage (phalanx.partition.cut.stages_of); None: those of
-    `layout.pp_cut`. `rows` are those that this rank sent to other ranks' experts, or as an expert's rank back to
-    theirs, in the forward passes of all layers and micro-batches, if known: each layer counts an equal share of them,
-    which matters if layers recompute differently.
+    Pipeline ranks differ; so do positions of a ring in layers with a window, and ranks of the shard axis, if tp or pp
+    sums gradients of parameters that they shard unevenly. `precision` and `gradients` are `train`'s, `vocab` the
+    tokenizer's vocabulary size if the model leaves it open. `stages` are the layers of each pipeline stage
+    (phalanx.partition.cut.stages_of); None: those of `layout.pp_cut`. `rows` are those that this rank sent to other
+    ranks' experts, or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, if
+    known: each layer counts an equal share of them, which matters if layers recompute differently. An `optimizer` that
+    updates whole matrices sends pieces of them.
 
     Replicas that synchronize every sync_every steps (local_sgd, diloco) send a share of it per step. A pipeline without
     a flush sends the mean over a run of steps. Raises JobError for sync=asp, in which a step's shares go to whichever
@@ -63,18 +68,19 @@ def step_traffic(
     if layout.processes == 1:
         return {}
     plan = pipeline_work(layout, model.n_layers, batch.accumulation, stages)
-    pp, shard_rank = rank // (layout.world // layout.pp), rank // layout.tp % layout.shard_ranks
+    pp = rank // (layout.world // layout.pp)
     work = plan.work[pp]
     runs = held_parameters(model, layout, vocab, plan, pp)
-    spread = Spread.of(layout, precision, gradients, shard_rank, drops=model.dropout > 0)
-    table = state_traffic(runs, spread, work)
-    place = place_of(model, layout, batch.micro_batch, width=WIDTHS[precision], slices=plan.slices)
+    spread = Spread.of(layout, precision, gradients, rank, drops=model.dropout > 0, optimizer=optimizer)
+    table = state_traffic(runs, spread, work, model)
+    ring_rank, _ = cp_coordinates(layout, rank // layout.tp % layout.cp)
+    place = place_of(model, layout, batch.micro_batch, width=WIDTHS[precision], slices=plan.slices, ring_rank=ring_rank)
     last, passed, routed = len(plan.cut) - 1, Table(), Counter[LayerKind]()
     for stage, passes in work.passes.items():
         here = around_traffic(place, first=stage == 0, last=stage == last)
         for kind, number in kinds_of(model, written(layout), plan.cut[stage]):
             here.take(block_traffic(place, *kind), number)
-            if kind.block.feed_forward != "experts":
+            if not kind.block.routed:
                 continue
             routed[kind] += number * passes.forward
             if rows is None:
