@@ -26,7 +26,9 @@ def experts(place: Place) -> Iterator[Operator]:
     stream, rows = model.d_model * width, routed_rows(place) / place.tokens
     arrived = rows * (place.profile.imbalance if place.ep > 1 else 1)
     yield _router(place, spread, rows)
-    yield _moving(place, "dispatch", rows, SavedTensor("places", 2 * INDEX * rows, spread))
+    # A row's token and its choice, and for each bias its expert.
+    places = 2 + model.bias * (2 + model.gated)
+    yield _moving(place, "dispatch", rows, SavedTensor("places", places * INDEX * rows, spread))
     up, activation, down = mlp(
         place, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts)
     )

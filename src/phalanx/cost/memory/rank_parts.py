@@ -148,7 +148,9 @@ class RankParts:
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs and of
         messages in transit. `gradients`: those of all weights are counted already."""
         step, layout = self.step, self.layout
-        again = layout.sp_regather or self.memory_profile.regathers
+        # In place of inputs a parallel block has the gradients of all tokens of its first half, while it computes those
+        # of its second.
+        again = layout.sp_regather or self.memory_profile.regathers or self.model.parallel_block
         gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
         between = step.under_way if layout.pp > 1 else 0
         most = max(self._backward(held, gradients) for held in self.blocks)
@@ -200,7 +202,7 @@ class RankParts:
         return others * (step.tokens * rows * each + 2 * step.stream / step.share)
 
     def _capped(self) -> int:
-        """Returns the bytes per logit that a soft cap saves: its result, in the memory of the logits."""
+        """Returns the bytes per logit that a soft cap saves: its result."""
         return self.width if self.model.logit_softcap else 0
 
     def whole(self) -> float:
