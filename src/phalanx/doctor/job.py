@@ -120,7 +120,7 @@ def memory(machine: CheckedMachine) -> Iterator[CheckResult]:
 def checkpoints(machine: CheckedMachine) -> Iterator[CheckResult]:
     """Yields whether the checkpoints that the job keeps fit on the file system of the run directory."""
     job, folder = machine.job, machine.run_directory.path
-    size = checkpoint_bytes(job.model, job.train.precision, _vocabulary(machine))
+    size = checkpoint_bytes(job.model, job.train.precision, _vocabulary(machine), job.optimizer)
     found = os.statvfs(nearest_folder(folder))
     free = found.f_bavail * found.f_frsize
     kept = (job.checkpoint.keep or 1) + 1

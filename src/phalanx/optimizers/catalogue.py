@@ -75,7 +75,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
         "adamw": OptimizerEntry(
             "Adam with decoupled weight decay",
             "Loshchilov & Hutter 2019, algorithm 2",
-            "phalanx.train.optimizers.adamw:adamw",
+            rule="phalanx.train.optimizers.adamw:adamw",
             state=_adamw_state,
             moved=_adamw_moved,
             options=("betas", "eps"),
@@ -83,7 +83,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
         "sgd": OptimizerEntry(
             "stochastic gradient descent with momentum, also Nesterov's",
             "Sutskever et al. 2013, section 2",
-            "phalanx.train.optimizers.sgd:sgd",
+            rule="phalanx.train.optimizers.sgd:sgd",
             state=_sgd_state,
             moved=_sgd_moved,
             options=("momentum", "nesterov"),
@@ -92,7 +92,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
         "lion": OptimizerEntry(
             "the sign of an interpolated momentum, with decoupled weight decay",
             "Chen et al. 2023, algorithm 2",
-            "phalanx.train.optimizers.lion:lion",
+            rule="phalanx.train.optimizers.lion:lion",
             state=_lion_state,
             moved=_lion_moved,
             options=("betas", "eps"),
@@ -101,7 +101,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
         "muon": OptimizerEntry(
             "orthogonalised momentum for the matrices of blocks, AdamW for the rest",
             "Jordan et al. 2024; Liu et al. 2025, section 2.2",
-            "phalanx.train.optimizers.muon:muon",
+            rule="phalanx.train.optimizers.muon:muon",
             state=_muon_state,
             moved=_muon_moved,
             flops=_muon_flops,
@@ -113,7 +113,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
         "adamw8bit": OptimizerEntry(
             "AdamW whose moments have 8 bits and a scale per block of a row",
             "Dettmers et al. 2022, section 2",
-            "phalanx.train.optimizers.adamw8bit:adamw8bit",
+            rule="phalanx.train.optimizers.adamw8bit:adamw8bit",
             state=_adamw8bit_state,
             moved=_adamw8bit_moved,
             options=("betas", "eps"),

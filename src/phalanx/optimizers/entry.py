@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from phalanx.config.constraints import Above, AtLeast, Below, Between, HalfOpen
 from phalanx.config.optimizer import Optimizer
+from phalanx.facts import Lazy, stated
 
 Shape = tuple[int, ...]
 Granularity = Literal["element", "block", "matrix"]
@@ -23,7 +24,7 @@ MASTER = "master"
 COMMON = ("name", "lr", "weight_decay", "clip", "schedule", "warmup_steps", "decay_steps", "decay_fraction")
 COMMON = (*COMMON, "min_lr_ratio", "outer_lr", "outer_momentum", "batch_scaling", "base_batch", "options")
 """Fields of `optimizer` that do not belong to one update rule."""
-_NAME, _REFERENCE = re.compile("[a-z][a-z0-9_]*"), re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_KIND = re.compile("[a-z][a-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def nothing(config: Optimizer, name: str, shape: Shape) -> float:
     return 0.0
 
 
+@stated
 @dataclass(frozen=True)
 class OptimizerEntry:
     """An optimizer with its facts. Functions get the job's options, and a parameter's name and whole shape; unless
@@ -61,9 +63,9 @@ class OptimizerEntry:
     """One line for lists."""
     source: str
     """Paper and section."""
-    torch_class: str
-    """The update rule as "module:name", imported when a run begins: a function of parameter groups and the job's
-    `optimizer` that returns a torch.optim.Optimizer (train/optimizer.py)."""
+    rule: Lazy
+    """The update rule: a function of parameter groups (train/optimizers/rule.py) and the job's `optimizer` that returns
+    a torch.optim.Optimizer."""
     state: Callable[[Optimizer, str, Shape], tuple[StateKind, ...]]
     """The state tensors of a parameter. The fp32 copy of a half-precision parameter is not among them."""
     moved: Callable[[Optimizer, str, Shape], float]
@@ -77,7 +79,7 @@ class OptimizerEntry:
     flops: Callable[[Optimizer, str, Shape], float] = nothing
     """FLOPs of matrix products per parameter in a step."""
     transient: Callable[[Optimizer, str, Shape], float] = nothing
-    """Bytes per parameter of temporary tensors while that parameter is updated; of the largest one counts."""
+    """Bytes per parameter of temporary tensors during the step; 0 if it updates a few elements at a time."""
     granularity: Granularity = "element"
     """Where shards may be cut: between any elements; between blocks of BLOCK elements (phalanx.optimizers.blocks),
     whose elements are updated together; or between parameters, if the update needs whole matrices."""
@@ -91,28 +93,13 @@ class OptimizerEntry:
 
 
 def problems(name: str, entry: OptimizerEntry) -> Iterator[str]:
-    """Yields what is wrong with the facts of an optimizer that is added."""
-    if not isinstance(entry, OptimizerEntry):
-        yield f"optimizer {name!r}: expected an OptimizerEntry, found {type(entry).__name__}"
-        return
-    where = f"optimizer {name!r}:"
-    if not _NAME.fullmatch(name):
-        yield f"{where} a name has lower-case letters, digits and underscores"
-    for fact in ("title", "source", "torch_class"):
-        if not isinstance(value := getattr(entry, fact), str) or not value.strip():
-            yield f"{where} {fact} is missing"
-    if isinstance(entry.torch_class, str) and entry.torch_class and not _REFERENCE.fullmatch(entry.torch_class):
-        yield f"{where} torch_class must be module:name, is {entry.torch_class!r}"
-    if entry.granularity not in get_args(Granularity):
-        yield f"{where} granularity must be one of {', '.join(get_args(Granularity))}, is {entry.granularity!r}"
-    known = {each.name for each in fields(Optimizer)} - set(COMMON)
-    for option in [*entry.options, *(each for each in entry.defaults if each not in COMMON)]:
+    """Yields what contradicts the facts of an optimizer that is added."""
+    known = {each.name for each in fields(Optimizer)}
+    for option in (*entry.options, *entry.defaults):
         if option not in known:
-            yield f"{where} optimizer has no field {option} (has: {', '.join(sorted(known))}); use extra_options"
-    missing = [fact for fact in ("state", "moved", "flops", "transient") if not callable(getattr(entry, fact))]
-    yield from (f"{where} {fact} must be a function of the options, a name and a shape" for fact in missing)
-    if not missing:
-        yield from (f"{where} {problem}" for problem in _wrong_facts(entry))
+            own = ", ".join(sorted(known - set(COMMON)))
+            yield f"optimizer has no field {option} (has: {own}); an option of your own belongs to extra_options"
+    yield from _wrong_facts(entry)
 
 
 def _wrong_facts(entry: OptimizerEntry) -> Iterator[str]:
@@ -125,8 +112,8 @@ def _wrong_facts(entry: OptimizerEntry) -> Iterator[str]:
         yield f"its facts cannot be computed: {type(error).__name__}: {error}"
         return
     kinds = [tensor.kind for tensor in tensors]
-    if len(set(kinds)) < len(kinds) or MASTER in kinds or not all(map(_NAME.fullmatch, kinds)):
-        yield f"kinds of state need names of their own, other than {MASTER}: {', '.join(kinds)}"
+    if len(set(kinds)) < len(kinds) or MASTER in kinds or not all(map(_KIND.fullmatch, kinds)):
+        yield f"kinds of state need names of their own, other than {MASTER}, are: {', '.join(kinds)}"
     if any(tensor.bytes < 0 or tensor.block < 1 for tensor in tensors):
         yield "state tensors need bytes of at least 0 and blocks of at least 1"
     yield from (f"{fact} must not be negative, is {value}" for fact, value in numbers.items() if value < 0)

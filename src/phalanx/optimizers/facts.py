@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 from math import prod
 
@@ -30,8 +30,8 @@ def kinds(config: Optimizer, shapes: Mapping[str, Shape]) -> tuple[str, ...]:
 
 
 def state_bytes_of(config: Optimizer, name: str, whole: Shape, elements: int, width: int) -> int:
-    """Returns the bytes of the state of `elements` elements of a parameter, whose numbers have `width` bytes: whole
-    blocks of it, as shards are cut."""
+    """Returns the bytes of the state of `elements` elements of a parameter, whose numbers have `width` bytes: of whole
+    blocks, as the optimizer's granularity cuts shards."""
     tensors, own = state_tensors(config, name, whole), _own_width(width)
     kept = sum((tensor.bytes or own) * (elements // tensor.block) for tensor in tensors)
     return kept + elements * _master_width(width)
@@ -57,6 +57,8 @@ class OptimizerCosts:
     """Bytes read and written in a step."""
     flops: float
     """FLOPs of matrix products in a step."""
+    transient: float
+    """Bytes of temporary tensors during the step."""
 
 
 @lru_cache(256)
@@ -65,17 +67,21 @@ def optimizer_costs(config: Optimizer, model: ModelConfig, width: int) -> Optimi
     Raises JobError for an unknown optimizer."""
     entry = entry_of(config.name)
     if not entry.by_shape:
-        return OptimizerCosts(
-            state_bytes_of(config, "", (), 1, width), entry.moved(config, "", ()), entry.flops(config, "", ())
-        )
-    shapes = parameter_shapes(model, model.vocab_size)
-    total, sums = 0, [0.0, 0.0, 0.0]
-    for name, whole in shapes.items():
+        return _costs_of_one(config, "", (), width)
+    sizes, sums = 0, [0.0] * len(fields(OptimizerCosts))
+    for name, whole in parameter_shapes(model, model.vocab_size).items():
         size = prod(whole)
-        own = state_bytes_of(config, name, whole, size, width), entry.moved(config, name, whole) * size
-        each = *own, entry.flops(config, name, whole) * size
-        total, sums = total + size, [a + b for a, b in zip(sums, each, strict=True)]
-    return OptimizerCosts(*(value / total for value in sums))
+        each = astuple(_costs_of_one(config, name, whole, width))
+        sizes, sums = sizes + size, [total + size * one for total, one in zip(sums, each, strict=True)]
+    return OptimizerCosts(*(total / sizes for total in sums))
+
+
+def _costs_of_one(config: Optimizer, name: str, whole: Shape, width: int) -> OptimizerCosts:
+    """Returns the costs per element of one parameter; with "" and () of any."""
+    entry, size = entry_of(config.name), prod(whole)
+    state = state_bytes_of(config, name, whole, size, width)
+    facts = (fact(config, name, whole) for fact in (entry.moved, entry.flops, entry.transient))
+    return OptimizerCosts(state if size == 1 else state / size, *facts)
 
 
 def extra_options(config: Optimizer) -> dict[str, float]:

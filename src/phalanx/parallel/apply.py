@@ -242,7 +242,7 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
         replicate=Axis("dp_replicate") if layout.independent_replicas > 1 else mesh.axis("dp_replicate"),
         dtype=torch.float32 if job.train.gradients == "fp32" else None,
         every_micro_batch=layout.accumulate == "sharded",
-        whole_matrices=entry_of(job.optimizer.name).needs_whole_matrices,
+        granularity=entry_of(job.optimizer.name).granularity,
         experts=(mesh.axis("ep"), mesh.axis("edp")) if layout.ep > 1 else None,
     )
     shards, replicas = sums.shard.size, sums.replicate.size

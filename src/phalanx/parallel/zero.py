@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis
-from phalanx.optimizers.matrices import matrix_elements
+from phalanx.optimizers.entry import Granularity
 from phalanx.parallel.bucket import Bucket, Slot, fill
 from phalanx.parallel.data import GradientSum, LocalModel, Replica, TensorSlices
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.parameter_shards import ParameterShard, Sharing
-from phalanx.partition.matrices import bucket_cut
+from phalanx.partition.buckets import granular_cut
 
 
 class BucketReplica(Replica):
@@ -45,7 +45,7 @@ class BucketReplica(Replica):
         for (stages, _, over), parameters in together.items():
             for group in fill(parameters, bucket_mb * 2**20):
                 dtype = sums.dtype or group[0][1].dtype
-                slots, each = _slots(group, over.size, model.tensor_slices if sums.whole_matrices else None)
+                slots, each = _slots(group, over.size, model.tensor_slices, sums.granularity)
                 self.buckets.append(Bucket(slots, over, sums.replicate, zero == 2 and over.size > 1, dtype, each))
                 if len(stages) == 1:
                     self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
@@ -173,13 +173,9 @@ def _arrive(buckets: Sequence[Bucket], *_: Any) -> None:
 
 
 def _slots(
-    group: Sequence[tuple[str, nn.Parameter]], ranks: int, slices: TensorSlices | None
+    group: Sequence[tuple[str, nn.Parameter]], ranks: int, slices: TensorSlices, granularity: Granularity
 ) -> tuple[list[Slot], int]:
-    """Returns the parameters' places in a bucket, and the elements of one rank's share. With the `slices` that tensor
-    ranks hold, no share ends within a matrix where bucket_cut finds that worthwhile."""
-    sizes, matrices = tuple(parameter.numel() for _, parameter in group), (0,) * len(group)
-    if slices is not None:
-        held = ((name, slices[name][0]) for name, _ in group)
-        matrices = tuple(matrix_elements(name, part.whole, part.shape) for name, part in held)
-    starts, each = bucket_cut(sizes, matrices, ranks)
+    """Returns the parameters' places in a bucket, and the elements of one rank's share."""
+    sizes, named = [parameter.numel() for _, parameter in group], [(name, slices[name][0].shape) for name, _ in group]
+    starts, each = granular_cut(granularity, sizes, named, ranks)
     return [Slot(name, parameter, start) for (name, parameter), start in zip(group, starts, strict=True)], each

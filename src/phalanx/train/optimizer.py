@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from phalanx.comm.axis import Axis
 from phalanx.config.optimizer import Optimizer
-from phalanx.errors import ExtensionError
-from phalanx.optimizers.catalogue import entry_of
+from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.optimizers.entry import MASTER, StateKind
 from phalanx.optimizers.facts import state_tensors
 from phalanx.parallel.matrices import MatrixUpdates
@@ -54,7 +52,8 @@ class ShardedOptimizer:
         ]
         # torch's optimizers refuse to have nothing to do.
         nothing: Groups = [{"params": [torch.zeros(1)], "shards": [None], "weight_decay": 0.0}]
-        self.rule = load(config)([group for group in groups if group["params"]] or nothing, config)
+        make_rule = OPTIMIZERS.code(config.name, "rule")
+        self.rule: torch.optim.Optimizer = make_rule([group for group in groups if group["params"]] or nothing, config)
         """The update rule."""
         if isinstance(self.rule, MatrixRule):
             self.rule.connect(MatrixUpdates(shards, tp or Axis("tp")), self.masters)
@@ -193,13 +192,3 @@ class ShardedOptimizer:
 
     def _gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters.values() if master.grad is not None]
-
-
-def load(config: Optimizer) -> Callable[[Groups, Optimizer], torch.optim.Optimizer]:
-    """Returns the function that makes an optimizer's update rule. Raises ExtensionError if it cannot be imported."""
-    reference = entry_of(config.name).torch_class
-    module, _, name = reference.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ExtensionError([f"optimizer {config.name!r}: {reference} cannot be imported: {error}"]) from error

@@ -23,8 +23,9 @@ from phalanx.cost.traffic.parameters import HeldParameter, LayerRun
 from phalanx.cost.traffic.passes import RankPasses
 from phalanx.cost.traffic.table import Table
 from phalanx.optimizers.catalogue import entry_of
-from phalanx.optimizers.matrices import matrix_elements
-from phalanx.partition.matrices import ShardRanges, bucket_cut
+from phalanx.optimizers.entry import Granularity
+from phalanx.partition.buckets import granular_cut
+from phalanx.partition.matrices import ShardRanges
 from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES, in_buckets
 
 
@@ -44,8 +45,8 @@ class Spread:
     tp_rank: int
     drops: bool
     """Whether the model has dropout."""
-    whole_matrices: bool
-    """Whether the optimizer updates matrices as a whole."""
+    granularity: Granularity
+    """Where the optimizer lets shards end."""
 
     @classmethod
     def of(
@@ -56,7 +57,7 @@ class Spread:
         # Half precisions have fp32 master weights.
         widths = width, 4 if gradients == "fp32" else width, max(width, 4)
         place = rank // layout.tp % layout.shard_ranks, rank % layout.tp
-        return cls(layout, *widths, *place, drops, entry_of(optimizer.name).needs_whole_matrices)
+        return cls(layout, *widths, *place, drops, entry_of(optimizer.name).granularity)
 
     @property
     def shard(self) -> tuple[str, int]:
@@ -81,7 +82,7 @@ def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses, mo
     instances: list[Instance] = []
     if layout.zero == 3 and layout.shard_ranks > 1:
         updated, width = _fsdp(table, runs, spread, work), spread.width
-        if spread.whole_matrices:
+        if spread.granularity == "matrix":
             instances = [_by_rows(layer, parameter, spread) for layer, parameter in instances_of(runs)]
     elif layout.shard_ranks * spread.replicas > 1:
         instances, width = _buckets(table, runs, spread, work), spread.gradient_width
@@ -93,10 +94,10 @@ def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses, mo
         for run in runs:
             for parameter in run.held:
                 updated[parameter] += run.times * parameter.size
-        if spread.whole_matrices:
+        if spread.granularity == "matrix":
             instances = [_by_rows(layer, parameter, spread) for layer, parameter in instances_of(runs)]
     _partials(table, updated, layout, width)
-    if spread.whole_matrices:
+    if spread.granularity == "matrix":
         matrix_traffic(table, instances, model, spread.master_width, layout.tp, spread.tp_rank)
     if layout.independent_replicas > 1:
         # Every sync_every steps all replicas synchronize and average their optimizers' parameters.
@@ -184,7 +185,8 @@ def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankP
         sizes = tuple(every[number][1].size for number in numbers)
         for bucket in _filled(sizes, least):
             here = [numbers[n] for n in bucket]
-            starts, share = bucket_cut(tuple(sizes[n] for n in bucket), _matrices(every, here, spread), ranks)
+            named = [(every[number][1].name, every[number][1].shape) for number in here]
+            starts, share = granular_cut(spread.granularity, [sizes[n] for n in bucket], named, ranks)
             # Replicas sum their shares once, when all gradients are there.
             _send(table, spread, axis, share, ranks, (1, reductions, 1))
             for number, start in zip(here, starts, strict=True):
@@ -192,14 +194,6 @@ def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankP
                 ranges = ShardRanges(parameter.size, share, -start)
                 found[number] = Instance(layer, parameter, axis, ranks, rank, ranges)
     return [found[number] for number in range(len(every))]
-
-
-def _matrices(every: Sequence[tuple[int, HeldParameter]], numbers: Sequence[int], spread: Spread) -> tuple[int, ...]:
-    """Returns the elements of one matrix of each parameter; 0 for those that may be cut anywhere."""
-    if not spread.whole_matrices:
-        return (0,) * len(numbers)
-    held = (every[number][1] for number in numbers)
-    return tuple(matrix_elements(parameter.name, parameter.shape, parameter.shape) for parameter in held)
 
 
 def _send(table: Table, spread: Spread, axis: str, share: int, ranks: int, times: tuple[int, int, int]) -> None:
