@@ -54,27 +54,30 @@ def several(largest: int) -> int:
     return max(1, ROUND_ELEMENTS // largest)
 
 
-@lru_cache(10_000)
 def matrix_work(model: ModelConfig, layout: Layout, kinds: Kinds) -> tuple[MatrixWork, ...]:
     """Returns the hidden matrices of a rank's blocks by the ranks that share them: the most work first, they are dealt
     out in turn (partition/matrices.py)."""
+    return _work(model, layout.tp, layout.ep, layout.shard_ranks, kinds)
+
+
+@lru_cache(10_000)
+def _work(model: ModelConfig, tp: int, ep: int, shard_ranks: int, kinds: Kinds) -> tuple[MatrixWork, ...]:
     shapes: dict[tuple[bool, int], dict[Shape, int]] = {}
     elements: dict[tuple[bool, int], int] = {}
     for kind, blocks in kinds:
         for weight in _matrices(model, kind):
-            dealt_out = weight.routed and layout.ep > 1
-            key = dealt_out, layout.tp if weight.dim is not None else 1
-            held = weight.shape_on(layout.tp, layout.ep)
+            key = weight.routed and ep > 1, tp if weight.dim is not None else 1
+            held = weight.shape_on(tp, ep)
             rows, columns = weight.shape[-2:]
             of_shape = shapes.setdefault(key, {})
             number = blocks * (held[0] if weight.routed else 1)
             of_shape[rows, columns] = of_shape.get((rows, columns), 0) + number
             elements[key] = elements.get(key, 0) + blocks * prod(held)
     found = []
-    for (dealt_out, tp), of_shape in shapes.items():
-        ranks = layout.shard_ranks // layout.ep if dealt_out else layout.shard_ranks
-        owned = tuple(_owned(of_shape, ranks * tp))
-        found.append(MatrixWork(dealt_out, ranks, tp, elements[dealt_out, tp], owned))
+    for (dealt_out, slices), of_shape in shapes.items():
+        ranks = shard_ranks // ep if dealt_out else shard_ranks
+        owned = tuple(_owned(of_shape, ranks * slices))
+        found.append(MatrixWork(dealt_out, ranks, slices, elements[dealt_out, slices], owned))
     return tuple(found)
 
 
@@ -94,28 +97,41 @@ def _owned(of_shape: dict[Shape, int], owners: int) -> Iterator[tuple[Shape, int
             yield shape, mine
 
 
-@lru_cache(10_000)
 def travelling(
-    model: ModelConfig, layout: Layout, kinds: Kinds, ends: tuple[bool, bool], width: int, *, experts: bool
+    model: ModelConfig, layout: Layout, kinds: Kinds, ends: tuple[bool, bool], width: int, work: MatrixWork
 ) -> float:
-    """Returns the share of the matrices' elements whose pieces travel between the ranks that shard them: all with
-    ZeRO-3, otherwise those of buckets that are not cut at matrices. `ends`: whether the rank has the embedding and the
-    head; `width`: bytes per element; `experts`: of those that ep distributes."""
-    ranks = layout.shard_ranks // layout.ep if experts else layout.shard_ranks
-    if ranks == 1 or layout.zero == 3:
-        return float(ranks > 1)
+    """Returns the share of the elements of some matrices whose pieces travel between the ranks that shard them: all
+    with ZeRO-3, otherwise those of buckets that are not cut at matrices. `ends`: whether the rank has the embedding and
+    the head; `width`: bytes per element."""
+    if work.ranks == 1 or layout.zero == 3:
+        return float(work.ranks > 1)
+    degrees = layout.tp, layout.ep, work.ranks
+    return _travelling(model, degrees, kinds, ends, layout.bucket_mb * 2**20 / width, work.experts)
+
+
+@lru_cache(10_000)
+def _travelling(
+    model: ModelConfig,
+    degrees: tuple[int, int, int],
+    kinds: Kinds,
+    ends: tuple[bool, bool],
+    least: float,
+    experts: bool,
+) -> float:
+    """Returns the same for tp, ep and the ranks that shard, and buckets of at least `least` elements."""
+    tp, ep, ranks = degrees
     named: list[tuple[str, Weight]] = []
     if not experts:
         named += [("", weight) for weight in embedding_weights(model, model.vocab_size) if ends[0]]
     for kind, blocks in kinds:
         own = [(f"blocks.0.{weight.name}", weight) for weight in block_weights(model, kind)]
-        named += [pair for pair in own if (pair[1].routed and layout.ep > 1) == experts] * blocks
+        named += [pair for pair in own if (pair[1].routed and ep > 1) == experts] * blocks
     if not experts:
         named += [("", weight) for weight in head_weights(model, model.vocab_size) if ends[1]]
-    shapes = [(name, weight.shape, weight.shape_on(layout.tp, layout.ep)) for name, weight in reversed(named)]
+    shapes = [(name, weight.shape, weight.shape_on(tp, ep)) for name, weight in reversed(named)]
     sizes = [prod(held) for *_, held in shapes]
     whole = moving = 0
-    for bucket in in_buckets([size * width for size in sizes], layout.bucket_mb * 2**20):
+    for bucket in in_buckets(sizes, least):
         here = tuple(sizes[n] for n in bucket)
         matrices = tuple(matrix_elements(*shapes[n]) for n in bucket)
         starts, each = bucket_cut(here, matrices, ranks)

@@ -25,7 +25,7 @@ def matrix_seconds(spec: StepSpec, content: Content) -> float:
                 for sizes in newton_schulz_products(*shape)
             )
         ends = content.embedding, content.head
-        share = travelling(spec.model, layout, kinds, ends, spec.width, experts=work.experts)
+        share = travelling(spec.model, layout, kinds, ends, spec.width, work)
         mine = work.elements / work.ranks * max(4, spec.width)
         among = group(layout, "edp" if work.experts else "shard")
         total += _both_ways(spec, mine * share, among, work.rounds)
