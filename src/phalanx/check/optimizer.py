@@ -35,6 +35,13 @@ def optimizer_problems(job: Job) -> Iterator[tuple[str, str]]:
         yield "optimizer.options", str(error)
     if "nesterov" in entry.options and config.nesterov and not config.momentum:
         yield "optimizer.nesterov", "Nesterov's momentum needs a momentum above 0; nearest legal: nesterov=false"
+    layout = job.layout
+    if entry.needs_whole_matrices and layout.sync == "asp" and layout.tp * layout.shard_ranks > 1:
+        yield (
+            "layout.sync",
+            f"with asp each rank's server updates by itself, but {config.name} needs whole matrices of all "
+            f"{layout.tp * layout.shard_ranks} ranks that share them; nearest legal: sync=bsp, or tp=1 and dp_shard=1",
+        )
 
 
 def block_problems(job: Job) -> Iterator[tuple[str, str]]:
