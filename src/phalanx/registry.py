@@ -58,7 +58,7 @@ class Registry(Mapping[str, T]):
 
     def __init__(self, kind: str, entries: Mapping[str, T], check: Check[T] | None = None):
         """`kind` is the entries' kind in messages, such as "schedule"; `check` judges those that are added later, and
-        `tests/test_extend.py` the project's own."""
+        the tests the project's own."""
         self.kind, self._entries, self._check = kind, dict(entries), check
         self._packages: dict[str, Package | None] = {}
         self._types = {type(entry) for entry in entries.values()}

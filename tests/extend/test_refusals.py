@@ -16,6 +16,7 @@ from phalanx.config.devices import DEVICES, device_reported_as
 from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry
 from phalanx.errors import ExtensionError
 from phalanx.schedule.catalogue import SCHEDULES, likely, problems
+from phalanx.validation.row import read as read_row
 
 DEVICE = Accelerator(name="mine", bf16_tflops=1, fp32_tflops=1, memory_gib=1, bandwidth_gbs=1)
 LINK = Link(gbs=10, latency_us=5)
@@ -49,7 +50,7 @@ def test_the_projects_own_entries_state_all_facts(kind: str, name: str):
 
 
 def test_every_table_has_its_function():
-    assert all(callable(getattr(extend, kind)) and table.kind == kind for kind, table in extend.TABLES.items())
+    assert all(callable(getattr(extend, kind)) for kind in extend.TABLES)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,10 @@ def test_a_cluster_states_its_device_and_both_links_of_one_node():
     assert "the name stands for the machine" in refused("cluster", "local", MachineEntry(NODE, "me"))[0]
     extend.cluster("mine", MachineEntry(NODE, "me"))
     assert CLUSTERS["mine"] == replace(NODE, preset="mine")
+    # A table of measurements names it, or its device.
+    measured = {"model_name": "llama3-8b", "n_gpus": "4", "dp": "4", "global_batch_seqs": "8", "step_time_s": "1.5"}
+    for gpu in ("Mine", "mine"):
+        assert read_row({**measured, "gpu": gpu}).spec.cluster.accelerator == DEVICE
     MACHINES.remove("mine")
     assert "mine" not in CLUSTERS
     extend.cluster("mine", MachineEntry(replace(NODE, devices_per_node=1, intra=Link()), "me"))
