@@ -14,7 +14,11 @@ from typing import Any
 
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import MACHINES, MachineEntry
-from phalanx.config.devices import DEVICES, DeviceEntry
+from phalanx.config.corpora import CORPORA, CorpusEntry
+from phalanx.config.data import Data
+from phalanx.config.device_entry import DeviceEntry
+from phalanx.config.devices import DEVICES
+from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry
 from phalanx.errors import DataError, ExtensionError, JobError
 from phalanx.registry import Registry
 from phalanx.schedule.catalogue import SCHEDULES
@@ -27,6 +31,8 @@ __all__ = [
     "Accelerator",
     "Action",
     "Cluster",
+    "CorpusEntry",
+    "Data",
     "DataError",
     "DeviceEntry",
     "ExtensionError",
@@ -35,10 +41,13 @@ __all__ = [
     "MachineEntry",
     "Schedule",
     "ScheduleEntry",
+    "TokenizerEntry",
     "cluster",
+    "corpus",
     "device",
     "round_robin",
     "schedule",
+    "tokenizer",
     "v_shape",
 ]
 
@@ -46,6 +55,8 @@ TABLES: Mapping[str, Registry[Any]] = {
     "schedule": SCHEDULES,
     "device": DEVICES,
     "cluster": MACHINES,
+    "corpus": CORPORA,
+    "tokenizer": TOKENIZERS,
 }
 """Every table that packages may add to, by the name of its function here."""
 
@@ -65,3 +76,14 @@ def device(name: str, entry: DeviceEntry) -> None:
 def cluster(name: str, entry: MachineEntry) -> None:
     """Adds a machine, as one node: `cluster=name:NODES`. Raises ExtensionError with every problem."""
     MACHINES.add(name, entry)
+
+
+def corpus(name: str, entry: CorpusEntry) -> None:
+    """Adds a corpus: `data.corpus=name`. Raises ExtensionError with every problem."""
+    CORPORA.add(name, entry)
+
+
+def tokenizer(name: str, entry: TokenizerEntry) -> None:
+    """Adds a kind of tokenizer: `data.tokenizer=name`. What it makes is a `phalanx.data.tokenizer.Tokenizer`,
+    and is checked when it is made. Raises ExtensionError with every problem."""
+    TOKENIZERS.add(name, entry)

@@ -143,6 +143,13 @@ def test_a_context_parallel_rank_keeps_its_share(ranks, layout):
     assert found[0] == pytest.approx(activation_bytes(model, layout, 2), rel=0.05)
 
 
+@pytest.mark.parametrize("more", [{"sinks": True}, {"attention_softcap": 20.0}, {"sinks": True, "window": 9}], ids=str)
+def test_dropout_keeps_scores_with_sinks_and_caps_too(ranks, more):
+    model = replace(ONE, **more)
+    (found,) = ranks(kept, 1, Layout(), model)
+    assert found == pytest.approx(activation_bytes(model, Layout(), 2), rel=0.03)
+
+
 S, B, H, A = ONE.seq_len, 2, ONE.d_model, ONE.n_heads
 SP = {"sp": True, "sp_regather": True}
 ROWS = {

@@ -17,10 +17,9 @@ from phalanx.config.clusters import cluster_of
 from phalanx.config.fields import get, leaves, replace
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
-from phalanx.config.presets import PRESETS
+from phalanx.config.presets import PRESETS, unknown
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
-from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.schedule import catalogue
 
@@ -189,7 +188,7 @@ def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[
 def _model_of(preset: str) -> ModelConfig:
     """Returns the model of `model.preset`. Raises JobError with the nearest name if it is unknown."""
     if preset not in PRESETS:
-        raise JobError(f"no model preset {preset!r}{did_you_mean(preset, PRESETS)} (known: {', '.join(PRESETS)})")
+        raise JobError(f"no model preset {preset!r}{unknown(preset)}")
     return PRESETS[preset]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.blocks.kinds import TABLES, chosen_kinds
+from phalanx.blocks.kinds import HALVES, TABLES, Half, chosen_kinds
 from phalanx.config.fields import get
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import did_you_mean, nearest_of
@@ -12,30 +12,18 @@ from phalanx.nearest import did_you_mean, nearest_of
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the dotted path of each wrong field, and the message."""
-    for half, table in TABLES.items():
-        names = chosen_kinds(model, half)
-        unknown = [name for name in names if name not in table]
-        for name in unknown:
-            known = ", ".join(table)
-            yield f"model.{half}", f"no {table.kind} {name!r}{did_you_mean(name, table)} (known: {known})"
-        if unknown:
-            continue
-        kinds = [table[name] for name in names]
-        needed = {path for kind in kinds for path in kind.needs}
-        for kind in kinds:
-            missing = [path for path in kind.needs if not get(model, path)]
-            for path in missing:
-                yield f"model.{path}", f"{table.kind} {kind.name} needs it above 0, is {get(model, path)}"
-            if not missing:
-                yield from kind.problems(model)
-        for other in table.values():
-            for path in other.needs:
-                if get(model, path) and path not in needed:
-                    yield (
-                        f"model.{half}",
-                        f"{table.kind} {', '.join(names)} does not use model.{path} {get(model, path)}; nearest legal: "
-                        f"{half}={other.name}, or {path}=0",
-                    )
+    if model.parallel_block and model.norms_outputs:
+        yield (
+            "model.norm_place",
+            "a parallel block adds the outputs of attention and MLP before one sum over tensor ranks, so neither can "
+            f"be normalised by itself: must be before, is {model.norm_place}; nearest legal: before, or "
+            "parallel_block=false",
+        )
+    if unknown := list(unknown_kinds(model)):
+        yield from unknown
+        return
+    for half in HALVES:
+        yield from _kinds(model, half)
     if model.mla.kv_rank:
         yield from _beside_latent_attention(model)
     if model.positions == "rope":
@@ -59,6 +47,37 @@ def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
         )
 
 
+def unknown_kinds(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the path and the message of each kind of layer that is in no table."""
+    for half, table in TABLES.items():
+        for name in dict.fromkeys(chosen_kinds(model, half)):
+            if name not in table:
+                known = ", ".join(table)
+                yield f"model.{half}", f"no {table.kind} {name!r}{did_you_mean(name, table)} (known: {known})"
+
+
+def _kinds(model: ModelConfig, half: Half) -> Iterator[tuple[str, str]]:
+    """Yields the problems of the kinds of one half of the blocks."""
+    table, names = TABLES[half], tuple(dict.fromkeys(chosen_kinds(model, half)))
+    for name in names:
+        missing = [path for path in table[name].needs if not get(model, path)]
+        for path in missing:
+            yield f"model.{path}", f"{table.kind} {name} needs it above 0, is {get(model, path)}"
+        if not missing:
+            yield from table[name].problems(model)
+    if not getattr(model, half):
+        return  # chosen by the very fields that they need
+    needed = {path for name in names for path in table[name].needs}
+    for other, kind in table.items():
+        for path in kind.needs:
+            if get(model, path) and path not in needed:
+                yield (
+                    f"model.{half}",
+                    f"{table.kind} {', '.join(names)} does not use model.{path} {get(model, path)}; nearest legal: "
+                    f"{half}={other}, or {path}=0",
+                )
+
+
 def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the problems of rotary positions, except those of latent attention's own size."""
     size, head, scaling = model.rotary_size, model.head_size, model.rope_scaling
@@ -76,10 +95,10 @@ def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
                 f"rotary positions turn pairs: head_size {head} × {model.rotary_fraction:g} = {size} must be even and "
                 f"above 0; nearest numbers of elements: {near}",
             )
-    if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast <= scaling.beta_slow:
+    if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast < scaling.beta_slow:
         yield (
             "model.rope_scaling.beta_fast",
-            f"must be above beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
+            f"must be at least beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
             "beta_fast=32, beta_slow=1",
         )
     if scaling.kind == "yarn" and scaling.factor > 1 and model.rope_theta <= 1:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from phalanx.blocks.parameters import count, count_active
 from phalanx.cli.calibration import calibration_document
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.framework import OPTIONS, asked
@@ -111,7 +112,8 @@ def _traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:
 def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Returns the document of `--json` (docs/predict.md)."""
     hints = [] if prediction.fits else [vars(one) for one in advice(spec)]
-    return {**document(prediction), "traffic_bytes": traffic, "advice": hints}
+    sizes = {"parameters": count(spec.model), "active_parameters": count_active(spec.model)}
+    return {**document(prediction), **sizes, "traffic_bytes": traffic, "advice": hints}
 
 
 def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> str:

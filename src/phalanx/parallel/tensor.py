@@ -12,7 +12,7 @@ copy-free all-gather for any batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from phalanx.blocks.kind import Connection
 from phalanx.comm.axis import Axis
-from phalanx.model.attention import Attention
 from phalanx.model.experts import GroupedLinear
 from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
@@ -103,9 +102,7 @@ def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str]
     made: set[nn.Module] = set()
     for layer, block in model.blocks.items():
         assert isinstance(block, Block), "nothing wraps blocks before this"
-        how = replace(parallel, regather=False) if layer in keeps else parallel
-        for kind, sublayer in block.sublayers():
-            made |= _connect_sublayer(sublayer, kind.connection, how)
+        made |= _connect_block(block, replace(parallel, regather=False) if layer in keeps else parallel)
     if isinstance(model.embed, nn.Embedding):  # a pipeline stage may have none
         model.embed = ParallelEmbedding(model.embed, parallel)
     if isinstance(model.positions, PositionEmbedding):
@@ -115,35 +112,50 @@ def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str]
     return made
 
 
-def _connect_sublayer(layer: nn.Module, connection: Connection, parallel: TensorParallel) -> set[nn.Module]:
-    """Replaces the layers of attention or of a feed-forward layer, as its kind says. Where no linear layer reads the
-    input or writes the output, every rank computes everything between (compressions, routers), and hooks on the whole
-    module communicate."""
-    named, made = dict(layer.named_modules()), set[nn.Module]()
+def _connect_block(block: Block, parallel: TensorParallel) -> set[nn.Module]:
+    """Replaces one block's layers, as their kinds say. A parallel block communicates around both halves."""
+    for _, half in block.sublayers():
+        if hasattr(half, "norm_all_heads"):
+            half.norm_all_heads = NormAllHeads(parallel.tp)  # pyright: ignore[reportArgumentType]
+    if not block.parallel:
+        return set().union(*(_connect_half(half, kind.connection, parallel) for kind, half in block.sublayers()))
+    block.run_halves = BothHalves(parallel)
+    for kind, half in block.sublayers():
+        _add_biases_once(half, kind.connection, parallel)
+    return set()
+
+
+def _connect_half(half: nn.Module, connection: Connection, parallel: TensorParallel) -> set[nn.Module]:
+    """Replaces the layers of attention or of a feed-forward layer. Where no linear layer reads the input or writes the
+    output alone, hooks on the whole module communicate, and every rank computes everything between: compressions,
+    routers."""
+    named, made = dict(half.named_modules()), set[nn.Module]()
     if connection.reads:
-        layer.project = ColumnParallel(parallel)  # pyright: ignore[reportArgumentType]
+        half.project = ColumnParallel(parallel)  # pyright: ignore[reportArgumentType]
         made |= {named[name] for name in connection.reads if name in named}
     else:
-        layer.register_forward_pre_hook(GatherInput(parallel))
-    if connection.writes:
-        plain = named[connection.writes]
+        half.register_forward_pre_hook(GatherInput(parallel))
+    if len(connection.writes) == 1:
+        (name,) = connection.writes
+        plain = named[name]
         assert isinstance(plain, Linear), "compared with the kind when the module was made"
-        writes = RowParallelLinear.of(plain, parallel)
-        layer.set_submodule(connection.writes, writes)
-        made.add(writes)
+        half.set_submodule(name, RowParallelLinear.of(plain, parallel))
+        made.add(half.get_submodule(name))
     else:
-        layer.register_forward_hook(ReduceOutput(parallel))
-    if isinstance(layer, Attention):
-        layer.norm_all_heads = NormAllHeads(parallel.tp)
-    for name in connection.first_rank_biases:
-        match named.get(name):
-            case GroupedLinear() as stacked:
-                stacked.bias_factor = float(parallel.tp.rank == 0)
-            case Linear(bias=Tensor()) as plain:
-                layer.set_submodule(name, FirstRankBias.of(plain, parallel))
-            case _:
-                pass  # there are none of them, or none with a bias
+        half.register_forward_hook(ReduceOutput(parallel))
+        _add_biases_once(half, connection, parallel)
     return made
+
+
+def _add_biases_once(half: nn.Module, connection: Connection, parallel: TensorParallel) -> None:
+    """Makes one rank add the biases in the output of `half`, which the ranks then sum."""
+    named = dict(half.named_modules())
+    for name in connection.writes:
+        last = named.get(name)
+        if isinstance(last, GroupedLinear):
+            last.bias_factor = float(parallel.tp.rank == 0)
+        elif isinstance(last, Linear) and last.bias is not None:
+            half.set_submodule(name, FirstRankBias.of(last, parallel))
 
 
 @dataclass(frozen=True)
@@ -237,6 +249,22 @@ class ReduceOutput:
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         """Sums the ranks' outputs (batch, seq, d_model)."""
         return _ReduceTokens.apply(output, self.parallel)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class BothHalves:
+    """Runs the halves of a parallel block between one exchange off the residual stream and one onto it: the
+    `run_halves` of a block.
+
+    Every rank normalises all tokens for its own heads and columns, so its norms have parts of their gradients. Had each
+    half its own exchange, as many bytes again would be sent."""
+
+    parallel: TensorParallel
+
+    def __call__(self, halves: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+        """Calls `halves` with all tokens of `x`, this rank's part of (batch, seq, d_model), and sums the results."""
+        whole = _GatherTokens.apply(x, self.parallel)
+        return _ReduceTokens.apply(halves(whole, *others), self.parallel)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.entry import MASTER
 from phalanx.optimizers.facts import kinds
+from phalanx.train.facts import extension_facts
 from phalanx.train.guard.history import History
 from phalanx.train.step import Stepper
 
@@ -109,6 +110,7 @@ class TrainState:
             "val_loss": self.val_loss,
             "val_step": self.val_step,
             "guard": self.history.state(),
+            "extensions": extension_facts(),
         }
 
     def _held(self) -> Iterator[HeldTensor]:

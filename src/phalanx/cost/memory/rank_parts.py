@@ -192,6 +192,7 @@ class RankParts:
         wide, narrow = self.memory_profile.split_loss_tensors if layout.tp > 1 else self.memory_profile.loss_tensors
         # What is in fp32 anyway needs no second form.
         each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
+        each += self._capped()
         read = 2 * step.stream / step.share + (step.stream if layout.sp and layout.tp > 1 else 0)
         if layout.loss_chunk:  # of chunks before this one: gradients of what they read, and of the head
             read += step.stream + table(self.model, layout.tp) * self.width
@@ -205,7 +206,12 @@ class RankParts:
             return 0
         step, layout = self.step, self.layout
         rows = 0 if layout.loss_chunk else table(self.model, layout.tp) // self.model.d_model
-        return others * (step.tokens * rows * max(4, self.width) + 2 * step.stream / step.share)
+        each = max(4, self.width) + self._capped()
+        return others * (step.tokens * rows * each + 2 * step.stream / step.share)
+
+    def _capped(self) -> int:
+        """Returns the bytes per logit that a soft cap saves: its result, in the memory of the logits."""
+        return self.width if self.model.logit_softcap else 0
 
     def whole(self) -> float:
         """Returns the bytes of ZeRO-3's unsharded parameters and their gradients in transit, of buckets and dummies."""
