@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
+from typing import Literal
 
 from phalanx.blocks.ends import embedding_weights, head_weights
 from phalanx.blocks.kinds import BlockKind
 from phalanx.blocks.operator import Weight
 from phalanx.blocks.parameters import block_weights
-from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.cost.spec import StepSpec
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.optimizers.matrices import is_hidden_matrix, matrix_elements, newton_schulz_flops
-from phalanx.partition.matrices import ROUND_ELEMENTS, ShardRanges, bucket_cut
+from phalanx.partition.matrices import ROUND_ELEMENTS, Owner, Piece, ShardRanges, SharedMatrix, bucket_cut, rounds
 from phalanx.partition.tensor_slices import in_buckets
 
+MANY = 32
+"""Matrices per rank from which on it hardly matters which rank has which: they are counted as dealt in turn."""
 Kinds = tuple[tuple[BlockKind, int], ...]
 """Blocks of a rank: each kind with its number."""
 Shape = tuple[int, int]
+Owned = tuple[tuple[Shape, int], ...]
+"""Shapes of whole matrices with their numbers, the most work first."""
 
 
 @dataclass(frozen=True)
 class MatrixWork:
-    """Matrices that the same ranks share, and what the busiest of them does."""
+    """Matrices that the same ranks share, and who computes with them."""
 
     experts: bool
     """Whether they are experts' that ep distributes."""
@@ -35,114 +41,163 @@ class MatrixWork:
     """Tensor ranks that hold slices; 1 if each holds the whole."""
     elements: int
     """Elements on a tensor rank before they are sharded."""
-    owned: tuple[tuple[Shape, int], ...]
-    """The shapes of whole matrices that the busiest rank computes with, and their numbers."""
+    moved: float
+    """Share of the elements whose pieces travel between the ranks that shard them: all with ZeRO-3, otherwise those of
+    buckets that are not cut at matrices."""
+    owned: tuple[Owned, ...]
+    """The matrices that a rank computes with: those of the busiest one, or of several different ones."""
 
-    @property
-    def together(self) -> int:
-        """Matrices that the rank computes with at a time, at most."""
-        return min(sum(n for _, n in self.owned), several(max(prod(shape) for shape, _ in self.owned)))
+    def together(self, owned: Owned) -> int:
+        """Returns how many of its matrices a rank computes with at a time, at most."""
+        return min(sum(n for _, n in owned), max(1, ROUND_ELEMENTS // max(prod(shape) for shape, _ in owned)))
 
     @property
     def rounds(self) -> int:
-        """How often pieces travel."""
-        return ceil(sum(n for _, n in self.owned) / self.together)
+        """How often pieces travel, at most."""
+        return max(ceil(sum(n for _, n in owned) / self.together(owned)) for owned in self.owned)
+
+    @property
+    def most_elements(self) -> int:
+        """The most elements of temporary tensors at a time on any rank, while the largest matrices are computed: all of
+        them if their pieces have come, otherwise those that are computed with others of their shape; besides, for
+        one shape at a time, a second copy and two Gram matrices."""
+        most, comes = 0, self.tp > 1 or self.moved > 0
+        for owned in self.owned:
+            left, total, largest = self.together(owned), 0, 0
+            for shape, number in owned:
+                here = min(left, number)
+                left -= here
+                size = here * prod(shape)
+                total += size if comes or here > 1 else 0
+                largest = max(largest, size + 2 * here * min(shape) ** 2)
+            most = max(most, total + largest, 2 * total)
+        return most
 
 
-def several(largest: int) -> int:
-    """Returns how many matrices of at most `largest` elements a rank computes with at a time."""
-    return max(1, ROUND_ELEMENTS // largest)
-
-
-def matrix_work(model: ModelConfig, layout: Layout, kinds: Kinds) -> tuple[MatrixWork, ...]:
-    """Returns the hidden matrices of a rank's blocks by the ranks that share them: the most work first, they are dealt
-    out in turn (partition/matrices.py)."""
-    return _work(model, layout.tp, layout.ep, layout.shard_ranks, kinds)
+def matrix_work(spec: StepSpec, kinds: Kinds, ends: tuple[bool, bool]) -> tuple[MatrixWork, ...]:
+    """Returns the hidden matrices of ranks with these blocks, by the ranks that share them; nothing for an optimizer
+    that updates elements. `ends`: whether the ranks have the embedding and the head."""
+    if not entry_of(spec.optimizer.name).needs_whole_matrices:
+        return ()
+    layout = spec.layout
+    if layout.zero == 3 or layout.shard_ranks == 1:
+        return _balanced(spec.model, layout.tp, layout.ep, layout.shard_ranks, kinds)
+    least = layout.bucket_mb * 2**20 / spec.width
+    if layout.ep == 1:
+        return _in_buckets(spec.model, layout.tp, 1, layout.shard_ranks, kinds, ends, least)
+    dense = _in_buckets(spec.model, layout.tp, 1, layout.shard_ranks, kinds, ends, least, "dense")
+    ranks = layout.shard_ranks // layout.ep
+    return dense + _in_buckets(spec.model, layout.tp, layout.ep, ranks, kinds, (False, False), least, "experts")
 
 
 @lru_cache(10_000)
-def _work(model: ModelConfig, tp: int, ep: int, shard_ranks: int, kinds: Kinds) -> tuple[MatrixWork, ...]:
-    shapes: dict[tuple[bool, int], dict[Shape, int]] = {}
-    elements: dict[tuple[bool, int], int] = {}
+def _balanced(model: ModelConfig, tp: int, ep: int, shard_ranks: int, kinds: Kinds) -> tuple[MatrixWork, ...]:
+    """Returns the matrices if each rank may have any of them."""
+    numbers: dict[tuple[bool, int], Counter[Shape]] = {}
+    elements = Counter[tuple[bool, int]]()
     for kind, blocks in kinds:
-        for weight in _matrices(model, kind):
-            key = weight.routed and ep > 1, tp if weight.dim is not None else 1
+        for weight in _weights(model, kind):
+            if not is_hidden_matrix(weight.name, weight.shape):
+                continue
+            key = weight.routed and ep > 1, _slices(weight, tp)
             held = weight.shape_on(tp, ep)
-            rows, columns = weight.shape[-2:]
-            of_shape = shapes.setdefault(key, {})
-            number = blocks * (held[0] if weight.routed else 1)
-            of_shape[rows, columns] = of_shape.get((rows, columns), 0) + number
-            elements[key] = elements.get(key, 0) + blocks * prod(held)
+            elements[key] += blocks * prod(held)
+            numbers.setdefault(key, Counter())[_shape(weight)] += blocks * (held[0] if weight.routed else 1)
     found = []
-    for (dealt_out, slices), of_shape in shapes.items():
-        ranks = shard_ranks // ep if dealt_out else shard_ranks
-        owned = tuple(_owned(of_shape, ranks * slices))
-        found.append(MatrixWork(dealt_out, ranks, slices, elements[dealt_out, slices], owned))
+    for (experts, slices), of_shape in numbers.items():
+        ranks = shard_ranks // ep if experts else shard_ranks
+        if of_shape.total() > MANY * ranks * slices:
+            owned = (_first_owner(of_shape, ranks * slices),)
+        else:
+            matrices = [matrix for shape, number in of_shape.items() for matrix in [_free(shape, ranks)] * number]
+            owned = _of_owners(matrices, ranks, slices)
+        found.append(MatrixWork(experts, ranks, slices, elements[experts, slices], float(ranks > 1), owned))
     return tuple(found)
 
 
-def _matrices(model: ModelConfig, kind: BlockKind) -> Iterator[Weight]:
-    return (
-        weight for weight in block_weights(model, kind) if is_hidden_matrix(f"blocks.0.{weight.name}", weight.shape)
-    )
+def _free(shape: Shape, ranks: int) -> SharedMatrix:
+    """Returns a matrix of which each rank has a part."""
+    size = prod(shape)
+    return SharedMatrix(shape, (Piece(ShardRanges(size, -(-size // ranks)), 0, size),))
 
 
-def _owned(of_shape: dict[Shape, int], owners: int) -> Iterator[tuple[Shape, int]]:
-    """Yields the matrices of the first of so many owners, which has the most work."""
-    first = 0
+def _first_owner(of_shape: Counter[Shape], owners: int) -> Owned:
+    """Returns the matrices of the first of so many owners, to whom they are dealt in turn, the most work first."""
+    first, owned = 0, list[tuple[Shape, int]]()
     for shape, number in sorted(of_shape.items(), key=lambda pair: -newton_schulz_flops(*pair[0])):
-        mine = len(range(-first % owners, number, owners))
+        if mine := len(range(-first % owners, number, owners)):
+            owned.append((shape, mine))
         first += number
-        if mine:
-            yield shape, mine
-
-
-def travelling(
-    model: ModelConfig, layout: Layout, kinds: Kinds, ends: tuple[bool, bool], width: int, work: MatrixWork
-) -> float:
-    """Returns the share of the elements of some matrices whose pieces travel between the ranks that shard them: all
-    with ZeRO-3, otherwise those of buckets that are not cut at matrices. `ends`: whether the rank has the embedding and
-    the head; `width`: bytes per element."""
-    if work.ranks == 1 or layout.zero == 3:
-        return float(work.ranks > 1)
-    degrees = layout.tp, layout.ep, work.ranks
-    return _travelling(model, degrees, kinds, ends, layout.bucket_mb * 2**20 / width, work.experts)
+    return tuple(owned)
 
 
 @lru_cache(10_000)
-def _travelling(
+def _in_buckets(
     model: ModelConfig,
-    degrees: tuple[int, int, int],
+    tp: int,
+    ep: int,
+    ranks: int,
     kinds: Kinds,
     ends: tuple[bool, bool],
     least: float,
-    experts: bool,
-) -> float:
-    """Returns the same for tp, ep and the ranks that shard, and buckets of at least `least` elements."""
-    tp, ep, ranks = degrees
-    named: list[tuple[str, Weight]] = []
-    if not experts:
-        named += [("", weight) for weight in embedding_weights(model, model.vocab_size) if ends[0]]
+    which: Literal["all", "dense", "experts"] = "all",
+) -> tuple[MatrixWork, ...]:
+    """Returns the matrices of flat buckets of at least `least` elements, of `which` weights."""
+    weights = [*(embedding_weights(model, model.vocab_size) if ends[0] else ())]
     for kind, blocks in kinds:
-        own = [(f"blocks.0.{weight.name}", weight) for weight in block_weights(model, kind)]
-        named += [pair for pair in own if (pair[1].routed and ep > 1) == experts] * blocks
-    if not experts:
-        named += [("", weight) for weight in head_weights(model, model.vocab_size) if ends[1]]
-    shapes = [(name, weight.shape, weight.shape_on(tp, ep)) for name, weight in reversed(named)]
-    sizes = [prod(held) for *_, held in shapes]
-    whole = moving = 0
-    for bucket in in_buckets(sizes, least):
-        here = tuple(sizes[n] for n in bucket)
-        matrices = tuple(matrix_elements(*shapes[n]) for n in bucket)
-        starts, each = bucket_cut(here, matrices, ranks)
-        for size, matrix, start in zip(here, matrices, starts, strict=True):
-            whole += size if matrix else 0
-            ranges = ShardRanges(size, each, -start)
-            cut = any(ranges.rank_of(at) != ranges.rank_of(at + matrix - 1) for at in range(0, size, matrix or size))
-            moving += size if matrix and cut else 0
-    return moving / whole if whole else 0.0
+        weights += [weight for weight in _weights(model, kind) if which in ("all", _which(weight))] * blocks
+    weights += head_weights(model, model.vocab_size) if ends[1] else ()
+    weights.reverse()
+    shapes = [weight.shape_on(tp, ep) for weight in weights]
+    sizes = [prod(shape) for shape in shapes]
+    shared: dict[int, list[SharedMatrix]] = {}
+    elements, moved = Counter[int](), Counter[int]()
+    for bucket in in_buckets(sizes, least) if sizes else ():
+        matrices = tuple(matrix_elements(weights[n].name, weights[n].shape, shapes[n]) for n in bucket)
+        starts, each = bucket_cut(tuple(sizes[n] for n in bucket), matrices, ranks)
+        for n, size, start in zip(bucket, matrices, starts, strict=True):
+            slices, ranges = _slices(weights[n], tp), ShardRanges(sizes[n], each, -start)
+            for at in range(0, sizes[n], size) if size else ():
+                matrix = SharedMatrix(_shape(weights[n]), (Piece(ranges, at, at + size),))
+                shared.setdefault(slices, []).append(matrix)
+                elements[slices] += size
+                moved[slices] += size if matrix.holder is None else 0
+    return tuple(
+        MatrixWork(
+            which == "experts",
+            ranks,
+            slices,
+            elements[slices],
+            moved[slices] / elements[slices],
+            _of_owners(matrices, ranks, slices),
+        )
+        for slices, matrices in shared.items()
+    )
 
 
-def is_whole(optimizer: str) -> bool:
-    """Returns whether an optimizer updates matrices as a whole."""
-    return entry_of(optimizer).needs_whole_matrices
+def _of_owners(matrices: Sequence[SharedMatrix], ranks: int, tp: int) -> tuple[Owned, ...]:
+    """Returns the different lists of matrices that owners have."""
+    of_owner: dict[Owner, Counter[Shape]] = {}
+    for owners in rounds(matrices, ranks, tp):
+        for number, owner in owners.items():
+            of_owner.setdefault(owner, Counter())[matrices[number].shape] += 1
+    return tuple(dict.fromkeys(tuple(counts.items()) for counts in of_owner.values()))
+
+
+def _weights(model: ModelConfig, kind: BlockKind) -> list[Weight]:
+    """Returns the weights of a block, with names as in a model."""
+    return [weight._replace(name=f"blocks.0.{weight.name}") for weight in block_weights(model, kind)]
+
+
+def _shape(weight: Weight) -> Shape:
+    rows, columns = weight.shape[-2:]
+    return rows, columns
+
+
+def _slices(weight: Weight, tp: int) -> int:
+    """Returns how many tensor ranks have slices of a matrix; 1 if each has the whole."""
+    return tp if weight.dim is not None else 1
+
+
+def _which(weight: Weight) -> str:
+    return "experts" if weight.routed else "dense"

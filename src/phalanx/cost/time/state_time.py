@@ -11,11 +11,11 @@ from phalanx.blocks.state import state_messages
 from phalanx.config.cluster import Accelerator
 from phalanx.config.layout import Layout
 from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.matrices import is_whole
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import group
 from phalanx.cost.time.kernel import rate, stream_seconds
 from phalanx.cost.time.link import RankGroup, load, seconds
+from phalanx.optimizers.catalogue import entry_of
 from phalanx.optimizers.facts import OptimizerCosts, optimizer_costs
 
 CLIP_BYTES = 8
@@ -92,7 +92,7 @@ def costs_of(spec: StepSpec) -> OptimizerCosts:
     """Returns what the optimizer of a step takes per parameter, without products of whole matrices, which depend on
     their shapes (matrix_time.py)."""
     costs = optimizer_costs(spec.optimizer, spec.model, spec.width)
-    return replace(costs, flops=0.0) if is_whole(spec.optimizer.name) else costs
+    return replace(costs, flops=0.0) if entry_of(spec.optimizer.name).needs_whole_matrices else costs
 
 
 def update_seconds(device: Accelerator, costs: OptimizerCosts, updated: Any, clipped: Any) -> Any:
