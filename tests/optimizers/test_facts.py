@@ -114,9 +114,7 @@ def test_extra_options_have_defaults_and_ranges(monkeypatch):
     options = {"rho": ExtraOption(0.04, "its strength", Above(0)), "period": ExtraOption(10, "steps between updates")}
     monkeypatch.setitem(OPTIMIZERS._entries, "other", replace(ADAMW, extra_options=options))
     assert extra_options(Optimizer(name="other", options="rho=0.1")) == {"rho": 0.1, "period": 10}
-    with pytest.raises(
-        ValueError, match="rho must be above 0, is -1.0; other has no option perod; did you mean"
-    ):
+    with pytest.raises(ValueError, match="rho must be above 0, is -1.0; other has no option perod; did you mean"):
         extra_options(Optimizer(name="other", options="rho=-1,perod=3"))
 
 
