@@ -29,6 +29,11 @@ run: {name: sums, sample_tokens: 0}
 """
 
 
+def _rows(folder: Path) -> list[dict[str, object]]:
+    """The rows of the run's metrics."""
+    return [json.loads(line) for line in (folder / "runs/sums/metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The folders in which the examples are installed."""
@@ -99,7 +104,7 @@ def test_a_schedule_is_chosen_by_the_planner_where_it_wins(phalanx):
 
 
 def test_a_schedule_equals_one_process(phalanx):
-    """In float64, like every layout of `phalanx verify`; its bytes are those of the ledger."""
+    """In float64, like every layout of `phalanx verify`."""
     layouts = ("pp=2,schedule=interleaved_zb,pp_chunks=2,accumulation=3",)
     done = json.loads(phalanx("verify", "small.yaml", "--layouts", *layouts, "--steps", "1", "--json"))
     assert [case["ok"] for case in done["cases"]] == [True]
@@ -164,19 +169,21 @@ def test_a_cluster_and_a_device_are_planned_and_recognised(phalanx, tmp_path, fo
 
 
 def test_a_corpus_and_a_tokenizer_are_prepared_trained_on_resumed_and_generate(phalanx, tmp_path):
-    """Two ranks of a pipeline with the schedule of another package, then two replicas."""
+    """Two ranks of a pipeline with the schedule of another package, then two replicas. Bytes are as predicted."""
     prepared = json.loads(phalanx("data", "prepare", "small.yaml", "--verify", "--json"))
     assert prepared["documents"] == 20
     assert prepared["vocab_size"] == 14
     assert prepared["begins"].startswith("0+0=0\n37+53=90\n")
     assert Path(prepared["path"]).name.startswith("sums-sums-")
     phalanx("train", "small.yaml")
+    [counted] = [row["traffic_bytes"] for row in _rows(tmp_path) if row["event"] == "traffic"]
+    machine = ("cluster=lab:1", "cluster.devices_per_node=2")
+    assert counted == json.loads(phalanx("predict", "small.yaml", *machine, "--json"))["traffic_bytes"]
     resumed = ("pp=1", "schedule=1f1b", "dp_replicate=2", "layout.accumulation=0", "train.steps=4")
     newer = install(tmp_path / "newer", "sums", version="1.1")
     said = phalanx("train", "small.yaml", *resumed, more=(newer,), streams="err")
     assert "resuming with a change: extensions" in said
-    rows = [json.loads(line) for line in (tmp_path / "runs/sums/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "grad_norm" in row] == [1, 2, 3, 4], said
+    assert [row["step"] for row in _rows(tmp_path) if row["event"] == "step"] == [1, 2, 3, 4]
     # Another version of a package makes shards of its own; these have the same tokens.
     assert len(list((tmp_path / "data").glob("sums-sums-*"))) == 2
     recorded = json.loads((tmp_path / "runs/sums/env.json").read_text())["extensions"]
