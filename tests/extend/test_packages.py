@@ -43,7 +43,7 @@ def phalanx(folders: list[Path], tmp_path: Path):
         done = subprocess.run(
             [sys.executable, "-P", "-m", "phalanx", *words],
             cwd=tmp_path,
-            env={**environment(*folders, *more), "PHALANX_HOME": str(tmp_path / "home")},
+            env={**environment(*more, *folders), "PHALANX_HOME": str(tmp_path / "home")},
             capture_output=True,
             text=True,
             check=False,
@@ -70,14 +70,18 @@ def test_every_name_says_where_it_is_from(phalanx):
 
 
 def test_a_schedule_is_drawn_predicted_and_simulated(phalanx, tmp_path):
-    shown = json.loads(
-        phalanx(
-            "schedule", "show", "interleaved-zb", "--stages", "4", "--microbatches", "4", "--svg", "a.svg", "--json"
-        )
-    )
+    sizes = ("--stages", "4", "--microbatches", "4")
+    shown = json.loads(phalanx("schedule", "show", "interleaved_zb", *sizes, "--svg", "a.svg", "--json"))
     assert shown["stages"] == 8
-    assert (tmp_path / "a.svg").read_text().startswith("<svg")
-    job = ("small.yaml", "cluster=lab:1", "cluster.device=auto", "cluster.peak_tflops=0", "--json")
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    job = (
+        "small.yaml",
+        "cluster=lab:1",
+        "cluster.device=auto",
+        "cluster.peak_tflops=0",
+        "cluster.devices_per_node=2",
+        "--json",
+    )
     predicted, simulated = json.loads(phalanx("predict", *job)), json.loads(phalanx("simulate", *job))
     assert predicted["bubble"] > 0
     assert predicted["step_time_s"] == pytest.approx(simulated["step_time_s"], rel=0.2)
@@ -104,7 +108,8 @@ def test_a_cluster_and_a_device_are_planned_and_recognised(phalanx, tmp_path, fo
     job = ("model=llama3-8b", "train.global_batch=64", "train.precision=bf16")
     plan = json.loads(phalanx("plan", *job, "cluster=lab:2", "--json"))
     assert plan["candidates"][0]["prediction"]["fits"]
-    predicted = json.loads(phalanx("predict", *job, "cluster=lab:2", "dp_shard=8", "--json"))
+    saving = ("dp_shard=8", "recompute=full", "loss_chunk=1024")
+    predicted = json.loads(phalanx("predict", *job, "cluster=lab:2", *saving, "--json"))
     assert 0 < predicted["mfu"] < 1
     program = (
         "from phalanx.config.devices import device_reported_as as known\n"
@@ -113,11 +118,6 @@ def test_a_cluster_and_a_device_are_planned_and_recognised(phalanx, tmp_path, fo
     command = [sys.executable, "-c", program]
     found = subprocess.run(command, env=environment(*folders), capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["None", "x900", "None"]
-    (tmp_path / "rows.csv").write_text(
-        "model,gpu,n_gpus,dp,global_batch_seqs,seq_len,precision\nllama3-8b,X900,8,8,64,8192,bf16\n"
-    )
-    phalanx("predict", "--table", "rows.csv", "--out", "out.csv")
-    assert "lab" in (tmp_path / "out.csv").read_text() or "pred_step_time_s" in (tmp_path / "out.csv").read_text()
 
 
 def test_a_corpus_and_a_tokenizer_are_prepared_trained_on_resumed_and_generate(phalanx, tmp_path):
@@ -129,31 +129,25 @@ def test_a_corpus_and_a_tokenizer_are_prepared_trained_on_resumed_and_generate(p
     assert Path(prepared["path"]).name.startswith("sums-sums-")
     phalanx("train", "small.yaml")
     resumed = ("pp=1", "schedule=1f1b", "dp_replicate=2", "layout.accumulation=0", "train.steps=4")
-    said = phalanx("train", "small.yaml", *resumed, streams="err")
+    newer = install(tmp_path / "newer", "sums", version="1.1")
+    said = phalanx("train", "small.yaml", *resumed, more=(newer,), streams="err")
+    assert "resuming with a change: extensions" in said
     rows = [json.loads(line) for line in (tmp_path / "runs/sums/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "grad_norm" in row] == [1, 2, 3, 4], said
+    # Another version of a package makes shards of its own; these have the same tokens.
+    assert len(list((tmp_path / "data").glob("sums-sums-*"))) == 2
     recorded = json.loads((tmp_path / "runs/sums/env.json").read_text())["extensions"]
-    assert recorded["phalanx-sums"].startswith("1.0, source ")
+    assert recorded["phalanx-sums"].startswith("1.1, source ")
     text = phalanx("generate", "runs/sums", "--prompt", "1+1=", "--max-new-tokens", "8")
     assert set(text.strip()) <= set("0123456789+=\n?")
-
-
-def test_another_version_of_a_package_makes_tokens_of_its_own(phalanx, tmp_path, folders):
-    first = json.loads(phalanx("data", "prepare", "small.yaml", "--json"))
-    newer = install(tmp_path / "newer", "sums", version="1.1")
-    environment_of_newer = {**environment(newer, folders[0], folders[1])}
-    command = [sys.executable, "-P", "-m", "phalanx", "data", "prepare", "small.yaml", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment_of_newer, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["path"] != first["path"]
 
 
 def test_a_tokenizer_whose_package_is_gone_is_named(phalanx, tmp_path):
     prepared = json.loads(phalanx("data", "prepare", "small.yaml", "--json"))
     command = [sys.executable, "-P", "-m", "phalanx", "data", "prepare"]
     words = ["data.corpus=stdlib", "limit_mb=0.1", f"data.tokenizer={tmp_path / prepared['path']}"]
-    done = subprocess.run(
-        [*command, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
-    )
+    command += words
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 4
     assert "expected a char, byte or number tokenizer of version 1, found {'version': 1, 'kind': 'sums'}" in done.stderr
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from math import prod
 
-from phalanx.blocks.kinds import FEED_FORWARD
+from phalanx.blocks.kinds import FEED_FORWARD, BlockKind
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, kinds_of, outside, table
+from phalanx.cost.matrices import is_whole, matrix_work
 from phalanx.cost.memory.activations import saved
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
 from phalanx.cost.memory.in_flight import Flight
@@ -130,7 +133,23 @@ class RankParts:
     def copied(self) -> float:
         """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
         tensors."""
-        return self.formulas.copied(self.shards, self.step.data_ranks)
+        return self.formulas.copied(self.shards, self.step.data_ranks) + self._whole_matrices()
+
+    def _whole_matrices(self) -> float:
+        """Returns the bytes of matrices that are whole while the optimizer computes with them: pieces that came, a
+        second copy, and two Gram matrices; the memory of gradients takes results."""
+        spec = self.step.spec
+        if not is_whole(spec.optimizer.name):
+            return 0
+        counts = Counter[BlockKind]()
+        for kind, many in (pair for held in self.blocks for pair in held):
+            counts[kind.block] += many
+        most = 0
+        for work in matrix_work(self.model, self.layout, tuple(counts.items())):
+            shape = max((shape for shape, _ in work.owned), key=prod)
+            copies = 2 if work.ranks * work.tp * work.together > 1 else 1
+            most = max(most, work.together * (copies * prod(shape) + 2 * min(shape) ** 2))
+        return most * max(4, self.width)
 
     def kept(self) -> tuple[float, float]:
         """Returns the most bytes that blocks keep for all micro-batches in flight, and the number of these."""
