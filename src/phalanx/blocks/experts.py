@@ -13,7 +13,7 @@ from typing import Literal
 from phalanx.blocks.feed_forward import down_result, gate_result, hidden_bytes, mlp
 from phalanx.blocks.operator import MemoryBound, Message, Operator, SavedTensor, Weight
 from phalanx.blocks.place import INDEX, WIDE, Place
-from phalanx.blocks.residual import enter_feed_forward, leave, needs_sum
+from phalanx.blocks.residual import enter, leave, needs_sum
 
 ROUTE_KERNELS, PERMUTE_KERNELS = 12, 8
 Spread = Literal["tokens", "whole"]
@@ -77,7 +77,7 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
             SavedTensor("scores", moe.n_experts * WIDE * (2 if moe.z_loss else 1), spread),
             SavedTensor("gates", gates + rows * place.width, spread),
         ),
-        messages=(*enter_feed_forward(place), *_routing_messages(place)),
+        messages=(*enter(place), *_routing_messages(place)),
     )
 
 

@@ -103,7 +103,7 @@ class _SoftCap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
-        return grad_outputs[0] * (1 - (y / ctx.cap).square_()), None
+        return (y / ctx.cap).square_().neg_().add_(1).mul_(grad_outputs[0]), None
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

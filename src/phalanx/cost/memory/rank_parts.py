@@ -158,8 +158,8 @@ class RankParts:
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs and of
         messages in transit. `gradients`: those of all weights are counted already."""
         step, layout = self.step, self.layout
-        # In place of inputs a parallel block has the gradients of all tokens of its first half, while it computes those
-        # of its second.
+        # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's
+        # input, of all tokens, while it computes that of attention's.
         again = layout.sp_regather or self.memory_profile.regathers or self.model.parallel_block
         gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
         between = step.under_way if layout.pp > 1 else 0
