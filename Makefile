@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 JOB ?= examples/main.yaml
 COUNT ?= 20000
 ARGS ?=
+# Rooms whose tests run in one process and measure no wall-clock time: `make test` runs them beside the others.
+BESIDE := $(addprefix tests/,blocks check config cost fuzz model partition pictures plan schedule simulate validation)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test faults fuzz lint format bench accuracy gpu chaos launchers bench-peers clean
+.PHONY: help setup train verify verify-families test faults fuzz lint format bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -28,7 +30,13 @@ verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 	$(BIN)/phalanx verify $(JOB) --full $(ARGS)
 
 test: setup ## run the tests: ARGS='-k checkpoint'
+ifeq ($(ARGS),)
+	@nice $(BIN)/python -m pytest -q $(BESIDE) > .beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); code=$$?; \
+	echo "Beside it: $(BESIDE)"; wait $$beside || code=1; cat .beside.log; exit $$code
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 	PHALANX_FUZZ=$(COUNT) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
@@ -57,6 +65,9 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.heartbeat $(ARGS)
 	$(BIN)/python -m benchmarks.checkpoints $(ARGS)
 	$(BIN)/python -m benchmarks.remote $(ARGS)
+
+verify-families: setup ## compare every model family in every kind of layout with one process: ARGS='--only gemma3-27b'
+	$(BIN)/python -m benchmarks.families $(ARGS)
 
 accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write benchmarks/results
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)

@@ -2,43 +2,123 @@
 
 A package adds its own through an entry point of the group `phalanx.extensions`: a function without arguments that calls
 `phalanx.extend`. Entry points are loaded when a table is first asked for a name that it lacks, or listed: commands that
-use the project's own names alone never look for them.
+use the project's own names alone never look for them. Every process loads them in the same order.
+
+If a package fails, everything that was loaded is removed, and the tables raise the same error from then on: a plan or a
+run with a part of the tables would not say what it lacks.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, is_dataclass
+from functools import lru_cache
 from threading import RLock
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from phalanx.errors import ExtensionError
+from phalanx import facts
+from phalanx.errors import ExtensionError, PhalanxError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "phalanx.extensions"
 """The group of entry points."""
+OWN = "phalanx"
+"""The package of the project's own entries."""
+NAME = re.compile("[a-z0-9][a-z0-9_.+-]{0,63}")
+"""The form of a name: it is written on command lines, in lists with commas, and as a part of folders' names."""
+_METADATA = (".dist-info", ".egg-info")
+
 T = TypeVar("T")
+U = TypeVar("U")
 Check = Callable[[str, T], Iterable[str]]
-"""Yields the problems of an entry with this name: every fact that is missing or wrong."""
+"""Yields the problems of an entry with this name, whose facts are of the right kind: what contradicts what they say."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed package with entry points of the group."""
+
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}".rstrip()
 
 
 class Registry(Mapping[str, T]):
-    """A table of entries of one kind, by name, in the order in which they were added."""
+    """A table of entries of one kind, by name, in the order in which they were added. An entry is a dataclass, whose
+    fields are its facts (facts.py)."""
 
     def __init__(self, kind: str, entries: Mapping[str, T], check: Check[T] | None = None):
-        """`kind` is the entries' kind in messages, such as "schedule"; `check` judges those that are added later."""
+        """`kind` is the entries' kind in messages, such as "schedule"; `check` judges those that are added later, and
+        `tests/test_extend.py` the project's own."""
         self.kind, self._entries, self._check = kind, dict(entries), check
+        self._packages: dict[str, Package | None] = {}
+        self._types = {type(entry) for entry in entries.values()}
 
     def add(self, name: str, entry: T) -> None:
-        """Adds an entry. Raises ExtensionError with every problem: a name that is taken, and what `check` finds."""
-        problems = [] if name not in self._entries else [f"{self.kind} {name!r}: the name is taken"]
-        problems += self._check(name, entry) if self._check else ()
-        if problems:
-            raise ExtensionError(problems)
-        self._entries[name] = entry
+        """Adds an entry. Raises ExtensionError with every problem: a name that is taken or of the wrong form, facts of
+        the wrong kind, and what the table's check finds."""
+        with _lock:
+            if problems := [f"{self.kind} {str(name)[:64]!r}: {problem}" for problem in self.problems(name, entry)]:
+                raise ExtensionError(problems)
+            self._entries[name] = entry
+            self._packages[name] = _loading.package
+            if _loading.package:
+                _loading.added.append((self, name))
+
+    def problems(self, name: str, entry: T) -> list[str]:
+        """Returns every problem of an entry that is to be added with this name."""
+        found = []
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            found.append(
+                "a name is lower-case letters, digits, '_', '-', '+' and '.', at most 64, and begins with a letter or "
+                "a digit"
+            )
+        elif name in self._entries:
+            found.append(f"the name is taken by {self._owner(name)}")
+        if not isinstance(entry, tuple(self._types)):
+            known = " or ".join(sorted(known.__name__ for known in self._types))
+            return [*found, f"the entry must be of type {known}, is of type {type(entry).__name__}"]
+        wrong = list(facts.problems(entry)) if is_dataclass(entry) else []
+        return [*found, *(wrong or (self._check(name, entry) if self._check else ()))]
 
     def remove(self, name: str) -> None:
         """Removes an entry that was added."""
         del self._entries[name]
+        del self._packages[name]
+
+    def package(self, name: str) -> str:
+        """Returns the package that an entry came from, with its version if that is not this project: "phalanx",
+        "phalanx-eager 1.0"; empty for one that this process added itself."""
+        if name not in self._packages:
+            return OWN
+        return str(self._packages[name] or "")
+
+    def code(self, name: str, fact: str) -> Any:
+        """Returns the function or class that an entry's fact of type `facts.Lazy` states, imported if it is a place.
+        Raises ExtensionError, naming the package, if it cannot be imported."""
+        place = getattr(self[name], fact)
+        if not isinstance(place, str):
+            return place
+        try:
+            return _imported(place)
+        except Exception as error:
+            raise ExtensionError(
+                f"{self.kind} {name!r} of {self._owner(name)}: its {fact}, {place}, cannot be loaded: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _owner(self, name: str) -> str:
+        package = self.package(name)
+        return f"package {package}" if package else "this process"
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
@@ -59,32 +139,163 @@ class Registry(Mapping[str, T]):
         return len(self._entries)
 
 
-_lock, _loaded = RLock(), False
+class View(Mapping[str, U]):
+    """The entries of a table as something else, by the same names; each is made once."""
+
+    def __init__(self, table: Registry[Any], make: Callable[[str, Any], U]):
+        self._table, self._make = table, make
+        self._made: dict[str, tuple[Any, U]] = {}
+
+    def __getitem__(self, name: str) -> U:
+        entry = self._table[name]
+        if name not in self._made or self._made[name][0] is not entry:
+            self._made[name] = entry, self._make(name, entry)
+        return self._made[name][1]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+class _Loading:
+    """The state of loading: which package adds entries now, what was added, and how it ended."""
+
+    def __init__(self) -> None:
+        self.package: Package | None = None
+        self.added: list[tuple[Registry[Any], str]] = []
+        self.begun = self.ended = False
+        self.failure: ExtensionError | None = None
+        self.modules: dict[str, Package] = {}
+        """Top-level modules of the packages."""
+
+
+_lock, _loading = RLock(), _Loading()
 
 
 def load_installed() -> None:
     """Loads the entry points of all installed packages, once. Raises ExtensionError, naming the package, if one of them
-    fails."""
-    global _loaded  # noqa: PLW0603
-    with _lock:
-        if _loaded:
+    fails; the same one whenever it is called again."""
+    with _lock if not _loading.ended else nullcontext():
+        if not _loading.begun:
+            _load_all()
+        elif not _loading.ended:  # an extension that looks a name up while it is loaded
             return
-        _loaded = True  # extensions themselves look names up
-        try:
-            for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
-                _load(point)
-        except BaseException:
-            _loaded = False
-            raise
+    if _loading.failure:
+        raise ExtensionError(_loading.failure.problems) from _loading.failure.__cause__
 
 
-def _load(point: EntryPoint) -> None:
-    package = point.dist.name if point.dist else "?"
+def _load_all() -> None:
+    _loading.begun = True
     try:
-        point.load()()
+        for package, point in _entry_points():
+            _load(package, point)
+        _loading.ended = True
+    except ExtensionError as error:
+        _loading.failure, _loading.ended = error, True
+    finally:
+        if _loading.failure or not _loading.ended:
+            for table, name in _loading.added:
+                table.remove(name)
+        _loading.begun = _loading.ended  # an interrupted process may begin again
+        _loading.package, _loading.added = None, []
+
+
+def installed() -> dict[Package, list[str]]:
+    """Returns the installed packages that extend Phalanx, sorted, with the top-level modules of their entry points.
+    Nothing is loaded."""
+    modules: dict[Package, set[str]] = {}
+    for package, point in _entry_points():
+        modules.setdefault(package, set()).add(_top_level(point))
+    return {package: sorted(names) for package, names in modules.items()}
+
+
+def blamed(error: BaseException) -> str:
+    """Returns "package NAME VERSION: " if the code of a package that extends Phalanx raised an error, else nothing. A
+    PhalanxError is blamed on the function that raised it, any other error on those that called it, too."""
+    modules, trace = [], error.__traceback__
+    while trace:
+        modules.append(trace.tb_frame.f_globals.get("__name__", "").partition(".")[0])
+        trace = trace.tb_next
+    if isinstance(error, PhalanxError):
+        modules = modules[-1:]
+    found = [_loading.modules[module] for module in modules if module in _loading.modules]
+    return f"package {found[-1]}: " if found and not isinstance(error, ExtensionError) else ""
+
+
+@contextmanager
+def noting_package() -> Iterator[None]:
+    """Adds a note to an error that is no message for the user if a package's code raised it."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, PhalanxError) and (package := blamed(error)):
+            error.add_note(f"phalanx: raised in code of {package[:-2]}, which extends Phalanx")
+        raise
+
+
+def _entry_points() -> list[tuple[Package, EntryPoint]]:
+    """Returns the entry points of the group with their packages, in the same order in every process."""
+    if not any(map(_extends, sys.path)):
+        return []
+    from importlib.metadata import entry_points  # takes longer than all of the search above
+
+    points = [
+        (Package(point.dist.name, point.dist.version) if point.dist else Package("?", ""), point)
+        for point in entry_points(group=GROUP)
+    ]
+    return sorted(points, key=lambda each: (each[0].name, each[0].version, each[1].name, each[1].value))
+
+
+def _extends(folder: str) -> bool:
+    """Returns whether a folder of the path has a package with entry points of the group."""
+    try:
+        with os.scandir(folder or ".") as entries:
+            metadata = [entry.path for entry in entries if entry.name.endswith(_METADATA)]
+    except OSError:
+        return False
+    return any(GROUP in _text(os.path.join(path, "entry_points.txt")) for path in metadata)
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _load(package: Package, point: EntryPoint) -> None:
+    """Calls an entry point. Raises ExtensionError, naming the package, if that fails."""
+    _loading.package = package
+    _loading.modules[_top_level(point)] = package
+    try:
+        function = point.load()
+        if not callable(function):
+            raise ExtensionError(f"its entry point {point.name} = {point.value} is no function")
+        function()
     except ExtensionError as error:
         raise ExtensionError([f"package {package}: {problem}" for problem in error.problems]) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        what = str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
         raise ExtensionError(
-            f"package {package}: its entry point {point.name} = {point.value} failed: {type(error).__name__}: {error}"
+            f"package {package}: its entry point {point.name} = {point.value} failed: {what}"
         ) from error
+
+
+def _top_level(point: EntryPoint) -> str:
+    return point.module.partition(".")[0]
+
+
+@lru_cache(256)
+def _imported(place: str) -> Any:
+    """Returns what "package.module:name" stands for."""
+    module, _, path = place.partition(":")
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found

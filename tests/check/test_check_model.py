@@ -146,7 +146,7 @@ def test_what_is_legal_can_be_routed(n_experts: int, top_k: int, n_groups: int, 
         (
             {"rope_scaling": RopeScaling(kind="yarn", factor=2.0, beta_fast=1.0, beta_slow=4.0)},
             "rope_scaling.beta_fast",
-            "must be above beta_slow 4, is 1; nearest legal: the usual beta_fast=32, beta_slow=1",
+            "must be at least beta_slow 4, is 1; nearest legal: the usual beta_fast=32, beta_slow=1",
         ),
         (
             {"rope_scaling": RopeScaling(kind="yarn", factor=2.0), "rope_theta": 1.0},

@@ -42,12 +42,12 @@ def test_without_a_pipeline_its_settings_do_not_matter():
 
 
 def test_what_is_too_large_is_refused_before_it_is_built():
-    began = time.perf_counter()
+    began = time.process_time()
     many = replace(shallow(1024), train=Train(global_batch=1 << 20))
     (found,) = problems(many, pp=1024, micro_batch=1)
     assert found.startswith("layout.schedule: 1f1b: 1,024 stages × 1,048,576 micro-batches × 2 passes")
     assert "nearest legal: " in found
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_an_unknown_schedule():

@@ -69,10 +69,10 @@ def test_a_heavy_layer_is_counted_where_it_is():
 
 
 def test_128_layers_are_cut_in_a_fraction_of_a_second():
-    begin = time.perf_counter()
+    begin = time.process_time()
     for stages in (1, 32, 64, 128):
         cut([7] * 128, stages, last=30)
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def test_more_stages_than_layers_are_refused():

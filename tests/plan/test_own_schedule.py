@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -47,8 +48,10 @@ EAGER = ScheduleEntry(
 
 
 @pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEDULES, "eager", EAGER)
+def _known() -> Iterator[None]:
+    SCHEDULES.add("eager", EAGER)
+    yield
+    SCHEDULES.remove("eager")
 
 
 def test_it_is_built_and_checked():
@@ -75,6 +78,6 @@ def test_it_is_planned_predicted_and_simulated(fixed: dict[str, str]):
 def test_the_planner_takes_it_where_it_is_best(monkeypatch: pytest.MonkeyPatch):
     """Without the other schedules it is what is left."""
     for name, entry in SCHEDULES.items():
-        monkeypatch.setitem(SCHEDULES, name, replace(entry, searched=name == "eager"))
+        monkeypatch.setitem(SCHEDULES._entries, name, replace(entry, searched=name == "eager"))
     one = request("llama3-8b", "dgx-a100-40gb:1", 16, tp=2, cp=1, pp=4, sp=True)
     assert {candidate.layout.schedule for candidate in search(one).best} == {"eager"}

@@ -35,10 +35,10 @@ def test_the_number_of_actions_is_known_before(name: str, micro_batches: int):
 @pytest.mark.parametrize("absurd", ABSURD, ids=str)
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_absurd_sizes_are_refused_in_milliseconds(name: str, absurd: dict[str, int]):
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(JobError) as refused:
         catalogue.build(name, **absurd)
-    assert time.perf_counter() - began < 0.1
+    assert time.process_time() - began < 0.1
     (message,) = refused.value.problems
     assert f"the limit is {MOST_ACTIONS:,}; nearest legal: " in message or name == "pipedream"
 

@@ -39,7 +39,7 @@ def held(ranks, job: Job) -> tuple[StateBytes, StateBytes]:
         return real(scale)
 
     stepper.optimizer.square_norm = square_norm
-    stepper.optimizer.adam.register_step_pre_hook(
+    stepper.optimizer.rule.register_step_pre_hook(
         lambda *_: found.append(state_memory(stepper.replica, stepper.optimizer))
     )
     for step in range(2):
@@ -199,7 +199,7 @@ def limited(ranks, model: ModelConfig, phase: str, layout: Layout) -> str:
     try:
         limit("build")
         stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
-        stepper.optimizer.adam.register_step_pre_hook(lambda *_: limit("update"))
+        stepper.optimizer.rule.register_step_pre_hook(lambda *_: limit("update"))
         limit("step")
         stepper.step(batches, 0, valid, 1e-3)
     except RunError as error:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import count
 from phalanx.check.job import problems_of
 from phalanx.check.model import model_problems
@@ -89,7 +90,7 @@ def test_a_small_model_is_cheap_and_legal_under_the_same_layouts(preset):
 
 def test_experts_and_latent_attention_in_small_are_still_both_at_work():
     small = compared_job(Job(model=PRESETS["deepseek-v3"]), False, 8).job.model
-    assert [small.is_moe_layer(layer) for layer in range(small.n_layers)] == [False, True]
+    assert [kind.routed for kind in block_kinds(small)] == [False, True]
     moe, mla = small.moe, small.mla
     assert (moe.n_experts, moe.n_groups, moe.top_groups, moe.top_k, moe.n_shared) == (8, 4, 2, 2, 1)
     assert (mla.q_rank, mla.kv_rank, small.head_size, small.v_head_size) == (16, 8, 8, 4)
@@ -116,7 +117,7 @@ def test_any_experts_are_legal_in_small(n_experts, top_k, groups, n_dense_layers
     assume(not list(model_problems(model)))
     small = compared_job(Job(model=model), False, 8).job.model
     assert list(model_problems(small)) == []
-    assert small.is_moe_layer(small.n_layers - 1)
+    assert block_kinds(small)[-1].routed
     assert (small.moe.top_k == 1) == (top_k == 1)
     for ep in range(2, 9):
         assert (small.moe.n_experts % ep == 0) == (n_experts % ep == 0)

@@ -22,10 +22,14 @@ def embedding(place: Place, vocabulary: int) -> Operator:
     """Returns the look-up of a token's row and its sum with the position; `vocabulary` is the number of tokens in
     it."""
     model, numbers = place.model, 3 * place.hidden
+    work = [MemoryBound("embedding", numbers, numbers, EMBEDDING_KERNELS)]
+    if model.scaled_embedding:
+        scaled = 2 * place.hidden / place.token_share
+        work.append(MemoryBound("scale", scaled, scaled))
     return Operator(
         "embedding",
         embedding_weights(model, vocabulary),
-        memory_bound=(MemoryBound("embedding", numbers, numbers, EMBEDDING_KERNELS),),
+        memory_bound=tuple(work),
         messages=tuple(leave(place)),
     )
 
@@ -44,6 +48,8 @@ def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     yield Operator("head", (matrix,), place.tokens, sixteen=True)
     chunked = place.loss_chunk > 0
     logits = place.tokens * matrix.part(place.tp)
+    if model.logit_softcap:
+        yield Operator("soft cap", memory_bound=(MemoryBound("soft cap", 2 * logits, 3 * logits, 3),))
     yield Operator(
         "loss",
         memory_bound=(MemoryBound("loss", 8 * logits, 6 * logits, LOSS_KERNELS),),

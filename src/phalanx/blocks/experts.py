@@ -13,7 +13,7 @@ from typing import Literal
 from phalanx.blocks.feed_forward import down_result, gate_result, hidden_bytes, mlp
 from phalanx.blocks.operator import MemoryBound, Message, Operator, SavedTensor, Weight
 from phalanx.blocks.place import INDEX, WIDE, Place
-from phalanx.blocks.residual import enter, leave
+from phalanx.blocks.residual import enter_feed_forward, leave, needs_sum
 
 ROUTE_KERNELS, PERMUTE_KERNELS = 12, 8
 Spread = Literal["tokens", "whole"]
@@ -41,8 +41,7 @@ def experts(place: Place) -> Iterator[Operator]:
     yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,), results=down_result(place))
     # The experts' outputs, before and after the gates: torch's index_add keeps what it adds.
     combined = () if place.profile.weights_inside else (SavedTensor("combine", 2 * rows * stream, spread),)
-    # Only the dropout's mask is saved after the sum over experts; without it recomputation leaves that sum out.
-    yield _moving(place, "combine", rows, *combined).sending(*leave(place, again=model.dropout > 0))
+    yield _moving(place, "combine", rows, *combined).sending(*leave(place, again=needs_sum(model)))
     if moe.n_shared:
         for part in mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens):
             yield _in_mixture(part)
@@ -61,6 +60,8 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
     weights = [Weight("moe.router.weight", (moe.n_experts, model.d_model), gradient="partial")]
     if moe.bias_balanced:
         weights.append(Weight("moe.router.bias", (moe.n_experts,), gradient="whole"))
+    if moe.router_bias:
+        weights.append(Weight("moe.router.logit_bias", (moe.n_experts,), gradient="partial"))
     routed = 8 * place.tokens * moe.n_experts
     gates = moe.top_k * (INDEX + (WIDE if moe.renormalise else 0)) + (2 * WIDE if moe.renormalise else 0)
     return Operator(
@@ -74,7 +75,7 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
             SavedTensor("scores", moe.n_experts * WIDE * (2 if moe.z_loss else 1), spread),
             SavedTensor("gates", gates + rows * place.width, spread),
         ),
-        messages=(*enter(place), *_routing_messages(place)),
+        messages=(*enter_feed_forward(place), *_routing_messages(place)),
     )
 
 

@@ -7,10 +7,18 @@ from dataclasses import replace
 
 from phalanx.blocks.operator import PLAIN, MemoryBound, Operator, SavedTensor, Weight
 from phalanx.blocks.place import Place
-from phalanx.blocks.residual import enter, leave, linear_weights
+from phalanx.blocks.residual import (
+    enter_feed_forward,
+    gathered,
+    leave,
+    linear_weights,
+    needs_sum,
+    sum_gradient,
+)
 from phalanx.config.model import ModelConfig
 
 ROWS, COLUMNS = PLAIN._replace(cut="rows"), PLAIN._replace(cut="columns")
+CLAMPED_KERNELS = 7
 
 
 def dense(place: Place) -> Iterator[Operator]:
@@ -20,12 +28,14 @@ def dense(place: Place) -> Iterator[Operator]:
         up.name,
         up.weights,
         up.rows,
-        saved=(SavedTensor("up", place.model.d_model * place.read, "gathered"),),
+        saved=(SavedTensor("up", place.model.d_model * place.read, gathered(place)),),
         results=gate_result(place, place.model.ff_size),
-        messages=tuple(enter(place, regather=True)),
+        messages=tuple(enter_feed_forward(place, regather=True)),
     )
     yield activation
-    yield replace(down, results=down_result(place)).sending(*leave(place))
+    # The last matrix is summed with what it saves; the sum of a parallel block comes after it.
+    again = not place.model.parallel_block or needs_sum(place.model)
+    yield replace(down, results=down_result(place)).sending(*leave(place, again=again))
 
 
 def gate_result(place: Place, width: int) -> tuple[SavedTensor]:
@@ -50,7 +60,12 @@ def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) 
         Operator(
             f"{name}.activation",
             memory_bound=(
-                MemoryBound(f"{name}.activation", (3 if gated else 2) * inner, (5 if gated else 3) * inner, 2),
+                MemoryBound(
+                    f"{name}.activation",
+                    (3 if gated else 2) * inner,
+                    (5 if gated else 3) * inner,
+                    CLAMPED_KERNELS if model.activation == "swiglu_clamped" else 2,
+                ),
             ),
         ),
         Operator(
@@ -76,11 +91,14 @@ def down_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = Fal
     kind = COLUMNS._replace(tiled=tiled)
     weight, *bias = linear_weights(f"{name}.down", model.d_model, width, model.bias, kind, cuts_bias=False)
     # In a mixture of experts gates multiply the bias, so each rank computes a part of its gradient.
-    return weight, *(one._replace(gradient="tokens" if name == "mlp" else "partial") for one in bias)
+    gradient = sum_gradient(model) if name == "mlp" else "partial"
+    return weight, *(one._replace(gradient=gradient) for one in bias)
 
 
 def hidden_bytes(place: Place) -> int:
-    """Returns the bytes per element of the hidden size that an MLP saves: the inputs of the activation and of the last
-    matrix."""
+    """Returns the bytes per element of the hidden size that an MLP saves: the inputs of the activation, of the last
+    matrix and, of a gate that is not computed again, its result."""
     tensors = place.profile.swiglu_kept if place.model.gated else 2
+    if place.model.activation == "swiglu_clamped":
+        tensors = min(tensors, 3)
     return (tensors - 1) * place.width + place.read

@@ -1,24 +1,94 @@
-"""The kinds of blocks of a model: a model is a sequence of kinds."""
+"""The kinds of blocks of a model: a model is a sequence of kinds. Installed packages add kinds as the project adds its
+own: one object each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from phalanx.blocks.attention import attention, latent_attention
 from phalanx.blocks.experts import experts
 from phalanx.blocks.feed_forward import dense
+from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind, SublayerKind
 from phalanx.blocks.operator import Operator
 from phalanx.blocks.place import Place
-from phalanx.blocks.residual import norm, residual
+from phalanx.blocks.problems import expert_problems, latent_problems
+from phalanx.blocks.residual import halves_sum, norm, residual
+from phalanx.blocks.shrink import fewer_experts, smaller_latents
 from phalanx.config.model import ModelConfig
+from phalanx.registry import Registry
 
-Part = Callable[[Place], Iterator[Operator]]
-ATTENTION: Mapping[str, Part] = {"heads": attention, "latent": latent_attention}
-"""Kinds of attention: multi-head, grouped and multi-query; multi-head latent."""
-FEED_FORWARD: Mapping[str, Part] = {"dense": dense, "experts": experts}
-"""Kinds of feed-forward layers."""
+
+def _problems(name: str, kind: SublayerKind) -> Iterator[str]:
+    yield from ()
+
+
+ATTENTION: Registry[AttentionKind] = Registry(
+    "attention kind",
+    {
+        "heads": AttentionKind(
+            title="multi-head, grouped-query or multi-query attention",
+            source="Vaswani et al. 2017, section 3.2; Ainslie et al. 2023",
+            operators=attention,
+            module="phalanx.model.attention:Attention",
+            connection=Connection(reads=("wq", "wk", "wv"), writes=("wo",)),
+            cores=("core",),
+        ),
+        "latent": AttentionKind(
+            title="multi-head latent attention",
+            source="DeepSeek-V2, section 2.1",
+            operators=latent_attention,
+            module="phalanx.model.latent:LatentAttention",
+            connection=Connection(writes=("wo",)),
+            cores=("core",),
+            needs=("mla.kv_rank",),
+            problems=latent_problems,
+            shrink=smaller_latents,
+        ),
+    },
+    _problems,
+)
+"""Kinds of attention, by name."""
+FEED_FORWARD: Registry[FeedForwardKind] = Registry(
+    "feed-forward kind",
+    {
+        "dense": FeedForwardKind(
+            title="one MLP for all tokens, with or without a gate",
+            source="Vaswani et al. 2017, section 3.3; Shazeer 2020",
+            operators=dense,
+            module="phalanx.model.layers:dense",
+            connection=Connection(reads=("up", "gate"), writes=("down",)),
+            width=lambda model: model.ff_size,
+        ),
+        "experts": FeedForwardKind(
+            title="a mixture of experts",
+            source="Shazeer et al. 2017; DeepSeek-V3, section 2.1.2",
+            operators=experts,
+            module="phalanx.model.moe:MixtureOfExperts",
+            connection=Connection(writes=("experts.down", "shared.down")),
+            needs=("moe.n_experts",),
+            problems=expert_problems,
+            shrink=fewer_experts,
+            name_in_block="moe",
+            width=lambda model: model.expert_ff_size,
+            width_name="an expert's width",
+            routed=True,
+        ),
+    },
+    _problems,
+)
+"""Kinds of feed-forward layers, by name."""
+
+Half = Literal["attention", "feed_forward"]
+TABLES: Mapping[Half, Registry[AttentionKind] | Registry[FeedForwardKind]] = {
+    "attention": ATTENTION,
+    "feed_forward": FEED_FORWARD,
+}
+"""The kinds of each half of a block."""
+HALVES: tuple[Half, ...] = ("attention", "feed_forward")
+"""The halves of a block, each with its norms, and a sum onto the residual stream after each or, in a parallel block,
+after the second."""
 
 
 class BlockKind(NamedTuple):
@@ -29,20 +99,37 @@ class BlockKind(NamedTuple):
     window: int = 0
     """Keys that a query sees at most; 0: all of the sequence."""
 
+    @property
+    def routed(self) -> bool:
+        """Whether it has routed experts."""
+        return FEED_FORWARD[self.feed_forward].routed
+
+
+def chosen_kinds(model: ModelConfig, half: Half) -> tuple[str, ...]:
+    """Returns the names of the kinds of one half of a model's blocks, which repeat over its layers."""
+    if pattern := getattr(model, half):
+        return tuple(pattern.split(","))
+    if half == "attention":
+        return ("latent",) if model.mla.kv_rank else ("heads",)
+    return ("experts",) if model.moe.n_experts else ("dense",)
+
+
+def model_kinds(model: ModelConfig) -> tuple[SublayerKind, ...]:
+    """Returns the kinds of a model's sub-layers, each once. Raises KeyError for one that is in no table."""
+    return tuple(TABLES[half][name] for half in HALVES for name in dict.fromkeys(chosen_kinds(model, half)))
+
 
 @lru_cache(maxsize=1024)
 def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
-    """Returns the kind of every layer."""
-    core = "latent" if model.mla.kv_rank else "heads"
-    return tuple(
-        BlockKind(core, "experts" if model.is_moe_layer(layer) else "dense", window if window < model.seq_len else 0)
-        for layer, window in ((layer, model.window_of(layer)) for layer in range(model.n_layers))
-    )
-
-
-Half = Literal["attention", "feed_forward"]
-HALVES: tuple[Half, ...] = ("attention", "feed_forward")
-"""The halves of a block, each between a norm and a residual sum."""
+    """Returns the kind of every layer. Raises KeyError for a kind that is in no table."""
+    core, wide = chosen_kinds(model, "attention"), chosen_kinds(model, "feed_forward")
+    kinds = []
+    for layer in range(model.n_layers):
+        window = model.window_of(layer)
+        kind = BlockKind(core[layer % len(core)], wide[layer % len(wide)], window if window < model.seq_len else 0)
+        is_dense = kind.routed and layer < model.moe.n_dense_layers
+        kinds.append(kind._replace(feed_forward="dense") if is_dense else kind)
+    return tuple(kinds)
 
 
 def block(place: Place, kind: BlockKind) -> tuple[Operator, ...]:
@@ -60,9 +147,24 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
 
 @lru_cache(maxsize=20_000)
 def _attention_half(place: Place, attention: str) -> tuple[Operator, ...]:
-    return norm(place, "attn_norm", first=True), *ATTENTION[attention](place), residual(place, "attn")
+    return tuple(_between_norms(place, "attn", ATTENTION[attention].operators(place), first=True))
 
 
 @lru_cache(maxsize=20_000)
 def _feed_forward_half(place: Place, feed_forward: str) -> tuple[Operator, ...]:
-    return norm(place, "mlp_norm"), *FEED_FORWARD[feed_forward](place), residual(place, "mlp")
+    return tuple(_between_norms(place, "mlp", FEED_FORWARD[feed_forward].operators(place), first=False))
+
+
+def _between_norms(place: Place, name: str, half: Iterator[Operator], *, first: bool) -> Iterator[Operator]:
+    """Yields the operators of a half with its norms and, where it ends on the residual stream, the sum."""
+    model = place.model
+    if model.norms_inputs:
+        yield norm(place, f"{name}_norm", first=first)
+    yield from half
+    if model.norms_outputs:
+        yield norm(place, f"{name}_post_norm", first=first and not model.norms_inputs)
+    if not model.parallel_block:
+        yield residual(place, name)
+    elif not first:
+        yield halves_sum(place)
+        yield residual(place, "block")

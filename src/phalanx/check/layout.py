@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from math import gcd
 
+from phalanx.blocks.kinds import FEED_FORWARD, block_kinds
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -135,10 +136,9 @@ def tensor_problems(job: Job) -> Iterator[Problem]:
 
 def _widths(model: ModelConfig) -> Iterator[tuple[int, str]]:
     """Yields the hidden widths that tp cuts. The width of shared experts is a multiple of one expert's."""
-    if not model.moe.n_experts or model.moe.n_dense_layers:
-        yield model.ff_size, "MLP width"
-    if model.moe.n_experts:
-        yield model.expert_ff_size, "an expert's width"
+    for name in dict.fromkeys(kind.feed_forward for kind in block_kinds(model)):
+        kind = FEED_FORWARD[name]
+        yield kind.width(model), kind.width_name
 
 
 def _tiles(job: Job) -> Iterator[Problem]:

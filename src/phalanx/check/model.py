@@ -1,20 +1,30 @@
-"""The problems among the fields of a model's experts and of its latent attention: each with its equation and the
-nearest legal values."""
+"""The problems of a model: its kinds of layers with the fields and rules of each, windows, norms, rotary positions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.nearest import nearest_divisors, nearest_of
+from phalanx.blocks.kinds import HALVES, TABLES, Half, chosen_kinds
+from phalanx.config.fields import get
+from phalanx.config.model import ModelConfig
+from phalanx.nearest import did_you_mean, nearest_of
 
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the dotted path of each wrong field, and the message."""
-    if model.moe.n_experts:
-        yield from _experts(model.moe, model.n_layers)
+    if model.parallel_block and model.norms_outputs:
+        yield (
+            "model.norm_place",
+            "a parallel block adds the outputs of attention and MLP before one sum over tensor ranks, so neither can "
+            f"be normalised by itself: must be before, is {model.norm_place}; nearest legal: before, or "
+            "parallel_block=false",
+        )
+    if unknown := list(unknown_kinds(model)):
+        yield from unknown
+        return
+    for half in HALVES:
+        yield from _kinds(model, half)
     if model.mla.kv_rank:
-        yield from _latent_attention(model.mla, model.positions)
         yield from _beside_latent_attention(model)
     if model.positions == "rope":
         yield from _rotary(model)
@@ -37,45 +47,35 @@ def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _experts(moe: MoE, n_layers: int) -> Iterator[tuple[str, str]]:
-    n = moe.n_experts
-    if moe.top_k > n:
-        yield "model.moe.top_k", f"must lie between 1 and n_experts {n}, is {moe.top_k}; nearest: {n}"
-    elif moe.top_k == 1 and moe.renormalise:
-        yield (
-            "model.moe.renormalise",
-            "with top_k 1 the gate is always 1 and the router gets no gradient from the loss; nearest legal: "
-            "renormalise=false",
-        )
-    if moe.bias_balanced and not moe.bias_rate:
-        yield "model.moe.bias_rate", f"must be above 0 with bias_balanced, is {moe.bias_rate}"
-    if moe.n_dense_layers > n_layers:
-        yield "model.moe.n_dense_layers", f"is {moe.n_dense_layers}, more than the model's n_layers {n_layers}"
-    yield from _groups(moe)
+def unknown_kinds(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the path and the message of each kind of layer that is in no table."""
+    for half, table in TABLES.items():
+        for name in dict.fromkeys(chosen_kinds(model, half)):
+            if name not in table:
+                known = ", ".join(table)
+                yield f"model.{half}", f"no {table.kind} {name!r}{did_you_mean(name, table)} (known: {known})"
 
 
-def _groups(moe: MoE) -> Iterator[tuple[str, str]]:
-    n, groups = moe.n_experts, moe.n_groups
-    if n % groups:
-        yield (
-            "model.moe.n_groups",
-            f"must divide n_experts {n}, is {groups}; nearest: {nearest_divisors(n, groups)}",
-        )
-        return
-    if moe.top_groups > groups:
-        yield (
-            "model.moe.top_groups",
-            f"must lie between 1 and n_groups {groups}, is {moe.top_groups}; nearest: {groups}",
-        )
-        return
-    within = n // groups * moe.top_groups
-    if within < moe.top_k <= n:
-        legal = [count for count in range(1, groups + 1) if n // groups * count >= moe.top_k]
-        yield (
-            "model.moe.top_groups",
-            f"top_groups {moe.top_groups} × (n_experts {n} / n_groups {groups}) = {within} experts to choose from, "
-            f"fewer than top_k {moe.top_k}; nearest top_groups: {nearest_of(legal, moe.top_groups)}",
-        )
+def _kinds(model: ModelConfig, half: Half) -> Iterator[tuple[str, str]]:
+    """Yields the problems of the kinds of one half of the blocks."""
+    table, names = TABLES[half], tuple(dict.fromkeys(chosen_kinds(model, half)))
+    for name in names:
+        missing = [path for path in table[name].needs if not get(model, path)]
+        for path in missing:
+            yield f"model.{path}", f"{table.kind} {name} needs it above 0, is {get(model, path)}"
+        if not missing:
+            yield from table[name].problems(model)
+    if not getattr(model, half):
+        return  # chosen by the very fields that they need
+    needed = {path for name in names for path in table[name].needs}
+    for other, kind in table.items():
+        for path in kind.needs:
+            if get(model, path) and path not in needed:
+                yield (
+                    f"model.{half}",
+                    f"{table.kind} {', '.join(names)} does not use model.{path} {get(model, path)}; nearest legal: "
+                    f"{half}={other}, or {path}=0",
+                )
 
 
 def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -95,10 +95,10 @@ def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
                 f"rotary positions turn pairs: head_size {head} × {model.rotary_fraction:g} = {size} must be even and "
                 f"above 0; nearest: {', '.join(f'{number / head:g}' for number in near)}",
             )
-    if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast <= scaling.beta_slow:
+    if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast < scaling.beta_slow:
         yield (
             "model.rope_scaling.beta_fast",
-            f"must be above beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
+            f"must be at least beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
             "beta_fast=32, beta_slow=1",
         )
     if scaling.kind == "yarn" and scaling.factor > 1 and model.rope_theta <= 1:
@@ -119,14 +119,3 @@ def _beside_latent_attention(model: ModelConfig) -> Iterator[tuple[str, str]]:
             "model.rotary_fraction",
             f"latent attention turns rope_head_dim elements of a head, is {model.rotary_fraction:g}; nearest legal: 1",
         )
-
-
-def _latent_attention(mla: MLA, positions: str) -> Iterator[tuple[str, str]]:
-    if mla.rope_head_dim % 2:
-        even = nearest_of(range(max(2, mla.rope_head_dim - 1), mla.rope_head_dim + 2, 2), mla.rope_head_dim, 2)
-        yield (
-            "model.mla.rope_head_dim",
-            f"rotary positions turn pairs: must be even, is {mla.rope_head_dim}; nearest: {even}",
-        )
-    if positions != "rope":
-        yield "model.positions", f"latent attention needs rotary positions: rope, is {positions}"

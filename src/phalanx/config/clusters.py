@@ -7,13 +7,18 @@ src/graph/tuning.cc: base latencies of ring/simple of 6.6 us inside a node and 1
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.config import local_cluster
-from phalanx.config.cluster import Cluster, Link
+from phalanx.config.calibration import Calibration
+from phalanx.config.cluster import Cluster, Link, Sharing
+from phalanx.config.device_entry import device_problems
 from phalanx.config.devices import ACCELERATORS
 from phalanx.errors import JobError
+from phalanx.facts import stated
 from phalanx.nearest import nearest
+from phalanx.registry import Registry, View
 
 NVLINK2 = Link(gbs=95, latency_us=7, reached=0.9, pair_gbs=25)
 """V100: 6 × 25 GB/s. Four devices of a node have pairs of links and no switch: 22, 45 and 85 GB/s measured among two,
@@ -44,6 +49,7 @@ def _node(device: str, devices: int, *, intra: Link, inter: Link) -> Cluster:
     return Cluster(devices_per_node=devices, accelerator=ACCELERATORS[device], intra=intra, inter=inter)
 
 
+@stated
 @dataclass(frozen=True)
 class MachineEntry:
     """One row of the table: a node and the links between nodes."""
@@ -53,7 +59,9 @@ class MachineEntry:
     """Source of the figures."""
 
 
-MACHINES: dict[str, MachineEntry] = {
+LOCAL = "local"
+"""Name of the machine that was measured here (local_cluster.py)."""
+_OWN = {
     "dgx-v100": MachineEntry(
         _node("v100-32gb", 8, intra=NVLINK2, inter=_cards(100, devices_per_card=2)),
         source="NVIDIA DGX-1 with V100 data sheet: four 100 Gb/s cards",
@@ -223,11 +231,31 @@ MACHINES: dict[str, MachineEntry] = {
         source="How to Scale Your Model (Austin et al. 2025), chapter 2",
     ),
 }
+
+
+def _entry_problems(name: str, entry: MachineEntry) -> Iterator[str]:
+    """Yields every figure that a known machine must state and this one does not, and those that it must not state."""
+    cluster = entry.cluster
+    if name == LOCAL:
+        yield "the name stands for the machine that `phalanx bench` measured"
+    if not cluster.accelerator.name:
+        yield "cluster.accelerator.name is missing"
+    yield from (f"cluster.accelerator.{problem}" for problem in device_problems(cluster.accelerator))
+    if not cluster.devices_per_node:
+        yield "cluster.devices_per_node is missing"
+    for link in ("intra", "inter") if cluster.devices_per_node > 1 else ("inter",):
+        for figure in ("gbs", "latency_us", "reached"):
+            if not getattr(getattr(cluster, link), figure) > 0:
+                yield f"cluster.{link}.{figure} is missing"
+    for field, nothing in (("preset", ""), ("nodes", 1), ("sharing", Sharing()), ("calibration", Calibration())):
+        if getattr(cluster, field) != nothing:
+            yield f"cluster.{field} is not a machine's own: leave it out"
+
+
+MACHINES = Registry("cluster", _OWN, _entry_problems)
 """Known machines with their sources, by name, as one node."""
-CLUSTERS: dict[str, Cluster] = {name: replace(entry.cluster, preset=name) for name, entry in MACHINES.items()}
+CLUSTERS = View(MACHINES, lambda name, entry: replace(entry.cluster, preset=name))
 """Known machines by name, as one node."""
-LOCAL = "local"
-"""Name of the machine that was measured here (local_cluster.py)."""
 
 
 def cluster_of(preset: str) -> Cluster:

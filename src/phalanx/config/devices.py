@@ -8,27 +8,18 @@ if that lacks it; `sustained` and `older` are calibrated on published runs (docs
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from phalanx.config.cluster import Accelerator
+from phalanx.config.device_entry import DeviceEntry, device_problems
+from phalanx.registry import Registry, View
 
 _BEKMAN = "ml-engineering, compute/accelerator (Bekman 2026)"
 """Source of peaks, memory, bandwidth and ceilings; the page cites the makers' data sheets."""
 _TPU_SOURCE = f"{_BEKMAN}; ceiling: How to Scale Your Model (Austin et al. 2025), chapter 12"
 MEMORY_TOLERANCE = 0.12
 """Relative difference allowed between a driver's figure for the memory and the row's: ECC and the driver take some."""
-
-
-@dataclass(frozen=True)
-class DeviceEntry:
-    """One row of the table."""
-
-    accelerator: Accelerator
-    source: str
-    """Source of the figures."""
-    reported_as: tuple[str, ...] = ()
-    """Names that torch.cuda.get_device_name reports, without the maker's; none for devices without CUDA or ROCm. Rows
-    that share a name differ in memory."""
 
 
 _VOLTA = Accelerator(
@@ -358,9 +349,21 @@ _ENTRIES = (
     ),
 )
 
-DEVICES: dict[str, DeviceEntry] = {entry.accelerator.name: entry for entry in _ENTRIES}
+
+def _entry_problems(name: str, entry: DeviceEntry) -> Iterator[str]:
+    if entry.accelerator.name != name:
+        yield f"accelerator.name is {entry.accelerator.name!r}, not {name!r}"
+    yield from (f"accelerator.{problem}" for problem in device_problems(entry.accelerator))
+    for reported in entry.reported_as:
+        if not _plain(reported):
+            yield f"reported_as {reported!r} names no device"
+        elif known := device_reported_as(reported, entry.accelerator.memory_gib):
+            yield f"reported_as {reported!r} with {entry.accelerator.memory_gib:g} GiB already means {known.name}"
+
+
+DEVICES = Registry("device", {entry.accelerator.name: entry for entry in _ENTRIES}, _entry_problems)
 """Known devices with their sources, by name. Memory is what a program can use, a little less than the nominal size."""
-ACCELERATORS: dict[str, Accelerator] = {name: entry.accelerator for name, entry in DEVICES.items()}
+ACCELERATORS = View(DEVICES, lambda _, entry: entry.accelerator)
 """Known devices by name."""
 
 
@@ -369,7 +372,8 @@ def device_reported_as(name: str, memory_gib: float) -> Accelerator | None:
     None if there is none. The whole name must match except for the maker, case and hyphens, so that neither a GB200
     passes for a B200 nor a slice of a GPU (MIG) for a whole one."""
     spelled = _plain(name)
-    found = [entry.accelerator for entry in _ENTRIES if spelled in {_plain(reported) for reported in entry.reported_as}]
+    entries = [entry for entry in DEVICES.values() if spelled in {_plain(reported) for reported in entry.reported_as}]
+    found = [entry.accelerator for entry in entries]
     return next((device for device in found if abs(memory_gib / device.memory_gib - 1) < MEMORY_TOLERANCE), None)
 
 

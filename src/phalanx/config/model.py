@@ -109,7 +109,7 @@ class ModelConfig(Hashed):
     """The shape of a model."""
 
     preset: str = ""
-    """Start from a known model (gpt2, llama3-8b, ... ; `phalanx train --help` lists them); other fields override it."""
+    """Start from a known model (gpt2, llama3.1-8b, ... ; `phalanx models` lists them); other fields override it."""
     n_layers: Annotated[int, AtLeast(1)] = 4
     """Transformer blocks."""
     d_model: Annotated[int, AtLeast(1)] = 128
@@ -121,7 +121,7 @@ class ModelConfig(Hashed):
     head_dim: Annotated[int, AtLeast(0)] = 0
     """Size of one head; 0 means d_model / n_heads."""
     d_ff: Annotated[int, AtLeast(0)] = 0
-    """Hidden width of the MLP; 0 means 4 d_model (GELU) or 8/3 d_model rounded up to a multiple of 64 (SwiGLU)."""
+    """Hidden width of the MLP; 0 means 4 d_model, or with a gate 8/3 d_model rounded up to a multiple of 64."""
     vocab_size: Annotated[int, AtLeast(0)] = 0
     """Tokens in the vocabulary; 0 means the tokenizer's."""
     seq_len: Annotated[int, AtLeast(1)] = 256
@@ -132,18 +132,24 @@ class ModelConfig(Hashed):
     full_every: Annotated[int, AtLeast(0)] = 0
     """With a window: every so-manieth layer attends to all keys, counted from 1 (Gemma 2 and gpt-oss: 2, Gemma 3: 6); 0
     means no layer."""
+    attention: str = ""
+    """Kind of attention (`phalanx models --kinds` lists them), or a pattern that repeats over the layers, such as
+    gated,heads; empty: latent with mla.kv_rank, otherwise heads."""
+    feed_forward: str = ""
+    """Kind of feed-forward layer, or a pattern; empty: experts with moe.n_experts, otherwise dense."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of normalisation."""
     norm_place: Literal["before", "after", "both"] = "before"
-    """Normalisation of a layer's halves, attention and MLP: of their input, of their output before it is added to the
-    residual stream (OLMo 2), or of both (Gemma 2). The head's input is always normalised."""
+    """Place of the norms of attention and MLP: before each of them, after each of them and before the residual sum
+    (OLMo 2), or both (Gemma 2). The head's input is always normalised."""
     parallel_block: bool = False
-    """Attention and MLP read the same residual stream, and their outputs are added to it together (GPT-NeoX)."""
+    """Attention and MLP read the same residual stream, each through its own norm, and are added to it together
+    (GPT-NeoX)."""
     positions: Literal["learned", "rope"] = "learned"
     """Position encoding."""
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "swiglu_clamped"] = "gelu"
-    """The MLP: two matrices with GELU (exact or tanh form), or three with a gate: SiLU, GELU in its tanh form (Gemma),
-    or a clamped and sharpened SiLU (gpt-oss)."""
+    """The MLP: two matrices around GELU (exact or tanh form), or three with a gate: SiLU (Llama), GELU in its tanh form
+    (Gemma), or a clamped SiLU (gpt-oss: at most 7, with the other factor plus 1 and within ±7)."""
     bias: bool = True
     """Biases in linear layers and LayerNorm."""
     qkv_bias: bool = False
@@ -158,7 +164,7 @@ class ModelConfig(Hashed):
     attention_softcap: Annotated[float, AtLeast(0)] = 0.0
     """Scores s become c tanh(s / c) with this c before the softmax (Gemma 2: 50); 0 leaves them."""
     logit_softcap: Annotated[float, AtLeast(0)] = 0.0
-    """The same for the head's logits (Gemma 2: 30)."""
+    """Logits x of the head become c tanh(x / c) with this c (Gemma 2: 30); 0 leaves them."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by √d_model (Gemma)."""
     tied: bool = True
@@ -215,6 +221,16 @@ class ModelConfig(Hashed):
         """Whether the MLP has a gate: three matrices instead of two."""
         return self.activation in ("swiglu", "geglu", "swiglu_clamped")
 
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether the inputs of attention and MLP are normalised."""
+        return self.norm_place != "after"
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether the outputs of attention and MLP are normalised before they are added to the residual stream."""
+        return self.norm_place != "before"
+
     def window_of(self, layer: int) -> int:
         """Returns the keys that a query of layer `layer` sees at most; 0: all."""
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
@@ -222,6 +238,3 @@ class ModelConfig(Hashed):
     @property
     def expert_ff_size(self) -> int:
         return self.moe.d_ff or self.ff_size
-
-    def is_moe_layer(self, layer: int) -> bool:
-        return self.moe.n_experts > 0 and layer >= self.moe.n_dense_layers

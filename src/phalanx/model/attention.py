@@ -5,7 +5,7 @@ Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -73,7 +73,22 @@ class Attention(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         """Computes attention, (batch, seq, d_model) to the same shape."""
-        q, k, v = self.qkv(x)
+        return self.wo(self.attend(self.qkv(x), rotary, noise, cache, documents))
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model)."""
+        return self.project((self.wq, self.wk, self.wv), x)
+
+    def attend(
+        self,
+        qkv: Sequence[Tensor],
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: KeysAndValues | None,
+        documents: Tensor | None,
+    ) -> Tensor:
+        """Returns the heads' outputs, (batch, seq, heads × head_size), from the results of `qkv`."""
+        q, k, v = qkv
         if self.qk_norm == "width":
             q, k = self.norm_all_heads(self.q_norm, self.k_norm, q, k)
         q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in (q, k, v))
@@ -84,11 +99,7 @@ class Attention(nn.Module):
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        return self.wo(self.core(q, k, v, noise, documents, self.sinks).transpose(1, 2).flatten(2))
-
-    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Returns queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model)."""
-        return self.project((self.wq, self.wk, self.wv), x)
+        return self.core(q, k, v, noise, documents, self.sinks).transpose(1, 2).flatten(2)
 
 
 class CoreAttention(nn.Module):

@@ -22,7 +22,7 @@ Sizes = Tensor | Sequence[int]
 
 
 class Experts(nn.Module):
-    """The routed experts: `up`, `down` and, for SwiGLU, `gate`, as in an MLP, stacked along a leading dimension.
+    """The routed experts: `up`, `down` and perhaps `gate`, as in an MLP, stacked along a leading dimension.
 
     The weights' shapes give the number of experts, so that a rank that holds only some of them runs the same code."""
 

@@ -24,7 +24,7 @@ def initial_value(name: str, shape: Sequence[int], model: ModelConfig, seed: int
     for the matrices that write to the residual stream (Radford et al. 2019, section 2.3)."""
     if name.endswith("norm.weight"):
         return torch.ones(*shape)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".logit_bias")):
         return torch.zeros(*shape)
     std = model.init_std
     if name.endswith(_RESIDUAL_OUTPUTS):

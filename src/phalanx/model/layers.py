@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,19 +44,74 @@ def run(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 class Activation:
-    """The nonlinearity of an MLP: GELU, exact or in its tanh form, or a SiLU gate (SwiGLU)."""
+    """The nonlinearity of an MLP: GELU, exact or in its tanh form, or a gate of SiLU (SwiGLU), of GELU (GeGLU), or of a
+    clamped SiLU."""
 
     def __init__(self, model: ModelConfig):
-        self.gelu = "tanh" if model.activation == "gelu_tanh" else "none"
+        self.kind = model.activation
+        self.gelu = "none" if model.activation == "gelu" else "tanh"
 
     def __call__(self, wide: Tensor, gate: Tensor | None = None) -> Tensor:
         """Applies it to the hidden activations, with those of the gate if there is one; the shape stays the same."""
-        return F.gelu(wide, approximate=self.gelu) if gate is None else F.silu(gate) * wide
+        if gate is None:
+            return F.gelu(wide, approximate=self.gelu)
+        if self.kind == "swiglu_clamped":
+            return _ClampedGate.apply(wide, gate)  # pyright: ignore[reportReturnType]
+        return (F.silu(gate) if self.kind == "swiglu" else F.gelu(gate, approximate=self.gelu)) * wide
+
+
+CLAMP, SHARPNESS = 7.0, 1.702
+"""Of the clamped gate: the limit of its inputs, and the factor inside its sigmoid (gpt-oss, Agarwal et al. 2025,
+section 2.2, and its code)."""
+
+
+class _ClampedGate(torch.autograd.Function):
+    """(up + 1) gate σ(1.702 gate), where the gate is at most 7 and up lies within ±7. It saves its two inputs and
+    computes the rest again: autograd alone would save six tensors of this size."""
+
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(wide, gate)
+        gate = gate.clamp(max=CLAMP)
+        return (wide.clamp(-CLAMP, CLAMP) + 1) * (gate * torch.sigmoid(SHARPNESS * gate))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor]:
+        wide, gate = ctx.saved_tensors
+        (gradient,) = grad_outputs
+        below = gate.clamp(max=CLAMP)
+        sigmoid = torch.sigmoid(SHARPNESS * below)
+        of_wide = gradient * (below * sigmoid) * (wide.abs() <= CLAMP)
+        slope = sigmoid * (1 + SHARPNESS * below * (1 - sigmoid)) * (gate <= CLAMP)
+        return of_wide, gradient * (wide.clamp(-CLAMP, CLAMP) + 1) * slope
+
+
+class _SoftCap(torch.autograd.Function):
+    """cap tanh(x / cap), in the memory of x: its derivative follows from the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
+        ctx.mark_dirty(x)
+        x.div_(cap).tanh_().mul_(cap)
+        ctx.save_for_backward(x)
+        ctx.cap = cap
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return grad_outputs[0] * (1 - (y / ctx.cap).square_()), None
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Replaces `x`, of any shape, by cap tanh(x / cap) in place, and returns it. `x` must be a result that nothing else
+    needs, such as that of a matrix product (Gemma 2, Gemma Team 2024, section 2)."""
+    return _SoftCap.apply(x, cap)  # pyright: ignore[reportReturnType]
 
 
 class MLP(nn.Module):
-    """Two matrices around a GELU, or three with a SiLU gate (SwiGLU, Shazeer 2020), of hidden size `width`: by default
-    the model's. A layout may replace `project`, which applies the matrices that read the input."""
+    """Two matrices around a GELU, or three with a gate (SwiGLU and others, Shazeer 2020), of hidden size `width`: by
+    default the model's. A layout may replace `project`, which applies the matrices that read the input."""
 
     project: Project = staticmethod(project)
 
@@ -75,6 +131,11 @@ class MLP(nn.Module):
     def widen(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns the hidden activations, and the gate's if there is one, each (..., width)."""
         return self.project((self.up,) if self.gate is None else (self.up, self.gate), x)
+
+
+def dense(model: ModelConfig, *_: object) -> MLP:
+    """Returns the MLP of a block."""
+    return MLP(model)
 
 
 def make_norm(model: ModelConfig, width: int | None = None) -> nn.Module:

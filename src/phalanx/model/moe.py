@@ -106,11 +106,16 @@ class Slots(NamedTuple):
 
 
 class Router(Linear):
-    """Computes one logit per expert. Its bias, if any, affects only the choice of experts."""
+    """Computes one logit per expert. `bias`, if any, balances the load and affects only the choice of experts;
+    `logit_bias`, if any, is trained and a part of the logits."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__(model.d_model, model.moe.n_experts, bias=model.moe.bias_balanced)
+        self.logit_bias = nn.Parameter(torch.empty(model.moe.n_experts)) if model.moe.router_bias else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns logits (..., n_experts) of (..., d_model)."""
-        return self.multiply(input, self.weight)
+        return self.multiply(input, self.weight, self.logit_bias)
 
 
 Dispatch = Callable[["MixtureOfExperts", Tensor, Sizes, Tensor], tuple[Tensor, Tensor | None]]
@@ -133,7 +138,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.config, self.layer, self.routing = model, layer, routing
         moe = model.moe
-        self.router = Router(model.d_model, moe.n_experts, bias=moe.bias_balanced)
+        self.router = Router(model)
         self.experts = Experts(model)
         self.shared = MLP(model, moe.n_shared * model.expert_ff_size) if moe.n_shared else None
 

@@ -2,7 +2,8 @@
 
 Nothing here knows of other devices. A layout changes parts from outside and by name: `embed`, `positions`, `blocks`,
 `final_norm`, `head`; in a block `attn` with `wq`, `wk`, `wv`, `core`, `wo` (latent.py has names of its own), and `mlp`
-with `up`, `gate`, `down`, or in its place `moe` with `router`, `experts`, `shared`. The weights' shapes give the
+with `up`, `gate`, `down`, or in its place `moe` with `router`, `experts`, `shared`, between `attn_norm` and
+`attn_post_norm`, `mlp_norm` and `mlp_post_norm`. The weights' shapes give the
 numbers of heads and experts, so that a shard of a layer computes with its own part, and blocks are keyed by their
 layer, so that a pipeline stage keeps the names of its blocks. Layers that read the same input are called together
 (`qkv`, `widen`), so that a layout communicates once for all of them.
@@ -12,23 +13,25 @@ Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.blocks.kind import SublayerKind
+from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
 from phalanx.blocks.parameters import vocabulary
 from phalanx.check.model import model_problems
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.model.attention import Attention, KeysAndValues
+from phalanx.model.attention import KeysAndValues
 from phalanx.model.cache import Cache
-from phalanx.model.latent import LatentAttention
-from phalanx.model.layers import MLP, Multiply, Run, make_norm, run
-from phalanx.model.moe import MixtureOfExperts, Routing
+from phalanx.model.layers import Multiply, Run, make_norm, run, soft_cap
+from phalanx.model.moe import Routing
 from phalanx.model.noise import Noise, dropout
 from phalanx.model.rotary import rotary_table
+from phalanx.model.sublayers import make_sublayer
 
 
 class Transformer(nn.Module):
@@ -112,6 +115,9 @@ class Transformer(nn.Module):
     def embed_tokens(self, tokens: Tensor, positions: Tensor, noise: Noise | None) -> Tensor:
         """Returns the first block's input, (batch, seq, d_model)."""
         x = self.embed(tokens)
+        if self.config.scaled_embedding:
+            # The factor has the precision of the activations, as when Gemma was trained: 55.5 in bf16, not 55.43.
+            x = x * torch.tensor(self.config.d_model**0.5, dtype=x.dtype).item()
         if self.positions is not None:
             if len(positions) > self.config.seq_len:
                 raise JobError(
@@ -130,7 +136,9 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns (..., vocab) from the output of `normed`, (..., d_model)."""
-        return self.head(x, self.embed.weight if self.config.tied else None)
+        logits = self.head(x, self.embed.weight if self.config.tied else None)
+        cap = self.config.logit_softcap
+        return soft_cap(logits, cap) if cap else logits
 
 
 class PositionEmbedding(nn.Embedding):
@@ -143,23 +151,33 @@ class PositionEmbedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP or experts, each on a normalised copy of the residual stream and added to it. A
-    layout may replace `run`, which calls `compute`."""
+    """One layer: attention and a feed-forward layer of the kinds in phalanx.blocks.kinds, each between norms and added
+    to the residual stream; one after the other or, in a parallel block, both on the same stream. A layout may replace
+    `run`, which calls `compute`, and `run_halves`, which calls a parallel block's `halves`."""
 
     run: Run = staticmethod(run)
+    run_halves: Run = staticmethod(run)
 
     def __init__(self, model: ModelConfig, layer: int, routing: Routing):
         super().__init__()
         self.dropout = model.dropout
+        self.parallel = model.parallel_block
         self.site = f"blocks.{layer}"
-        self.attn_norm = make_norm(model)
-        self.attn = LatentAttention(model, layer) if model.mla.kv_rank else Attention(model, layer)
-        self.mlp_norm = make_norm(model)
-        self.has_experts = model.is_moe_layer(layer)
-        if self.has_experts:
-            self.moe = MixtureOfExperts(model, layer, routing)
-        else:
-            self.mlp = MLP(model)
+        kind = block_kinds(model)[layer]
+        self.kinds = ATTENTION[kind.attention], FEED_FORWARD[kind.feed_forward]
+        self.attn_norm = make_norm(model) if model.norms_inputs else nn.Identity()
+        self.attn = make_sublayer(ATTENTION, kind.attention, model, layer)
+        self.attn_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
+        self.mlp_norm = make_norm(model) if model.norms_inputs else nn.Identity()
+        self.add_module(
+            self.kinds[1].name_in_block, make_sublayer(FEED_FORWARD, kind.feed_forward, model, layer, routing)
+        )
+        self.mlp_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
+
+    def sublayers(self) -> Iterator[tuple[SublayerKind, nn.Module]]:
+        """Yields attention and the feed-forward layer, each with its kind."""
+        for kind in self.kinds:
+            yield kind, self.get_submodule(kind.name_in_block)
 
     def forward(
         self,
@@ -181,10 +199,29 @@ class Block(nn.Module):
         documents: Tensor | None,
     ) -> Tensor:
         """Applies the block, (batch, seq, d_model) to the same shape."""
-        attended = self.attn(self.attn_norm(x), rotary, noise, cache, documents)
+        if self.parallel:
+            both = self.run_halves(self.halves, x, rotary, noise, cache, documents)
+            return x + dropout(both, self.dropout, noise, f"{self.site}.residual")
+        attended = self.attn_post_norm(self.attn(self.attn_norm(x), rotary, noise, cache, documents))
         x = x + dropout(attended, self.dropout, noise, f"{self.site}.attn.residual")
-        wide = self.moe if self.has_experts else self.mlp
-        return x + dropout(wide(self.mlp_norm(x)), self.dropout, noise, f"{self.site}.mlp.residual")
+        widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x)))
+        return x + dropout(widened, self.dropout, noise, f"{self.site}.mlp.residual")
+
+    def halves(
+        self,
+        x: Tensor,
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: KeysAndValues | None,
+        documents: Tensor | None,
+    ) -> Tensor:
+        """Returns what a parallel block adds to the residual stream `x` (batch, seq, d_model), in the same shape: the
+        sum of attention and MLP, each with a norm of its own (GPT-NeoX-20B, Black et al. 2022, section 2.1)."""
+        return self.attn(self.attn_norm(x), rotary, noise, cache, documents) + self.feed_forward(self.mlp_norm(x))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Applies the feed-forward layer, (batch, seq, d_model) to the same shape."""
+        return getattr(self, self.kinds[1].name_in_block)(x)
 
 
 class Head(nn.Module):

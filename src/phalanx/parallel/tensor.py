@@ -12,15 +12,16 @@ copy-free all-gather for any batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.blocks.kind import Connection
 from phalanx.comm.axis import Axis
-from phalanx.model.latent import LatentAttention
+from phalanx.model.experts import GroupedLinear
 from phalanx.model.layers import Linear, Multiply
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
 from phalanx.parallel.head_norm import NormAllHeads
@@ -112,27 +113,49 @@ def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str]
 
 
 def _connect_block(block: Block, parallel: TensorParallel) -> set[nn.Module]:
-    """Replaces one block's layers. Latent attention and mixtures of experts communicate around the whole layer, by
-    hooks on its input and output: every rank computes everything between, routers included."""
-    attention, made = block.attn, set[nn.Module]()
-    if isinstance(attention, LatentAttention):
-        attention.register_forward_pre_hook(GatherInput(parallel))
+    """Replaces one block's layers, as their kinds say. A parallel block communicates around both halves."""
+    for _, half in block.sublayers():
+        if hasattr(half, "norm_all_heads"):
+            half.norm_all_heads = NormAllHeads(parallel.tp)  # pyright: ignore[reportArgumentType]
+    if not block.parallel:
+        return set().union(*(_connect_half(half, kind.connection, parallel) for kind, half in block.sublayers()))
+    block.run_halves = BothHalves(parallel)
+    for kind, half in block.sublayers():
+        _add_biases_once(half, kind.connection, parallel)
+    return set()
+
+
+def _connect_half(half: nn.Module, connection: Connection, parallel: TensorParallel) -> set[nn.Module]:
+    """Replaces the layers of attention or of a feed-forward layer. Where no linear layer reads the input or writes the
+    output alone, hooks on the whole module communicate, and every rank computes everything between: compressions,
+    routers."""
+    named, made = dict(half.named_modules()), set[nn.Module]()
+    if connection.reads:
+        half.project = ColumnParallel(parallel)  # pyright: ignore[reportArgumentType]
+        made |= {named[name] for name in connection.reads if name in named}
     else:
-        attention.project = ColumnParallel(parallel)
-        attention.norm_all_heads = NormAllHeads(parallel.tp)
-        made |= {attention.wq, attention.wk, attention.wv}
-    attention.wo = RowParallelLinear.of(attention.wo, parallel)
-    made.add(attention.wo)
-    if block.has_experts:
-        block.moe.register_forward_pre_hook(GatherInput(parallel))
-        block.moe.register_forward_hook(ReduceOutput(parallel))
-        block.moe.experts.down.bias_factor = float(parallel.tp.rank == 0)
-        if block.moe.shared is not None and block.moe.shared.down.bias is not None:
-            block.moe.shared.down = FirstRankBias.of(block.moe.shared.down, parallel)
-        return made
-    block.mlp.project = ColumnParallel(parallel)
-    block.mlp.down = RowParallelLinear.of(block.mlp.down, parallel)
-    return made | {layer for layer in (block.mlp.up, block.mlp.gate, block.mlp.down) if layer is not None}
+        half.register_forward_pre_hook(GatherInput(parallel))
+    if len(connection.writes) == 1:
+        (name,) = connection.writes
+        plain = named[name]
+        assert isinstance(plain, Linear), "compared with the kind when the module was made"
+        half.set_submodule(name, RowParallelLinear.of(plain, parallel))
+        made.add(half.get_submodule(name))
+    else:
+        half.register_forward_hook(ReduceOutput(parallel))
+        _add_biases_once(half, connection, parallel)
+    return made
+
+
+def _add_biases_once(half: nn.Module, connection: Connection, parallel: TensorParallel) -> None:
+    """Makes one rank add the biases in the output of `half`, which the ranks then sum."""
+    named = dict(half.named_modules())
+    for name in connection.writes:
+        last = named.get(name)
+        if isinstance(last, GroupedLinear):
+            last.bias_factor = float(parallel.tp.rank == 0)
+        elif isinstance(last, Linear) and last.bias is not None:
+            half.set_submodule(name, FirstRankBias.of(last, parallel))
 
 
 @dataclass(frozen=True)
@@ -226,6 +249,22 @@ class ReduceOutput:
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         """Sums the ranks' outputs (batch, seq, d_model)."""
         return _ReduceTokens.apply(output, self.parallel)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class BothHalves:
+    """Runs the halves of a parallel block between one exchange off the residual stream and one onto it: the
+    `run_halves` of a block.
+
+    Every rank normalises all tokens for its own heads and columns, so its norms have parts of their gradients. Had each
+    half its own exchange, as many bytes again would be sent."""
+
+    parallel: TensorParallel
+
+    def __call__(self, halves: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+        """Calls `halves` with all tokens of `x`, this rank's part of (batch, seq, d_model), and sums the results."""
+        whole = _GatherTokens.apply(x, self.parallel)
+        return _ReduceTokens.apply(halves(whole, *others), self.parallel)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)

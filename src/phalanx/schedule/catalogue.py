@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
+from phalanx.registry import Registry
 from phalanx.schedule.dualpipe import dualpipe
 from phalanx.schedule.entry import UNBOUNDED_CHUNKS, ScheduleEntry
 from phalanx.schedule.interleaved import interleaved_1f1b, looped_bfs
@@ -51,7 +52,7 @@ def _exact(p: int, m: Any) -> bool:
     return True
 
 
-SCHEDULES = {
+_OWN = {
     "naive": ScheduleEntry(
         naive,
         "one micro-batch at a time, all the way there and back",
@@ -197,8 +198,27 @@ SCHEDULES = {
         also_called=("2bw", "pipedream2bw"),
     ),
 }
-"""All schedules by name. The planner does not search those with the bubble of another one and more activations (naive,
-gpipe, looped_bfs), one that trains with older weights (pipedream), and one that needs slices (terapipe)."""
+"""The project's own schedules. The planner does not search those with the bubble of another one and more activations
+(naive, gpipe, looped_bfs), one that trains with older weights (pipedream), and one that needs slices (terapipe)."""
+
+
+def _entry_problems(name: str, entry: ScheduleEntry) -> Iterator[str]:
+    """Yields the problems of an entry that is added."""
+    others = {other: known for known, each in SCHEDULES.items() for other in (_plain(known), *each.also_called)}
+    yield from (
+        f"{called!r} already means {others[called]}"
+        for called in (_plain(name), *entry.also_called)
+        if called in others
+    )
+    if entry.interleaves and (entry.interleaves not in SCHEDULES or SCHEDULES[entry.interleaves].chunks != (1, 1)):
+        yield f"interleaves {entry.interleaves!r} is no schedule with one stage per rank"
+    from phalanx.schedule.probe import entry_problems  # most commands add nothing
+
+    yield from entry_problems(name, entry)
+
+
+SCHEDULES = Registry("schedule", _OWN, _entry_problems)
+"""All schedules by name."""
 
 FAMILIES = ("zerobubble", "interleavedzerobubble", "zb1p", "zb2p")
 """Names in `also_called` of several schedules, or of ones that a search makes: suggestions only."""
@@ -240,9 +260,11 @@ def likely(name: str) -> str | None:
 def named(name: str) -> str:
     """Returns the schedule that a name in another framework means without doubt (`1F1B`, `Interleaved1F1B`), or the
     name itself, which may be a file's."""
+    if name in SCHEDULES:
+        return name
     plain = {other: known for known, entry in SCHEDULES.items() for other in entry.also_called if other not in FAMILIES}
     plain |= {_plain(known): known for known in SCHEDULES}
-    return name if name in SCHEDULES else plain.get(_plain(name), name)
+    return plain.get(_plain(name), name)
 
 
 def chunks_of(name: str, chunks: int = 0) -> int:
@@ -262,15 +284,7 @@ def build(name: str, ranks: int, micro_batches: int, chunks: int = 0, slices: in
     Raises JobError with every problem of the choice."""
     if wrong := problems(name, ranks, micro_batches, chunks, slices, steps):
         raise JobError(wrong)
-    entry = SCHEDULES[name]
-    taken = dict[str, int]()
-    if entry.takes_chunks:
-        taken["chunks"] = chunks_of(name, chunks)
-    if entry.sliced:
-        taken["slices"] = slices or entry.slices
-    if entry.steps > 1:
-        taken["steps"] = steps or entry.steps
-    return entry.build(ranks, micro_batches, **taken)
+    return SCHEDULES[name].program(ranks, micro_batches, chunks, slices, steps)
 
 
 def _problems(name: str, ranks: int, micro_batches: int, chunks: int, slices: int, steps: int) -> Iterator[str]:
@@ -303,6 +317,8 @@ def _problems(name: str, ranks: int, micro_batches: int, chunks: int, slices: in
             f"{name}: {micro_batches} micro-batches < {ranks} ranks, and two versions of the weights would not "
             f"suffice; nearest legal: {ranks} micro-batches, or {micro_batches} ranks"
         )
+    if ranks > 0 and micro_batches > 0 and (reason := entry.refuses(ranks, micro_batches, chunks_of(name, chunks))):
+        yield f"{name}: {reason}"
 
 
 def _plain(name: str) -> str:

@@ -1,7 +1,7 @@
 """The facts of a pipeline schedule besides its program: all that checking, prediction and planning need.
 
 Facts are functions of P ranks, M micro-batches, V stages per rank (chunks) and rank r, in the letters of the papers.
-Tests compare each with the schedule's own program (tests/schedule/test_facts.py).
+probe.py compares each with the schedule's own programs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from phalanx.facts import stated
 from phalanx.schedule.schedule import Schedule
 
 UNBOUNDED_CHUNKS = 1_000_000
@@ -21,11 +22,18 @@ def never(ranks: int, micro_batches: Any) -> Any:
     return False
 
 
+def nothing_refused(ranks: int, micro_batches: int, chunks: int) -> str:
+    """Returns nothing: the schedule takes any numbers that its other facts allow."""
+    return ""
+
+
+@stated
 @dataclass(frozen=True)
 class ScheduleEntry:
     """A schedule with the arguments it takes and its facts."""
 
     build: Callable[..., Schedule]
+    """Builds the program for P and M, and for the keyword arguments `chunks`, `slices` and `steps` that it has."""
     title: str
     """One-line description for `phalanx schedule list`."""
     source: str
@@ -62,6 +70,8 @@ class ScheduleEntry:
     """Whether backward passes are split into I and W."""
     also_called: tuple[str, ...] = ()
     """Names in other frameworks, as lower-case letters and digits."""
+    refuses: Callable[[int, int, int], str] = nothing_refused
+    """Why it cannot be built for P, M and V, with the nearest legal choice; nothing if it can."""
 
     @property
     def directions(self) -> int:
@@ -88,6 +98,23 @@ class ScheduleEntry:
         """Numbers of stages per rank that the planner tries."""
         least, most = self.chunks
         return range(least, min(most, self.most_searched_chunks) + 1)
+
+    def program(self, ranks: int, micro_batches: int, chunks: int = 0, slices: int = 0, steps: int = 0) -> Schedule:
+        """Builds the schedule for `micro_batches` micro-batches per step; for chunks, slices or steps 0 stands for the
+        schedule's default."""
+        taken = dict[str, int]()
+        if self.takes_chunks:
+            taken["chunks"] = chunks or self.chunks[0]
+        if self.sliced:
+            taken["slices"] = slices or self.slices
+        if self.steps > 1:
+            taken["steps"] = steps or self.steps
+        return self.build(ranks, micro_batches, **taken)
+
+    def least_micro_batches(self, ranks: int) -> int:
+        """Returns the fewest micro-batches per step: one per direction, or without a flush as many as ranks, because
+        two versions of the weights would not suffice for fewer."""
+        return ranks if self.steps > 1 else self.directions if ranks > 1 else 1
 
     def period(self, ranks: int) -> int:
         """Returns the micro-batches after which the program repeats itself once the pipeline is full."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from phalanx.blocks.kinds import block_kinds
 from phalanx.config.job import Job
 from phalanx.data.files import write_atomic
 from phalanx.errors import DataError
@@ -38,7 +39,7 @@ class ExpertLoads:
         self.job, self.mesh, self.routing, self.device = job, mesh, routing, device
         self.step = step
         """The step up to which loads have been summed."""
-        self.layers = [layer for layer in range(job.model.n_layers) if job.model.is_moe_layer(layer)]
+        self.layers = [layer for layer, kind in enumerate(block_kinds(job.model)) if kind.routed]
         self.penalties = [name for name in ("aux_loss", "z_loss") if getattr(job.model.moe, name)]
 
     def restart(self, step: int) -> None:

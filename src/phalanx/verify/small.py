@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.blocks.kinds import model_kinds
 from phalanx.blocks.parameters import count
+from phalanx.blocks.shrink import alike
 from phalanx.config import fields
 from phalanx.config.cluster import Cluster
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.model import ModelConfig
 
 CHEAP_PARAMETERS = 3_000_000
 CHEAP_SEQ_LEN = 128
-SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB = 2, 8, 256, 32, 251
+SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB, SMALL_WINDOW = 2, 8, 256, 32, 251, 5
 """The vocabulary is a prime: no number of tensor ranks divides it, so that its padding is at work."""
-SMALL_EXPERTS = 8
-SMALL_Q_RANK, SMALL_KV_RANK, SMALL_PART = 16, 8, 4
-"""Latent attention: the ranks of its compressions, and the size of each part of a head."""
 BUCKETS = 4
 """Gradient buckets of the compared model: a real one has many, and their order matters."""
 MIN_EPS = 1e-8
@@ -69,65 +68,33 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     seq_len = model.seq_len
     if seq_len > CHEAP_SEQ_LEN:
         seq_len = alike(seq_len, SMALL_SEQ_LEN, max_ranks)
-    # As large a part of the sequence; rounded up, so that a window never becomes 0, which is none.
-    window = -(-model.window * seq_len // model.seq_len)
+    # As large a part of the sequence, but enough keys for a softmax; never 0, which is no window.
+    window = max(-(-model.window * seq_len // model.seq_len), min(model.window, SMALL_WINDOW))
     model = replace(model, seq_len=seq_len, window=window)
     if count(model, vocab) <= CHEAP_PARAMETERS:
         return model
-    n_layers, mla = min(model.n_layers, SMALL_LAYERS), _small_latent(model.mla)
+    n_layers = min(model.n_layers, SMALL_LAYERS)
     # Of layers with and without a window at least one each.
     full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
     head = min(model.head_size, SMALL_HEAD)
     width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
-    moe = model.moe
-    if moe.n_experts:
-        moe = _small_experts(moe, n_layers, max_ranks)
-        moe = replace(moe, d_ff=alike(model.expert_ff_size, min(model.expert_ff_size, width // 4), max_ranks))
-    return replace(
+    small = replace(
         model,
         n_layers=n_layers,
         full_every=full_every,
         d_model=width,
         rotary_fraction=_small_fraction(model.rotary_fraction, head),
-        head_dim=head if not mla.kv_rank and (model.head_dim or width != model.n_heads * head) else model.head_dim,
+        head_dim=head
+        if not model.mla.kv_rank and (model.head_dim or width != model.n_heads * head)
+        else model.head_dim,
         d_ff=alike(model.ff_size, min(model.ff_size, 2 * width), max_ranks),
         vocab_size=min(vocab, SMALL_VOCAB) if model.vocab_size else 0,
-        moe=moe,
-        mla=mla,
     )
-
-
-def _small_experts(moe: MoE, n_layers: int, max_ranks: int) -> MoE:
-    """Returns fewer experts, in at least one layer. The same fraction of their groups is chosen from, and the groups
-    hold more experts than a token visits, so that the choice is not trivial."""
-    moe = replace(moe, n_dense_layers=min(moe.n_dense_layers, n_layers - 1))
-    n = alike(moe.n_experts, min(moe.n_experts, SMALL_EXPERTS), max_ranks)
-    if n == moe.n_experts:
-        return moe
-    groups = next(groups for groups in range(min(moe.n_groups, n // 2), 0, -1) if n % groups == 0)
-    top_groups = -(-moe.top_groups * groups // moe.n_groups)
-    top_k = min(moe.top_k, max(2, n // groups * top_groups // 2))
-    return replace(moe, n_experts=n, n_groups=groups, top_groups=top_groups, top_k=top_k)
+    for kind in model_kinds(model):
+        small = kind.shrink(model, small, max_ranks)
+    return small
 
 
 def _small_fraction(fraction: float, head: int) -> float:
     """Returns the share of a small head that turns: about as large a part, of whole pairs."""
     return fraction if fraction == 1 else max(2, 2 * round(head * fraction / 2)) / head
-
-
-def _small_latent(mla: MLA) -> MLA:
-    if not mla.kv_rank:
-        return mla
-    return MLA(
-        q_rank=min(mla.q_rank, SMALL_Q_RANK),
-        kv_rank=min(mla.kv_rank, SMALL_KV_RANK),
-        rope_head_dim=min(mla.rope_head_dim, SMALL_PART),
-        nope_head_dim=min(mla.nope_head_dim, SMALL_PART),
-        v_head_dim=min(mla.v_head_dim, SMALL_PART),
-    )
-
-
-def alike(number: int, at_least: int, max_ranks: int) -> int:
-    """Returns the smallest number from `at_least` on with the same divisors among 2 to `max_ranks` as `number`."""
-    ranks = range(2, max_ranks + 1)
-    return next(n for n in range(at_least, number + 1) if all((n % r == 0) == (number % r == 0) for r in ranks))

@@ -70,4 +70,4 @@ class Framework(Hashed):
 
     def block_slowdown(self, kind: BlockKind) -> float:
         """Returns the slowdown of a block's kernels over the same kernels alone."""
-        return self.slowdown * (self.moe_slowdown if kind.feed_forward == "experts" else 1.0)
+        return self.slowdown * (self.moe_slowdown if kind.routed else 1.0)

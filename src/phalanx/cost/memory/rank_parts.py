@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from phalanx.blocks.kinds import FEED_FORWARD
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, kinds_of, outside, table
 from phalanx.cost.memory.activations import saved, workspace
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.placed import placed
 from phalanx.cost.spec import StepSpec
+from phalanx.optimizers.facts import optimizer_costs
 from phalanx.partition.pipeline import flushes
 from phalanx.partition.recompute import uniform_recompute, written
 from phalanx.units import MIB
@@ -37,11 +39,11 @@ class BlockBytes:
         # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
         # wrote, which the last matrix does not need any longer. Of experts also those of rows.
         tensors = 2 if model.gated else 1
-        wide = model.ff_size * tensors / layout.tp
-        if kind.block.feed_forward == "experts":
+        wide = FEED_FORWARD[kind.block.feed_forward].width(model) * tensors / layout.tp
+        if kind.block.routed:
             rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
             spread = step.share if memory_profile.routes_shards else 1
-            wide = rows * (model.expert_ff_size * tensors / layout.tp + model.d_model / spread)
+            wide = rows * (wide + model.d_model / spread)
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
         attention = step.spec.batch.micro_batch * workspace(model, alone, width, kind.block, memory_profile, narrow)
@@ -65,7 +67,9 @@ class StepParts:
         self.stream = self.tokens * spec.model.d_model * spec.width
         self.under_way = TRANSIT * self.stream / self.share
         """Bytes of messages between stages."""
-        self.formulas = MemoryFormulas(self.memory_profile, spec.width)
+        self.formulas = MemoryFormulas(
+            self.memory_profile, spec.width, lambda stored: optimizer_costs(spec.optimizer, spec.model, stored)
+        )
         self.data_ranks = layout.data_ranks * layout.cp
         """Ranks over which gradients are reduced."""
         self.recomputes = written(layout)
@@ -125,7 +129,8 @@ class RankParts:
         return min(whole, layout.bucket_mb * MIB)
 
     def copied(self) -> float:
-        """Returns the bytes of the gradients that the optimizer copies to its own precision."""
+        """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
+        tensors."""
         return self.formulas.copied(self.shards, self.step.data_ranks)
 
     def kept(self) -> tuple[float, float]:
@@ -178,6 +183,7 @@ class RankParts:
         wide, narrow = self.memory_profile.split_loss_tensors if layout.tp > 1 else self.memory_profile.loss_tensors
         # What is in fp32 anyway needs no second form.
         each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
+        each += self._capped()
         read = 2 * step.stream / step.share + (step.stream if layout.sp and layout.tp > 1 else 0)
         if layout.loss_chunk:  # of chunks before this one: gradients of what they read, and of the head
             read += step.stream + table(self.model, layout.tp) * self.width
@@ -191,7 +197,12 @@ class RankParts:
             return 0
         step, layout = self.step, self.layout
         rows = 0 if layout.loss_chunk else table(self.model, layout.tp) // self.model.d_model
-        return others * (step.tokens * rows * max(4, self.width) + 2 * step.stream / step.share)
+        each = max(4, self.width) + self._capped()
+        return others * (step.tokens * rows * each + 2 * step.stream / step.share)
+
+    def _capped(self) -> int:
+        """Returns the bytes per logit that a soft cap saves: its result, in the memory of the logits."""
+        return self.width if self.model.logit_softcap else 0
 
     def whole(self) -> float:
         """Returns the bytes of ZeRO-3's unsharded parameters and their gradients in transit, of buckets and dummies."""

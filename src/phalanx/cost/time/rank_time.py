@@ -198,10 +198,12 @@ def _host_operations(spec: StepSpec, kind: BlockKind, work: Iterable[Operator]) 
     layout = spec.layout
     steps = next((operator.core.steps for operator in work if operator.core), 0)
     attention = steps > 0
+    # Both halves of a parallel block share one exchange.
+    exchanges = 1 if spec.model.parallel_block else 2
     return {
-        "tp": (layout.tp > 1) * HOST_OPS["sp" if layout.sp else "tp"] / 2,
+        "tp": (layout.tp > 1) * HOST_OPS["sp" if layout.sp else "tp"] * exchanges / 4,
         "cp": attention * ((steps - 1) * HOST_OPS["ring"] + (layout.cp_ulysses > 1) * HOST_OPS["ulysses"]),
-        "ep": (not attention and kind.feed_forward == "experts" and layout.ep > 1) * HOST_OPS["ep"],
+        "ep": (not attention and kind.routed and layout.ep > 1) * HOST_OPS["ep"],
     }
 
 

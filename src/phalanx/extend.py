@@ -1,0 +1,89 @@
+"""The door for things from outside: one call and one object per thing. docs/extending.md has examples.
+
+A package calls these functions in its entry point of the group `phalanx.extensions` (registry.py), and its things are
+then used like the project's own, which stand in the same tables. An object states all facts of its thing; one that
+states too little, or what its own code contradicts, is refused with every problem at once (ExtensionError).
+
+Nothing here imports torch: code that needs it is stated as a place, "package.module:name", and imported when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.config.cluster import Accelerator, Cluster, Link
+from phalanx.config.clusters import MACHINES, MachineEntry
+from phalanx.config.corpora import CORPORA, CorpusEntry
+from phalanx.config.data import Data
+from phalanx.config.device_entry import DeviceEntry
+from phalanx.config.devices import DEVICES
+from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry
+from phalanx.errors import DataError, ExtensionError, JobError
+from phalanx.registry import Registry
+from phalanx.schedule.catalogue import SCHEDULES
+from phalanx.schedule.entry import ScheduleEntry
+from phalanx.schedule.placement import round_robin, v_shape
+from phalanx.schedule.schedule import Action, Schedule
+
+__all__ = [
+    "TABLES",
+    "Accelerator",
+    "Action",
+    "Cluster",
+    "CorpusEntry",
+    "Data",
+    "DataError",
+    "DeviceEntry",
+    "ExtensionError",
+    "JobError",
+    "Link",
+    "MachineEntry",
+    "Schedule",
+    "ScheduleEntry",
+    "TokenizerEntry",
+    "cluster",
+    "corpus",
+    "device",
+    "round_robin",
+    "schedule",
+    "tokenizer",
+    "v_shape",
+]
+
+TABLES: Mapping[str, Registry[Any]] = {
+    "schedule": SCHEDULES,
+    "device": DEVICES,
+    "cluster": MACHINES,
+    "corpus": CORPORA,
+    "tokenizer": TOKENIZERS,
+}
+"""Every table that packages may add to, by the name of its function here."""
+
+
+def schedule(name: str, entry: ScheduleEntry) -> None:
+    """Adds a pipeline schedule: `layout.schedule=name`. Its facts are compared with the programs that it builds for
+    small pipelines. Raises ExtensionError with every problem."""
+    SCHEDULES.add(name, entry)
+
+
+def device(name: str, entry: DeviceEntry) -> None:
+    """Adds a device, which is recognised by the names that its driver reports, and may be named in tables of `phalanx
+    predict --table`. Raises ExtensionError with every problem."""
+    DEVICES.add(name, entry)
+
+
+def cluster(name: str, entry: MachineEntry) -> None:
+    """Adds a machine, as one node: `cluster=name:NODES`. Raises ExtensionError with every problem."""
+    MACHINES.add(name, entry)
+
+
+def corpus(name: str, entry: CorpusEntry) -> None:
+    """Adds a corpus: `data.corpus=name`. Raises ExtensionError with every problem."""
+    CORPORA.add(name, entry)
+
+
+def tokenizer(name: str, entry: TokenizerEntry) -> None:
+    """Adds a kind of tokenizer: `data.tokenizer=name`. What it makes is a `phalanx.data.tokenizer.Tokenizer`,
+    and is checked when it is made. Raises ExtensionError with every problem."""
+    TOKENIZERS.add(name, entry)
