@@ -239,6 +239,21 @@ def test_the_fullest_moment_of_a_step_is_the_predicted_one(ranks, layout, train)
     assert compare(ranks, Job(model=DEEP, layout=layout, train=Train(**train))) == {"backward"}
 
 
+WIDE_SCORES = replace(DEEP, attention_softcap=20.0)
+PARTS_OF_ATTENTION = {
+    "norms of heads, sinks": replace(DEEP, qk_norm="head", sinks=True, n_kv_heads=2),
+    "windows": replace(DEEP, window=32, full_every=2),
+    "capped scores": WIDE_SCORES,
+    "capped scores, windows": replace(WIDE_SCORES, window=32, sinks=True),
+}
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2, zero=1), Layout(tp=2, sp=True)], ids=Layout.line)
+@pytest.mark.parametrize("kind", PARTS_OF_ATTENTION)
+def test_parts_of_attention_do_not_change_that(ranks, kind, layout):
+    compare(ranks, Job(model=PARTS_OF_ATTENTION[kind], layout=layout, train=Train(global_batch=4)))
+
+
 WORDS = replace(DEEP, n_layers=1, vocab_size=4000)
 SHORT = replace(DEEP, seq_len=32)
 

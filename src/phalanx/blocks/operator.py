@@ -215,6 +215,8 @@ class Operator:
     """Results that selective recomputation by operator keeps in place of `saved` (torchtitan's `op`): of every two
     matrix products, wq, wk, wv, wo, gate, up, down, the first, attention, and what a reduce-scatter writes."""
     messages: tuple[Message, ...] = ()
+    workspace: float = 0.0
+    """Bytes that its backward pass needs for a moment besides what blocks save, on this rank."""
 
     def product(self, tp: int, ep: int) -> Product | None:
         """Returns the product with all matrices that read the same input, as one; None if there is none."""

@@ -10,7 +10,7 @@ from itertools import groupby
 from phalanx.blocks.kinds import FEED_FORWARD, BlockKind
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, kinds_of, outside, table
 from phalanx.cost.matrices import matrix_work
-from phalanx.cost.memory.activations import saved
+from phalanx.cost.memory.activations import saved, workspace
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.placed import placed
@@ -48,7 +48,8 @@ class BlockBytes:
             wide = rows * (wide + model.d_model / spread)
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
-        self.backward = self.again + step.tokens * wide * width, outputs * step.stream / step.share
+        attention = step.spec.batch.micro_batch * workspace(model, alone, width, kind.block, memory_profile, narrow)
+        self.backward = self.again + max(step.tokens * wide * width, attention), outputs * step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 
 
