@@ -202,6 +202,7 @@ def test_a_tokenizer_whose_package_is_gone_is_named(phalanx, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 4
     assert "expected a char, byte or number tokenizer of version 1, found {'version': 1, 'kind': 'sums'}" in done.stderr
+    assert "is the package that adds it installed?" in done.stderr
 
 
 def test_a_package_that_fails_stops_what_lists_the_tables_and_nothing_else(phalanx, tmp_path):
