@@ -1,4 +1,4 @@
-"""A package adds a schedule, a cluster with its device, a corpus with its tokenizer: one file each, nothing in src.
+"""A package adds a schedule, an optimizer, a cluster with its device, a corpus with its tokenizer: one file each.
 
 The packages are those of docs/extending.md, installed as pip would do it, and used by the commands themselves.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from extend.install import PACKAGES, environment, install
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ("interleaved_zb", "lab_cluster", "sums")
+EXAMPLES = ("interleaved_zb", "ademamix", "lab_cluster", "sums")
 SMALL = """
 model: {n_layers: 4, d_model: 16, n_heads: 2, seq_len: 16}
 cluster: {device: cpu, peak_tflops: 1.0}
@@ -58,6 +59,7 @@ def phalanx(folders: list[Path], tmp_path: Path):
 
 def test_every_name_says_where_it_is_from(phalanx):
     assert json.loads(phalanx("extensions", "list", "--json")) == {
+        "phalanx-ademamix 1.0": {"optimizer": ["ademamix"]},
         "phalanx-interleaved-zb 1.0": {"schedule": ["interleaved_zb"]},
         "phalanx-lab-cluster 1.0": {"device": ["x900"], "cluster": ["lab"]},
         "phalanx-sums 1.0": {"corpus": ["sums"], "tokenizer": ["sums"]},
@@ -102,6 +104,47 @@ def test_a_schedule_equals_one_process(phalanx):
     done = json.loads(phalanx("verify", "small.yaml", "--layouts", *layouts, "--steps", "1", "--json"))
     assert [case["ok"] for case in done["cases"]] == [True]
     assert done["cases"][0]["grad_max_rel"] < 1e-9
+
+
+ADEMAMIX = ("small.yaml", "optimizer=ademamix", "optimizer.options=alpha=2,beta3=0.99", "pp=1", "schedule=1f1b")
+
+
+def test_an_optimizer_equals_one_process(phalanx):
+    layouts = ("dp_shard=2,zero=2", "tp=2")
+    done = json.loads(phalanx("verify", *ADEMAMIX, "--layouts", *layouts, "--json"))
+    assert [case["ok"] for case in done["cases"]] == [True, True]
+    assert max(case["param_max_rel"] for case in done["cases"]) < 1e-9
+
+
+def test_an_optimizer_trains_resumes_in_another_layout_and_is_predicted(phalanx, tmp_path):
+    job = (*ADEMAMIX, "train.precision=fp64", "train.steps=4", "layout.accumulation=0")
+    # The run loses its last checkpoint, and goes on from the second step.
+    phalanx("train", *job, "run.name=moved", "dp_shard=2", "zero=2")
+    shutil.rmtree(tmp_path / "runs/moved/checkpoints/step-000004")
+    phalanx("train", *job, "run.name=moved", "tp=2")
+    lines = (tmp_path / "runs/moved/metrics.jsonl").read_text().splitlines()
+    steps = [(row["step"], row["loss"]) for row in map(json.loads, lines) if "grad_norm" in row]
+    assert [step for step, _ in steps] == [1, 2, 3, 4, 3, 4]
+    assert [loss for _, loss in steps[4:]] == pytest.approx([loss for _, loss in steps[2:4]], rel=1e-9)
+    kinds = json.loads(phalanx("checkpoint", "show", "runs/moved", "--json"))["kinds"]
+    assert set(kinds) >= {"exp_avg", "exp_avg_slow", "exp_avg_sq"}
+    alone = ("pp=1", "schedule=1f1b", "dp_replicate=4", "cluster=lab:1", "cluster.device=auto", "cluster.peak_tflops=0")
+    own, adamw = (
+        json.loads(phalanx("predict", "small.yaml", *alone, "layout.accumulation=0", f"optimizer={name}", "--json"))
+        for name in ("ademamix", "adamw")
+    )
+    assert own["memory"]["optimizer"] == pytest.approx(1.5 * adamw["memory"]["optimizer"], rel=1e-3)
+    assert own["step_time_s"] > adamw["step_time_s"]
+
+
+def test_wrong_options_of_an_optimizer_are_refused_together(phalanx):
+    words = ("small.yaml", "optimizer=ademamix", "optimizer.options=alfa=2,beta3=1", "optimizer.momentum=0.5")
+    said = phalanx("train", *words, code=2, streams="err")
+    assert (
+        "ademamix has no option alfa; did you mean alpha? (known: alpha, beta3); beta3 must lie in [0, 1), is 1.0"
+        in said
+    )
+    assert "optimizer.momentum: ademamix does not read it" in said
 
 
 def test_a_cluster_and_a_device_are_planned_and_recognised(phalanx, tmp_path, folders):
