@@ -58,7 +58,7 @@ class Registry(Mapping[str, T]):
 
     def __init__(self, kind: str, entries: Mapping[str, T], check: Check[T] | None = None):
         """`kind` is the entries' kind in messages, such as "schedule"; `check` judges those that are added later, and
-        `tests/test_extend.py` the project's own."""
+        the tests the project's own."""
         self.kind, self._entries, self._check = kind, dict(entries), check
         self._packages: dict[str, Package | None] = {}
         self._types = {type(entry) for entry in entries.values()}
@@ -83,7 +83,7 @@ class Registry(Mapping[str, T]):
                 "a digit"
             )
         elif name in self._entries:
-            found.append(f"the name is taken by {self._owner(name)}")
+            found.append(f"the name is taken by {self.owner(name)}")
         if not isinstance(entry, tuple(self._types)):
             known = " or ".join(sorted(known.__name__ for known in self._types))
             return [*found, f"the entry must be of type {known}, is of type {type(entry).__name__}"]
@@ -112,11 +112,12 @@ class Registry(Mapping[str, T]):
             return _imported(place)
         except Exception as error:
             raise ExtensionError(
-                f"{self.kind} {name!r} of {self._owner(name)}: its {fact}, {place}, cannot be loaded: "
+                f"{self.kind} {name!r} of {self.owner(name)}: its {fact}, {place}, cannot be loaded: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _owner(self, name: str) -> str:
+    def owner(self, name: str) -> str:
+        """Returns whose entry this is, for a message: "package phalanx-eager 1.0", "this process"."""
         package = self.package(name)
         return f"package {package}" if package else "this process"
 

@@ -88,6 +88,14 @@ def test_a_small_model_is_cheap_and_legal_under_the_same_layouts(preset):
             assert legal(compared.job, layout) == legal(job, layout), layout
 
 
+@pytest.mark.parametrize("preset", ["gemma2-27b", "gemma3-27b", "gpt-oss-20b"])
+def test_layers_with_and_without_a_window_remain(preset):
+    model = compared_job(Job(model=PRESETS[preset]), False, 8).job.model
+    windows = [model.window_of(layer) for layer in range(model.n_layers)]
+    assert windows[-1] == 0
+    assert 4 < windows[0] < model.seq_len
+
+
 def test_experts_and_latent_attention_in_small_are_still_both_at_work():
     small = compared_job(Job(model=PRESETS["deepseek-v3"]), False, 8).job.model
     assert [kind.routed for kind in block_kinds(small)] == [False, True]

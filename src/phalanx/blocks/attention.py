@@ -13,21 +13,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 from phalanx.blocks.attention_runs import CAPPED_TENSORS, capped_scores
-from phalanx.blocks.operator import PARTIAL, PLAIN, AttentionCore, MemoryBound, Message, Operator, SavedTensor
+from phalanx.blocks.operator import PLAIN, AttentionCore, MemoryBound, Message, Operator, SavedTensor
 from phalanx.blocks.place import WIDE, Place
-from phalanx.blocks.residual import (
-    enter,
-    gathered,
-    leave_attention,
-    linear_weights,
-    norm_kernels,
-    norm_weights,
-    sum_gradient,
-)
+from phalanx.blocks.residual import enter, leave, linear_weights, norm_kernels, norm_weights
 from phalanx.blocks.ring import ring_keys
 
 ROWS = PLAIN._replace(cut="rows")
 COLUMNS = PLAIN._replace(cut="columns")
+PARTIAL = PLAIN._replace(gradient="partial")
+"""A compression weight: whole on every tensor rank, each of which computes its heads' part of the gradient."""
 ROTARY_KERNELS, HEADS_KERNELS = 6, 4
 SQUARES = 2
 """Numbers per token that a norm over all heads sums over the tensor ranks: of queries and of keys."""
@@ -52,7 +46,7 @@ def attention(place: Place) -> Iterator[Operator]:
         ),
         place.tokens,
         saved=(
-            SavedTensor("wq, wk, wv", model.d_model * place.read, gathered(place)),
+            SavedTensor("wq, wk, wv", model.d_model * place.read, "gathered"),
             SavedTensor("queries", queries * width, "width"),
             SavedTensor("keys, values", 2 * spread * width, "width"),
             # Without the fused kernel every head has keys and values of its own.
@@ -305,11 +299,10 @@ def _output(place: Place) -> Operator:
     """Returns the output projection. The backward pass of attention reads its input, too."""
     model, width, read = place.model, place.width, place.read
     inner = model.n_heads * model.v_head_size
-    weight, *bias = linear_weights("attn.wo", model.d_model, inner, model.bias, COLUMNS, cuts_bias=False)
     return Operator(
         "wo",
-        (weight, *(one._replace(gradient=sum_gradient(model)) for one in bias)),
+        linear_weights("attn.wo", model.d_model, inner, model.bias, COLUMNS, cuts_bias=False),
         place.tokens,
         saved=(SavedTensor("wo", inner * (width if read == width else width + read), "width"),),
-        messages=tuple(leave_attention(place)),
+        messages=tuple(leave(place)),
     )

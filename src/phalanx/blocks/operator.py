@@ -88,8 +88,6 @@ def is_expert(name: str) -> bool:
 
 PLAIN = Weight("", ())
 """A weight that every tensor rank holds whole."""
-PARTIAL = PLAIN._replace(gradient="partial")
-"""Such a weight of which each tensor rank computes a part of the gradient: that of its heads or columns."""
 
 
 class Product(NamedTuple):

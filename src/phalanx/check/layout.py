@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from phalanx.blocks.kinds import FEED_FORWARD, block_kinds
+from phalanx.check.optimizer import block_problems
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -25,6 +26,7 @@ def layout_problems(job: Job) -> Iterator[Problem]:
     if layout.sp_regather and not layout.sp:
         yield "layout.sp_regather", "is a part of sequence parallelism; nearest legal: sp=true, or sp_regather=false"
     yield from _tiles(job)
+    yield from block_problems(job)
     if layout.accumulate == "sharded" and layout.zero == 1:
         yield (
             "layout.accumulate",

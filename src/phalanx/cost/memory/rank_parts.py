@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from phalanx.blocks.kinds import FEED_FORWARD
+from phalanx.blocks.kinds import FEED_FORWARD, BlockKind
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, kinds_of, outside, table
+from phalanx.cost.matrices import matrix_work
 from phalanx.cost.memory.activations import saved, workspace
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
 from phalanx.cost.memory.in_flight import Flight
@@ -131,7 +133,15 @@ class RankParts:
     def copied(self) -> float:
         """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
         tensors."""
-        return self.formulas.copied(self.shards, self.step.data_ranks)
+        return self.formulas.copied(self.shards, self.step.data_ranks) + self._whole_matrices()
+
+    def _whole_matrices(self) -> int:
+        """Returns the bytes of temporary tensors while the optimizer computes with whole matrices."""
+        counts = Counter[BlockKind]()
+        for kind, many in (pair for held in self.blocks for pair in held):
+            counts[kind.block] += many
+        work = matrix_work(self.step.spec, tuple(counts.items()), (self.first, self.last))
+        return max((each.most_elements for each in work), default=0) * max(4, self.width)
 
     def kept(self) -> tuple[float, float]:
         """Returns the most bytes that blocks keep for all micro-batches in flight, and the number of these."""
@@ -149,7 +159,9 @@ class RankParts:
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs and of
         messages in transit. `gradients`: those of all weights are counted already."""
         step, layout = self.step, self.layout
-        again = layout.sp_regather or self.memory_profile.regathers
+        # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's
+        # input, of all tokens, while it computes that of attention's.
+        again = layout.sp_regather or self.memory_profile.regathers or self.model.parallel_block
         gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
         between = step.under_way if layout.pp > 1 else 0
         most = max(self._backward(held, gradients) for held in self.blocks)
@@ -201,7 +213,7 @@ class RankParts:
         return others * (step.tokens * rows * each + 2 * step.stream / step.share)
 
     def _capped(self) -> int:
-        """Returns the bytes per logit that a soft cap saves: its result, in the memory of the logits."""
+        """Returns the bytes per logit that a soft cap saves: its result."""
         return self.width if self.model.logit_softcap else 0
 
     def whole(self) -> float:
