@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind
+from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import MACHINES, MachineEntry
 from phalanx.config.devices import DEVICES, DeviceEntry
@@ -26,17 +28,22 @@ __all__ = [
     "TABLES",
     "Accelerator",
     "Action",
+    "AttentionKind",
     "Cluster",
+    "Connection",
     "DataError",
     "DeviceEntry",
     "ExtensionError",
+    "FeedForwardKind",
     "JobError",
     "Link",
     "MachineEntry",
     "Schedule",
     "ScheduleEntry",
+    "attention",
     "cluster",
     "device",
+    "feed_forward",
     "round_robin",
     "schedule",
     "v_shape",
@@ -46,6 +53,8 @@ TABLES: Mapping[str, Registry[Any]] = {
     "schedule": SCHEDULES,
     "device": DEVICES,
     "cluster": MACHINES,
+    "attention": ATTENTION,
+    "feed_forward": FEED_FORWARD,
 }
 """Every table that packages may add to, by the name of its function here."""
 
@@ -65,3 +74,15 @@ def device(name: str, entry: DeviceEntry) -> None:
 def cluster(name: str, entry: MachineEntry) -> None:
     """Adds a machine, as one node: `cluster=name:NODES`. Raises ExtensionError with every problem."""
     MACHINES.add(name, entry)
+
+
+def attention(name: str, kind: AttentionKind) -> None:
+    """Adds a kind of attention: `model.attention=name`. Its facts are compared with its operators for small models, and
+    these with its torch module when a model is built. Raises ExtensionError with every problem."""
+    ATTENTION.add(name, kind)
+
+
+def feed_forward(name: str, kind: FeedForwardKind) -> None:
+    """Adds a kind of feed-forward layer: `model.feed_forward=name`; compared as a kind of attention is. Raises
+    ExtensionError with every problem."""
+    FEED_FORWARD.add(name, kind)
