@@ -10,7 +10,7 @@ ARGS ?=
 BESIDE := $(addprefix tests/,blocks check config cost fuzz model partition pictures plan schedule simulate validation)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test faults fuzz lint format bench accuracy gpu chaos launchers bench-peers clean
+.PHONY: help setup train verify verify-families test faults fuzz lint format bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.heartbeat $(ARGS)
 	$(BIN)/python -m benchmarks.checkpoints $(ARGS)
 	$(BIN)/python -m benchmarks.remote $(ARGS)
+
+verify-families: setup ## compare every model family in every kind of layout with one process: ARGS='--only gemma3-27b'
+	$(BIN)/python -m benchmarks.families $(ARGS)
 
 accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write benchmarks/results
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)

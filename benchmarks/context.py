@@ -97,7 +97,7 @@ def one_layer(way: str, job: Job, layout: Layout) -> Transformer:
     if way in ROTATIONS:
         torch_context.connect(model, ROTATIONS[way])
     elif layout.cp > 1:
-        context.connect(model, layout, meshes.build(layout, "cpu"))
+        context.connect(model, meshes.build(layout, "cpu"))
     return model
 
 

@@ -11,13 +11,16 @@ ROOT = Path(phalanx.__file__).parent
 FLOORS = [
     *("cli", "doctor", "selftest", "calibrate", "generate", "verify", "train", "checkpoint", "parallel", "comm"),
     *("launch", "model", "data"),
-    *("pictures", "validation", "plan", "simulate", "cost", "check", "partition", "blocks", "schedule", "config"),
+    *("pictures", "validation", "plan", "simulate", "cost", "check", "partition", "optimizers", "blocks", "schedule"),
+    "config",
 ]
 """Rooms from the top down: a room may import those after it, and itself."""
 WITHOUT_TORCH = [*FLOORS[FLOORS.index("data") :]]
 """Rooms that never import torch: these verbs answer in well under a second."""
 GROUND = {"bounded", "echo", "errors", "facts", "gc", "hashed", "nearest", "registry", "safe_path", "units"}
 """Modules that every room may import."""
+DOOR = "extend"
+"""The module through which packages add entries: it imports rooms, and only `cli` imports it."""
 INNER_FLOORS = {"plan": ["planner", "report", "search", "plan"]}
 """Rooms within a room that have an order of their own."""
 
@@ -47,7 +50,7 @@ def test_every_room_has_its_floor():
 
 @pytest.mark.parametrize("room", FLOORS)
 def test_imports_go_downwards_only(room):
-    below = {room, *FLOORS[FLOORS.index(room) + 1 :], *GROUND}
+    below = {room, *FLOORS[FLOORS.index(room) + 1 :], *GROUND, *([DOOR] if room == "cli" else [])}
     for path in (ROOT / room).rglob("*.py"):
         used = {name.split(".")[1] for name in imported(path) if name.startswith("phalanx.")}
         assert used <= below, f"{path.relative_to(ROOT)} imports {used - below}"
@@ -78,6 +81,11 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_what_plans_never_imports_torch(room):
     for path in (ROOT / room).rglob("*.py"):
         assert not {"torch", "safetensors.torch"} & {name.split(".")[0] for name in imported(path)}, path
+
+
+def test_the_door_for_packages_imports_only_rooms_without_torch():
+    used = {name.split(".")[1] for name in imported(ROOT / f"{DOOR}.py") if name.startswith("phalanx.")}
+    assert used <= {*WITHOUT_TORCH, *GROUND}
 
 
 def test_no_class_name_stands_for_two_things():

@@ -16,7 +16,11 @@ from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import MACHINES, MachineEntry
-from phalanx.config.devices import DEVICES, DeviceEntry
+from phalanx.config.corpora import CORPORA, CorpusEntry
+from phalanx.config.data import Data
+from phalanx.config.device_entry import DeviceEntry
+from phalanx.config.devices import DEVICES
+from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry
 from phalanx.errors import DataError, ExtensionError, JobError
 from phalanx.registry import Registry
 from phalanx.schedule.catalogue import SCHEDULES
@@ -31,6 +35,8 @@ __all__ = [
     "AttentionKind",
     "Cluster",
     "Connection",
+    "CorpusEntry",
+    "Data",
     "DataError",
     "DeviceEntry",
     "ExtensionError",
@@ -40,12 +46,15 @@ __all__ = [
     "MachineEntry",
     "Schedule",
     "ScheduleEntry",
+    "TokenizerEntry",
     "attention",
     "cluster",
+    "corpus",
     "device",
     "feed_forward",
     "round_robin",
     "schedule",
+    "tokenizer",
     "v_shape",
 ]
 
@@ -55,6 +64,8 @@ TABLES: Mapping[str, Registry[Any]] = {
     "cluster": MACHINES,
     "attention": ATTENTION,
     "feed_forward": FEED_FORWARD,
+    "corpus": CORPORA,
+    "tokenizer": TOKENIZERS,
 }
 """Every table that packages may add to, by the name of its function here."""
 
@@ -74,6 +85,17 @@ def device(name: str, entry: DeviceEntry) -> None:
 def cluster(name: str, entry: MachineEntry) -> None:
     """Adds a machine, as one node: `cluster=name:NODES`. Raises ExtensionError with every problem."""
     MACHINES.add(name, entry)
+
+
+def corpus(name: str, entry: CorpusEntry) -> None:
+    """Adds a corpus: `data.corpus=name`. Raises ExtensionError with every problem."""
+    CORPORA.add(name, entry)
+
+
+def tokenizer(name: str, entry: TokenizerEntry) -> None:
+    """Adds a kind of tokenizer: `data.tokenizer=name`. What it makes is a `phalanx.data.tokenizer.Tokenizer`,
+    and is checked when it is made. Raises ExtensionError with every problem."""
+    TOKENIZERS.add(name, entry)
 
 
 def attention(name: str, kind: AttentionKind) -> None:

@@ -15,11 +15,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from threading import RLock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from phalanx import facts
@@ -206,19 +205,37 @@ def _load_all() -> None:
         _loading.package, _loading.added = None, []
 
 
-def installed() -> list[Package]:
-    """Returns the installed packages that extend Phalanx, sorted, without loading them."""
-    return sorted({package for package, _ in _entry_points()}, key=str)
+def installed() -> dict[Package, list[str]]:
+    """Returns the installed packages that extend Phalanx, sorted, with the top-level modules of their entry points.
+    Nothing is loaded."""
+    modules: dict[Package, set[str]] = {}
+    for package, point in _entry_points():
+        modules.setdefault(package, set()).add(_top_level(point))
+    return {package: sorted(names) for package, names in modules.items()}
 
 
-def blamed(error: BaseException) -> Package | None:
-    """Returns the package whose code was running when an error was raised, or None if no extension's was."""
-    trace: TracebackType | None = error.__traceback__
-    found = None
+def blamed(error: BaseException) -> str:
+    """Returns "package NAME VERSION: " if the code of a package that extends Phalanx raised an error, else nothing. A
+    PhalanxError is blamed on the function that raised it, any other error on those that called it, too."""
+    modules, trace = [], error.__traceback__
     while trace:
-        module = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-        found, trace = _loading.modules.get(module, found), trace.tb_next
-    return found
+        modules.append(trace.tb_frame.f_globals.get("__name__", "").partition(".")[0])
+        trace = trace.tb_next
+    if isinstance(error, PhalanxError):
+        modules = modules[-1:]
+    found = [_loading.modules[module] for module in modules if module in _loading.modules]
+    return f"package {found[-1]}: " if found and not isinstance(error, ExtensionError) else ""
+
+
+@contextmanager
+def noting_package() -> Iterator[None]:
+    """Adds a note to an error that is no message for the user if a package's code raised it."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, PhalanxError) and (package := blamed(error)):
+            error.add_note(f"phalanx: raised in code of {package[:-2]}, which extends Phalanx")
+        raise
 
 
 def _entry_points() -> list[tuple[Package, EntryPoint]]:
@@ -255,7 +272,7 @@ def _text(path: str) -> str:
 def _load(package: Package, point: EntryPoint) -> None:
     """Calls an entry point. Raises ExtensionError, naming the package, if that fails."""
     _loading.package = package
-    _loading.modules[point.module.partition(".")[0]] = package
+    _loading.modules[_top_level(point)] = package
     try:
         function = point.load()
         if not callable(function):
@@ -268,6 +285,10 @@ def _load(package: Package, point: EntryPoint) -> None:
         raise ExtensionError(
             f"package {package}: its entry point {point.name} = {point.value} failed: {what}"
         ) from error
+
+
+def _top_level(point: EntryPoint) -> str:
+    return point.module.partition(".")[0]
 
 
 @lru_cache(256)

@@ -122,7 +122,10 @@ def test_the_promised_short_names_exist(alias):
         (["optimizer.kind=x"], "unknown key optimizer.kind in 'optimizer.kind=x'"),
         (["nothing.txt"], "unexpected 'nothing.txt': expected a job file (.yaml), key=value or --key value"),
         (["steps=x"], "command line: steps=x: train.steps: expected a whole number, found 'x'"),
-        (["model=gtp2"], "command line: model=gtp2: no model preset 'gtp2'; did you mean gpt2? (known: gpt2"),
+        (
+            ["model=gtp2"],
+            "command line: model=gtp2: no model preset 'gtp2'; did you mean gpt2? `phalanx models` lists all",
+        ),
         (
             ["layout=automatic"],
             "command line: layout=automatic: layout: expected auto, or a line such as dp_shard=4,tp=2",

@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
 from phalanx.cost.frameworks.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks, fullest
+from phalanx.optimizers.facts import OptimizerCosts, optimizer_costs
 
 FP32_GRADIENTS = replace(PHALANX, gradient_bytes=4, unbuffered_gradient_bytes=2)
 PROFILES = [PHALANX, FP32_GRADIENTS, FSDP1, TORCHTITAN, NEMO, MEGATRON_DEEPSPEED]
@@ -30,9 +33,13 @@ def results(formulas: MemoryFormulas, zero: int, case: Any) -> list[Any]:
     return [parameters, gradients, optimizer, early, whole, unsent, copied, most, context]
 
 
+def costs(stored: int) -> OptimizerCosts:
+    return optimizer_costs(Optimizer(), ModelConfig(), stored)
+
+
 @given(st.sampled_from(PROFILES), st.sampled_from([2, 4]), st.integers(0, 3), st.lists(CASE, min_size=1, max_size=8))
 def test_arrays_give_what_numbers_give(profile, width, zero, cases):
-    formulas = MemoryFormulas(profile, width)
+    formulas = MemoryFormulas(profile, width, costs)
     together = results(formulas, zero, np.array(cases).T)
     alone = zip(*(results(formulas, zero, case) for case in cases), strict=True)
     for several, each in zip(together, alone, strict=True):
@@ -43,5 +50,5 @@ def test_formulas_of_numbers_are_plain_numbers():
     """numpy's scalars would make `predict` slower."""
     for profile in PROFILES:
         for zero in range(4):
-            found = results(MemoryFormulas(profile, 2), zero, (1, 2, 4, 8, 2))
+            found = results(MemoryFormulas(profile, 2, costs), zero, (1, 2, 4, 8, 2))
             assert all(type(number) in (int, float) for number in found)

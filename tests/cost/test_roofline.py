@@ -128,3 +128,13 @@ def test_communication_bounds_what_waits_longer_than_it_computes():
     point = by_name(spec(PRESETS["mixtral-8x7b"], Layout(dp_shard=8, ep=8)))["experts.up"]
     assert replace(point, communication=2 * point.seconds).verdict == "communication"
     assert replace(point, communication=point.seconds / 2).verdict == point.bound == "compute"
+
+
+def test_attention_of_layers_with_another_window_has_its_own_point():
+    """Of the last layer first; each is that of a model in which all layers are so."""
+    model = ModelConfig(n_layers=4, d_model=512, n_heads=8, seq_len=4096, window=512, full_every=4)
+    names = [point for point in points(spec(model)) if point.name.startswith("attention")]
+    assert [point.name for point in names] == ["attention, all keys", "attention, window 512"]
+    for point, window in zip(names, (0, 512), strict=True):
+        alike = by_name(spec(replace(model, window=window, full_every=0)))["attention"]
+        assert replace(point, name="attention") == alike

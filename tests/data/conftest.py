@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.config.data import Data
-from phalanx.data import prepare
+from phalanx.data import prepare, random_tokens
 
 
 @pytest.fixture
@@ -25,7 +25,8 @@ def shakespeare() -> Path:
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of 400 characters, so that a small corpus gives several."""
     monkeypatch.setattr(prepare, "SHARD_CHARACTERS", 400)
-    monkeypatch.setattr(prepare, "RANDOM_SHARD_TOKENS", 300)
+    for module in (prepare, random_tokens):
+        monkeypatch.setattr(module, "TOKEN_SHARD_TOKENS", 300)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch import nn
 
 from phalanx.comm.axis import Axis
 from phalanx.parallel.bucket import Bucket, Slot, fill
+from phalanx.partition.matrices import equal_cut
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
@@ -21,11 +22,9 @@ def parameters(counts: list[int], dtype: torch.dtype = torch.float32) -> list[tu
 
 def bucket(counts: list[int], size: int = 1, rank: int = 0, transient: bool = False, dtype=torch.float32) -> Bucket:
     """As on one rank of a shard axis of `size`, without anybody else."""
-    slots, start = [], 0
-    for name, parameter in parameters(counts):
-        slots.append(Slot(name, parameter, start))
-        start = slots[-1].stop
-    return Bucket(slots, Axis("dp_shard", size, rank), Axis("dp_replicate"), transient, dtype)
+    starts, each = equal_cut(counts, size)
+    slots = [Slot(name, parameter, start) for (name, parameter), start in zip(parameters(counts), starts, strict=True)]
+    return Bucket(slots, Axis("dp_shard", size, rank), Axis("dp_replicate"), transient, dtype, each)
 
 
 @given(sizes, st.floats(0.5, 300))

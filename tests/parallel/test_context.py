@@ -21,7 +21,7 @@ from phalanx.parallel import ring
 from phalanx.parallel.context import SplitSequences, connect
 from phalanx.parallel.mesh import Mesh, build
 from phalanx.parallel.recompute import recompute
-from phalanx.parallel.ring import RingBlock, zigzag
+from phalanx.parallel.ring_blocks import RingBlock, zigzag
 from phalanx.partition import sequence
 from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
 
@@ -86,7 +86,7 @@ def core_of(case: StepSpec) -> CoreAttention:
 def connected(core: CoreAttention, layout: Layout, mesh: Mesh) -> nn.Module:
     """The attention core of a rank with a share of every sequence."""
     layers = nn.ModuleList([core])
-    connect(layers, layout, mesh)
+    connect(layers, mesh)
     return layers[0]
 
 
@@ -175,7 +175,7 @@ def a_whole_model(ranks: Any, layout: Layout, recomputed: bool) -> None:
     documents = torch.arange(SEQ).div(20, rounding_mode="floor").expand(BATCH, -1)
     noise = Noise(3, 4, (5, 6))
     model, alone = transformer(), transformer()
-    connect(model, layout, mesh)
+    connect(model, mesh)
     if recomputed:
         recompute(model, Layout(recompute="selective"))
     mine = here(layout, ranks.rank, 1)
@@ -240,9 +240,14 @@ def sent_by_a_layer(ranks: Any, layout: Layout, kv_heads: int, window: int) -> t
     return forward, {name: (e.calls, e.sent) for (_, name), e in mesh.ledger.entries.items()}
 
 
-@pytest.mark.parametrize("window", [0, 5])
+def keys_and_values(layout: Layout, kv_heads: int) -> tuple[int, int]:
+    """Key/value heads of a rank after Ulysses, and the bytes of the keys and values of one token."""
+    heads = max(kv_heads, layout.cp_ulysses) // layout.cp_ulysses
+    return heads, BATCH * heads * (SIZE + 6) * 4
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.line)
-def test_a_layer_sends_what_it_should(ranks, layout, window):
+def test_a_layer_sends_what_it_should(ranks, layout):
     kv_heads, (ulysses, places_of_ring) = 2, (layout.cp_ulysses, layout.ring)
     per_head = BATCH * SEQ // layout.cp * 4
     repeated = max(kv_heads, ulysses)
@@ -251,12 +256,37 @@ def test_a_layer_sends_what_it_should(ranks, layout, window):
         sizes = HEADS * SIZE + repeated * SIZE + repeated * 6 + HEADS * 6
         forward["all_to_all"] = backward["all_to_all"] = (4, per_head * sizes * (ulysses - 1) / ulysses)
     if places_of_ring > 1:  # keys and values of this place of the ring, of the heads that are here
-        keys_and_values = per_head * ulysses * (repeated // ulysses) * (SIZE + 6)
+        of_place = SEQ // places_of_ring * keys_and_values(layout, kv_heads)[1]
         hops = places_of_ring - 1
-        forward["send"] = hops, hops * keys_and_values
-        backward["send"] = 2 * hops, 2 * hops * keys_and_values
-    for found in ranks(sent_by_a_layer, layout.world, layout, kv_heads, window):
+        forward["send"] = hops, hops * of_place
+        backward["send"] = 2 * hops, 2 * hops * of_place
+    for found in ranks(sent_by_a_layer, layout.world, layout, kv_heads, 0):
         assert found == (forward, backward)
+
+
+def seen_by(layout: Layout, window: int) -> dict[tuple[int, int], int]:
+    """Keys of one place of the ring that some query of another sees, by both."""
+    held = [[p for run in ring_positions(layout, SEQ, place) for p in run] for place in range(layout.ring)]
+    return {
+        (a, b): sum(any(key <= query < key + window for query in held[b]) for key in held[a])
+        for a in range(layout.ring)
+        for b in range(layout.ring)
+        if a != b
+    }
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 7, 13, 30])
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=4), Layout(cp=4, cp_ulysses=2)], ids=Layout.line)
+def test_with_a_window_only_keys_that_another_place_sees_are_sent(ranks, layout, window):
+    seen, (_, each) = seen_by(layout, window), keys_and_values(layout, 2)
+    for rank, (forward, backward) in enumerate(ranks(sent_by_a_layer, layout.world, layout, 2, window)):
+        place, _ = cp_coordinates(layout, rank)
+        sent = [keys for (of, to), keys in seen.items() if of == place and keys]
+        received = [keys for (of, to), keys in seen.items() if to == place and keys]
+        assert forward.get("send", (0, 0)) == (len(sent), sum(sent) * each)
+        # Once more, and the gradients of the keys that this place got.
+        back = len(sent) + len(received), (sum(sent) + sum(received)) * each
+        assert backward.get("send", (0, 0)) == back
 
 
 def pairs_of(ranks: Any, layout: Layout, slices: int, window: int = 0) -> tuple[int, int]:
@@ -268,7 +298,7 @@ def pairs_of(ranks: Any, layout: Layout, slices: int, window: int = 0) -> tuple[
         def run(*inputs: Any) -> Any:
             q, k = inputs[:2] if name == "forward" else inputs[1:3]
             queries, keys = q.shape[2], k.shape[2]
-            found[name] += queries * (queries + 1) // 2 if inputs[-1].causal else queries * keys
+            found[name] += queries * (queries + 1) // 2 if inputs[-2].causal else queries * keys
             return of(*inputs)
 
         return run

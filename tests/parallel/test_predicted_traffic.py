@@ -16,6 +16,7 @@ from phalanx.config import layout_line
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.traffic.step import step_traffic
 from phalanx.cost.traffic.table import Traffic
@@ -130,6 +131,7 @@ def check(ranks, job: Job) -> None:
             stages=stages,
             rank=rank,
             rows=rows if known else None,
+            optimizer=job.optimizer,
         )
         # The ledger has entries for collectives of nothing, such as a share of few rows.
         real = {axis: {name: sent for name, sent in by.items() if sent} for axis, by in found.items()}
@@ -275,6 +277,30 @@ def test_every_byte(ranks, model, line):
     check(ranks, job_of(model, layout_line.parse(line)))
 
 
+MUON = [
+    (GPT, "dp_replicate=2"),
+    (GPT, "dp_shard=3,zero=1,accumulation=2"),
+    (LLAMA, "dp_shard=4,zero=2,bucket_mb=0.01,accumulation=2,accumulate=sharded"),
+    (LLAMA, "dp_shard=3"),
+    (GPT, "dp_shard=2,tiles=2"),
+    (ONE_KEY, "tp=4"),
+    (DEEPSEEK, "tp=2,sp=true,dp_shard=2"),
+    (SWITCH, "dp_shard=4,ep=2"),
+    (DEEPSEEK, "dp_shard=4,ep=2,zero=1,bucket_mb=0.002"),
+    (MIXTRAL, "cp=2,ep=2,tp=2,zero=2"),
+    (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=dualpipe,tp=2"),
+    (GPT, "pp=2,schedule=pipedream,accumulation=2,tp=2"),
+    (GPT, "dp_replicate=2,dp_shard=2,sync=diloco,sync_every=2"),
+]
+
+
+@pytest.mark.parametrize(("model", "line"), MUON, ids=[line for _, line in MUON])
+def test_pieces_of_matrices(ranks, model, line):
+    """An optimizer that updates whole matrices sends their pieces to owners and back."""
+    job = dataclasses.replace(job_of(model, layout_line.parse(line)), optimizer=Optimizer(name="muon"))
+    check(ranks, job)
+
+
 WIDTHS: list[tuple[str, Precision, Gradients]] = [
     ("dp_replicate=2", "bf16", "fp32"),
     ("dp_replicate=2,dp_shard=2,zero=1", "bf16", "fp32"),
@@ -292,4 +318,7 @@ WIDTHS: list[tuple[str, Precision, Gradients]] = [
 
 @pytest.mark.parametrize(("line", "precision", "gradients"), WIDTHS)
 def test_in_other_precisions(ranks, line, precision, gradients):
-    check(ranks, job_of(LLAMA, layout_line.parse(line), precision, gradients))
+    job = job_of(LLAMA, layout_line.parse(line), precision, gradients)
+    check(ranks, job)
+    if "dp_shard" in line and "tp=2" in line:
+        check(ranks, dataclasses.replace(job, optimizer=Optimizer(name="muon")))

@@ -55,6 +55,15 @@ def test_blocks_that_no_window_reaches_are_not_drawn():
     assert steps(64) == steps(0)
 
 
+def test_layers_of_two_kinds_are_drawn_together():
+    """Blocks in reach of the window full, those of the other layers pale."""
+    model = ModelConfig(n_layers=3, seq_len=64, n_heads=8, window=9, full_every=3)
+    job = Job(model=model, layout=Layout(cp=4))
+    boxes = [each for each in ET.fromstring(svg(job)).iter() if each.get("fill-opacity") == "0.35"]
+    assert len(boxes) == 36 - 8 - 7
+    assert any((each.text or "").endswith("without a window, 1 of 3.") for each in ET.fromstring(svg(job)).iter())
+
+
 def test_every_rank_computes_as_many_chunks():
     boxes = [each for each in drawn(Layout(cp=4)) if each.tag.endswith(("rect", "polygon"))]
     colours = Counter(box.get("fill") for box in boxes)

@@ -18,14 +18,14 @@ from phalanx.cost.memory.state import StateBytes
 from phalanx.parallel.data import Replica
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.zero import BucketReplica
-from phalanx.train.optimizer import AdamW
+from phalanx.train.optimizer import ShardedOptimizer
 
 LOOKS, LOOK_S = 10, 0.01
 """How often one looks what is alive, and how long apart, in seconds: the thread of a collective lets go of its tensors
 a little after it has said that they are there."""
 
 
-def state_memory(replica: Replica, optimizer: AdamW) -> StateBytes:
+def state_memory(replica: Replica, optimizer: ShardedOptimizer) -> StateBytes:
     """Bytes that this rank holds now, each storage once. The step counters of Adam, 4 bytes a tensor, do not count."""
     parameters = list(replica.objective.parameters())
     values = [*parameters, *(f.value for f in replica.shards)]

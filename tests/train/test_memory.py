@@ -39,7 +39,7 @@ def held(ranks, job: Job) -> tuple[StateBytes, StateBytes]:
         return real(scale)
 
     stepper.optimizer.square_norm = square_norm
-    stepper.optimizer.adam.register_step_pre_hook(
+    stepper.optimizer.rule.register_step_pre_hook(
         lambda *_: found.append(state_memory(stepper.replica, stepper.optimizer))
     )
     for step in range(2):
@@ -143,6 +143,13 @@ def test_a_context_parallel_rank_keeps_its_share(ranks, layout):
     assert found[0] == pytest.approx(activation_bytes(model, layout, 2), rel=0.05)
 
 
+@pytest.mark.parametrize("more", [{"sinks": True}, {"attention_softcap": 20.0}, {"sinks": True, "window": 9}], ids=str)
+def test_dropout_keeps_scores_with_sinks_and_caps_too(ranks, more):
+    model = replace(ONE, **more)
+    (found,) = ranks(kept, 1, Layout(), model)
+    assert found == pytest.approx(activation_bytes(model, Layout(), 2), rel=0.03)
+
+
 S, B, H, A = ONE.seq_len, 2, ONE.d_model, ONE.n_heads
 SP = {"sp": True, "sp_regather": True}
 ROWS = {
@@ -192,7 +199,7 @@ def limited(ranks, model: ModelConfig, phase: str, layout: Layout) -> str:
     try:
         limit("build")
         stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
-        stepper.optimizer.adam.register_step_pre_hook(lambda *_: limit("update"))
+        stepper.optimizer.rule.register_step_pre_hook(lambda *_: limit("update"))
         limit("step")
         stepper.step(batches, 0, valid, 1e-3)
     except RunError as error:

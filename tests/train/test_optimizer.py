@@ -10,7 +10,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.precision import LossScale
 from phalanx.partition.tensor_slices import TensorSlice
-from phalanx.train.optimizer import AdamW
+from phalanx.train.optimizer import ShardedOptimizer
 
 CONFIG = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
 
@@ -20,10 +20,12 @@ def model(dtype=torch.float64) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)).to(dtype)
 
 
-def adamw(module: nn.Module, config: Optimizer = CONFIG) -> AdamW:
+def adamw(module: nn.Module, config: Optimizer = CONFIG) -> ShardedOptimizer:
     """Over shards that are whole parameters."""
     named = module.named_parameters()
-    return AdamW([ParameterShard(name, (TensorSlice(tuple(p.shape)),), 0, 0, p) for name, p in named], config)
+    return ShardedOptimizer(
+        [ParameterShard(name, (TensorSlice(tuple(p.shape)),), 0, 0, p) for name, p in named], config
+    )
 
 
 def backward(module: nn.Module, step: int, factor: float = 1.0) -> None:
@@ -32,14 +34,14 @@ def backward(module: nn.Module, step: int, factor: float = 1.0) -> None:
     (module(x.to(next(module.parameters()).dtype)).square().sum() * factor).backward()
 
 
-def train(module: nn.Module, optimizer: AdamW, steps, scale: float = 1.0) -> None:
+def train(module: nn.Module, optimizer: ShardedOptimizer, steps, scale: float = 1.0) -> None:
     for step in steps:
         backward(module, step, scale)
         optimizer.step(CONFIG.lr, norm(optimizer, scale))
         module.zero_grad()
 
 
-def norm(optimizer: AdamW, scale: float = 1.0) -> torch.Tensor:
+def norm(optimizer: ShardedOptimizer, scale: float = 1.0) -> torch.Tensor:
     """The gradients' norm, once the shards have what the backward pass left."""
     for shard in optimizer.shards:
         shard.gradient = shard.value.grad
@@ -123,7 +125,7 @@ def test_empty_fragments_and_copies_count_nothing_and_break_nothing():
         "norm.weight", (vector, vector), 1, 0, torch.ones(3, dtype=torch.float64, requires_grad=True)
     )
     empty = ParameterShard("w", (TensorSlice((2, 2)),), 0, 4, torch.empty(0, dtype=torch.float64, requires_grad=True))
-    optimizer = AdamW([copied, empty], CONFIG)
+    optimizer = ShardedOptimizer([copied, empty], CONFIG)
     copied.gradient, empty.gradient = torch.full((3,), 2.0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
     assert optimizer.square_norm() == 0
     optimizer.step(1e-2, torch.tensor(1.0, dtype=torch.float64))
@@ -132,7 +134,7 @@ def test_empty_fragments_and_copies_count_nothing_and_break_nothing():
         "exp_avg": (0,),
         "exp_avg_sq": (0,),
     }
-    alone = AdamW([empty], CONFIG)
+    alone = ShardedOptimizer([empty], CONFIG)
     alone.step(1e-2, torch.tensor(1.0, dtype=torch.float64))
     assert alone.updates == 1
 

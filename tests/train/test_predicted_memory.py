@@ -44,9 +44,14 @@ LLAMA = ModelConfig(
 )
 EXPERTS = replace(LLAMA, moe=MoE(n_experts=8, top_k=2, d_ff=64, n_shared=1))
 LATENT = replace(LLAMA, mla=MLA(q_rank=48, kv_rank=32, rope_head_dim=8, nope_head_dim=8, v_head_dim=16))
+NORMED = replace(LLAMA, n_kv_heads=2, qk_norm="head")
+TOGETHER = replace(NORMED, qk_norm="width", norm="rmsnorm", sinks=True)
 BLOCKS = {
     "llama": LLAMA,
     "grouped queries": replace(LLAMA, n_kv_heads=2),
+    "norms of heads": NORMED,
+    "capped scores, sinks, windows": replace(NORMED, attention_softcap=20.0, sinks=True, window=24, full_every=2),
+    "half rotated": replace(LLAMA, rotary_fraction=0.5),
     "latent": LATENT,
     "latent, queries not compressed": replace(LATENT, mla=replace(LATENT.mla, q_rank=0)),
     "experts": EXPERTS,
@@ -102,6 +107,8 @@ def test_a_block_keeps_what_its_operators_say(ranks, model, precision):
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
+        (NORMED, Layout(tp=4, sp=True)),
+        (BLOCKS["capped scores, sinks, windows"], Layout(cp=2, zero=1)),
         (EXPERTS, Layout(tp=2)),
         (EXPERTS, Layout(tp=2, sp=True)),
         (EXPERTS, Layout(dp_shard=4, ep=4, zero=1)),
@@ -120,6 +127,17 @@ def test_so_it_does_on_every_layout(ranks, model, layout):
     expected = activation_bytes(model, layout, 2)
     print(layout.line(), f"{expected:,}", *(f"{size:,}" for size in found), sep="  ")
     assert sum(found) / len(found) == pytest.approx(expected, rel=0.025)
+
+
+def test_norms_over_all_heads_keep_queries_and_keys_on_every_tensor_rank(ranks):
+    """What they add to a block with RMS norms, of which torch keeps more elsewhere on CPUs: with two factors per token,
+    which are not counted, as those of other norms."""
+    layout, found, expected = Layout(tp=4, sp=True), [], []
+    for model in (TOGETHER, replace(TOGETHER, qk_norm="none")):
+        found.append(ranks(kept, layout.world, layout, model, "bf16"))
+        expected.append(activation_bytes(model, layout, 2))
+    more = expected[0] - expected[1] + 2 * 4 * 2 * TOGETHER.seq_len
+    assert [a - b for a, b in zip(*found, strict=True)] == [more] * 4
 
 
 class Live(Pinned):

@@ -187,8 +187,9 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
         output = model.n_heads * model.v_head_size * place.width
         saved.append(SavedTensor("exchange", output, "width", inside=True))
     if saves_scores(place):
-        # With dropout also the mask and the masked probabilities.
+        # With dropout also the mask and the masked probabilities; capped scores next to their probabilities.
         each = 2 * place.width + 1 if model.dropout else place.width
+        each += place.width if model.attention_softcap else 0
         saved.append(SavedTensor("softmax", model.n_heads * model.seq_len * each, "width", inside=True))
     work = list(memory_bound)
     if model.positions == "rope":

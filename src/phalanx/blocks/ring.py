@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 
-def zigzag(tokens: int, ring: int, position: int) -> list[range]:
+def zigzag_runs(tokens: int, ring: int, position: int) -> list[range]:
     """Returns the tokens of a ring position, of sequences of `tokens` tokens."""
     if ring == 1:
         return [range(tokens)]
@@ -20,10 +20,10 @@ def zigzag(tokens: int, ring: int, position: int) -> list[range]:
     return [range(position * chunk, (position + 1) * chunk), range(mirror * chunk, (mirror + 1) * chunk)]
 
 
-def sliced_zigzag(tokens: int, ring: int, position: int, slices: int) -> list[range]:
+def sliced_runs(tokens: int, ring: int, position: int, slices: int) -> list[range]:
     """Returns the same of sequences of `slices` slices of `tokens` tokens each, every one of which is cut in
     zig-zag."""
-    runs = zigzag(tokens, ring, position)
+    runs = zigzag_runs(tokens, ring, position)
     return [range(start + run.start, start + run.stop) for start in range(0, slices * tokens, tokens) for run in runs]
 
 
@@ -40,8 +40,20 @@ def reached(keys: range, queries: Sequence[range], window: int) -> range:
 def reached_runs(tokens: int, ring: int, slices: int, window: int, position: int, source: int) -> list[range]:
     """Returns, for the runs of keys of position `source` in `slices` slices of `tokens` tokens, those that the queries
     of `position` in the last slice see; runs may be empty."""
-    queries = sliced_zigzag(tokens, ring, position, slices)[-2:]
-    return [reached(run, queries, window) for run in sliced_zigzag(tokens, ring, source, slices)]
+    queries = sliced_runs(tokens, ring, position, slices)[-2:]
+    return [reached(run, queries, window) for run in sliced_runs(tokens, ring, source, slices)]
+
+
+@lru_cache(4096)
+def ring_hops(tokens: int, ring: int, slices: int, window: int) -> tuple[int, ...]:
+    """Returns the distances over which some position sends keys to one after it, in the last of `slices` slices."""
+    return tuple(
+        hops
+        for hops in range(1, ring)
+        if any(
+            any(reached_runs(tokens, ring, slices, window, (source + hops) % ring, source)) for source in range(ring)
+        )
+    )
 
 
 class RingKeys(NamedTuple):

@@ -8,19 +8,18 @@ from typing import Any
 from phalanx.check.guard import guard_problems
 from phalanx.check.layout import Problem, layout_problems, tensor_problems
 from phalanx.check.model import model_problems, unknown_kinds
+from phalanx.check.optimizer import optimizer_problems
 from phalanx.check.pipeline import pipeline_problems
 from phalanx.check.sizes import size_problems
 from phalanx.check.sync import sync_problems
+from phalanx.config.corpora import CORPORA, number_of
 from phalanx.config.data import Data
 from phalanx.config.fields import constraints, get
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.run import RunOptions
+from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.nearest import did_you_mean, nearest_divisors
-
-CORPORA = ("stdlib", "shakespeare_char", "text", "random")
-MIN_BPE_VOCAB = 257
-"""The 256 bytes and the end-of-text token."""
 
 
 def problems_of(job: Job) -> list[Problem]:
@@ -89,7 +88,8 @@ def data_problems(data: Data) -> Iterator[Problem]:
 
 
 def _sources(data: Data) -> Iterator[Problem]:
-    if data.corpus not in CORPORA:
+    entry = CORPORA.get(data.corpus)
+    if entry is None:
         hint = did_you_mean(data.corpus, CORPORA)
         yield (
             "data.corpus",
@@ -98,17 +98,14 @@ def _sources(data: Data) -> Iterator[Problem]:
     for name in ("path", "dir", "tokenizer"):
         if "\0" in getattr(data, name):
             yield f"data.{name}", f"is {getattr(data, name)!r}: no file name holds a NUL byte"
-    if data.corpus == "text" and not data.path:
-        yield "data.path", "corpus text needs the path of a text or JSONL file, or a folder of them"
-    if data.tokenizer == "bpe" and data.bpe_vocab < MIN_BPE_VOCAB:
-        yield (
-            "data.bpe_vocab",
-            f"must be at least {MIN_BPE_VOCAB} (the 256 bytes and the end of text), is {data.bpe_vocab}",
-        )
-    if data.document_mask and data.corpus == "random":
+    if entry is not None:
+        yield from entry.rules(data)
+    if data.tokenizer in TOKENIZERS:
+        yield from TOKENIZERS[data.tokenizer].rules(data)
+    if data.document_mask and entry is not None and entry.tokens is not None:
         yield (
             "data.document_mask",
-            "corpus random has no documents; nearest legal: document_mask=false, or corpus=stdlib",
+            f"corpus {data.corpus} has no documents; nearest legal: document_mask=false, or corpus=stdlib",
         )
 
 
@@ -118,10 +115,11 @@ def _data(job: Job) -> Iterator[Problem]:
             "data.val_fraction",
             f"is 0, but train.eval_samples is {job.train.eval_samples}: set one above 0 or the other to 0",
         )
-    if job.data.corpus == "random" and 0 < job.model.vocab_size < job.data.random_vocab:
+    corpus = CORPORA[job.data.corpus]
+    if corpus.tokens is not None and 0 < job.model.vocab_size < (vocab := number_of(corpus.vocab, job.data)):
         yield (
-            "data.random_vocab",
-            f"is {job.data.random_vocab}, but the model's vocabulary has {job.model.vocab_size}",
+            f"data.{corpus.vocab if isinstance(corpus.vocab, str) else 'corpus'}",
+            f"is {vocab}, but the model's vocabulary has {job.model.vocab_size}",
         )
 
 
@@ -186,6 +184,7 @@ def _nodes(job: Job) -> Iterator[Problem]:
 
 
 def _optimizer(job: Job) -> Iterator[Problem]:
+    yield from optimizer_problems(job)
     optimizer = job.optimizer
     if optimizer.warmup_steps > job.train.steps:
         yield (

@@ -17,10 +17,10 @@ from phalanx.config.clusters import cluster_of
 from phalanx.config.fields import get, leaves, replace
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
-from phalanx.config.presets import PRESETS
+from phalanx.config.presets import PRESETS, unknown
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
-from phalanx.nearest import did_you_mean
+from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.schedule import catalogue
 
 
@@ -133,6 +133,7 @@ def resolve(
         job = replace(job, "run.name", default_name)
         origins["run.name"] = "the job file's name"
     job = _fill_rest(job, found, origins)
+    job = _with_defaults_of_optimizer(job, origins)
     job, more, wrong = rules.apply(job, derived, given, origins)
     answers += more
     found += wrong
@@ -187,7 +188,7 @@ def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[
 def _model_of(preset: str) -> ModelConfig:
     """Returns the model of `model.preset`. Raises JobError with the nearest name if it is unknown."""
     if preset not in PRESETS:
-        raise JobError(f"no model preset {preset!r}{did_you_mean(preset, PRESETS)} (known: {', '.join(PRESETS)})")
+        raise JobError(f"no model preset {preset!r}{unknown(preset)}")
     return PRESETS[preset]
 
 
@@ -215,6 +216,16 @@ def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
         closed = dataclasses.replace(closed, **{open_axes[0]: devices // known})
         origins[f"layout.{open_axes[0]}"] += f" (-1: {devices} devices / {known})"
     return dataclasses.replace(job, layout=closed)
+
+
+def _with_defaults_of_optimizer(job: Job, origins: dict[str, str]) -> Job:
+    """Returns the job with the values that its optimizer has for fields that nothing has set."""
+    name = job.optimizer.name
+    for field_name, value in (OPTIMIZERS[name].defaults if name in OPTIMIZERS else {}).items():
+        path = f"optimizer.{field_name}"
+        if origins[path] == "default":
+            job, origins[path] = replace(job, path, value), f"default of {name}"
+    return job
 
 
 def _at(path: str, message: str, origins: dict[str, str]) -> str:

@@ -95,10 +95,10 @@ def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
                 f"rotary positions turn pairs: head_size {head} × {model.rotary_fraction:g} = {size} must be even and "
                 f"above 0; nearest numbers of elements: {near}",
             )
-    if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast <= scaling.beta_slow:
+    if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast < scaling.beta_slow:
         yield (
             "model.rope_scaling.beta_fast",
-            f"must be above beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
+            f"must be at least beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
             "beta_fast=32, beta_slow=1",
         )
     if scaling.kind == "yarn" and scaling.factor > 1 and model.rope_theta <= 1:

@@ -20,11 +20,13 @@ from phalanx.config import overrides, values
 from phalanx.config.calibration import Calibration
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import CLUSTERS, LOCAL
+from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Job
-from phalanx.config.presets import PRESETS
+from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.ranks import detect
+from phalanx.schedule.catalogue import SCHEDULES
 
 COMMON_SWITCHES = {
     "json": "Print one JSON document on standard output and nothing else.",
@@ -191,8 +193,10 @@ class JobVerb:
         page.__doc__ = (
             f"{self.about}\n\nFields may be written as `train.steps=10`, `--train.steps 10` or, where the last name is "
             "enough, `--lr 1e-3`. Names of ezpz, wordplay and nanoGPT are taken, too (docs/habits.md).\n\n"
-            f"Model presets: {', '.join(PRESETS)}.\n\nMachines "
-            f"(docs/devices.md): {', '.join([*CLUSTERS, LOCAL])}."
+            "`phalanx models` lists the presets of models.\n\nMachines "
+            f"(docs/devices.md): {', '.join([*CLUSTERS, LOCAL])}.\n\nSchedules (docs/schedules.md): "
+            f"{', '.join(SCHEDULES)}.\n\nCorpora and tokenizers (docs/data.md): {', '.join(CORPORA)}; "
+            f"{', '.join(TOKENIZERS)}."
         )
         values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
         values["cluster"] = cluster(**vars(job.cluster))

@@ -22,6 +22,7 @@ from phalanx.launch.meet.told import ToldError
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import lowest_evidence
 from phalanx.nearest import nearest
+from phalanx.registry import blamed, noting_package
 
 VERBS = {
     "train": "train a job: start its processes, train, validate, save checkpoints; resumes an existing run",
@@ -36,8 +37,10 @@ VERBS = {
     "doctor": "check this machine, or all nodes, before a run: every line OK, WARN or ERROR with a remedy",
     "bench": "measure this machine, for predictions on cluster=local",
     "test-dist": "test the started ranks: values and speed of collectives, stragglers, pairs, a short training",
+    "models": "known models: list them, with parameters, kinds and sources",
     "schedule": "pipeline schedules: list, draw, measure and check them",
     "collectives": "algorithms of collectives: list, draw, count and check them",
+    "extensions": "what installed packages add: schedules, machines, corpora and so on",
 }
 OF_RANKS = ("train", "launch", "generate", "doctor", "bench", "test-dist")
 """The verbs that know what to do as one of several ranks. The others are the work of one process."""
@@ -61,6 +64,7 @@ examples:
   phalanx predict model=llama3-8b cluster=dgx-h100:1 dp_shard=8 train.precision=bf16 train.global_batch=16
   phalanx plan model=llama3-70b cluster=dgx-h100:8 train.global_batch=256 train.precision=bf16 --html plan.html
   phalanx simulate examples/pipeline.yaml cluster=local --straggler 1=1.5 --svg step.svg
+  phalanx models qwen3                               presets with their parameters
   phalanx schedule show 1f1b --stages 4 --microbatches 8
   phalanx collectives show ring-all-reduce --ranks 8
   phalanx doctor examples/main.yaml                  checks this machine for the job
@@ -89,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_and_tell(argv: Sequence[str]) -> int:
     try:
-        return run(argv)
+        with noting_package():
+            return run(argv)
     except ToldError as error:  # another rank prints it
         return error.exit_code
     except PhalanxError as error:
@@ -163,5 +168,5 @@ def message_of(error: PhalanxError) -> str:
     """Returns the message for the user: one line, or a numbered head with a line for each problem of a job."""
     if isinstance(error, JobError) and len(error.problems) > 1:
         lines = "\n".join(f"  {shortened(problem, 2000)}" for problem in error.problems)
-        return f"phalanx: {len(error.problems)} problems:\n{lines}"
-    return f"phalanx: {shortened(str(error))}"
+        return f"phalanx: {blamed(error)}{len(error.problems)} problems:\n{lines}"
+    return f"phalanx: {blamed(error)}{shortened(str(error))}"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from phalanx.blocks.parameters import count, count_active
 from phalanx.cli.calibration import calibration_document
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.framework import OPTIONS, asked
@@ -98,14 +99,21 @@ def _traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:
         return {}
     train, stages = job.train, spec.stages or None
     return step_traffic(
-        spec.model, spec.layout, spec.batch, precision=train.precision, gradients=train.gradients, stages=stages
+        spec.model,
+        spec.layout,
+        spec.batch,
+        precision=train.precision,
+        gradients=train.gradients,
+        stages=stages,
+        optimizer=job.optimizer,
     )
 
 
 def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Returns the document of `--json` (docs/predict.md)."""
     hints = [] if prediction.fits else [vars(one) for one in advice(spec)]
-    return {**document(prediction), "traffic_bytes": traffic, "advice": hints}
+    sizes = {"parameters": count(spec.model), "active_parameters": count_active(spec.model)}
+    return {**document(prediction), **sizes, "traffic_bytes": traffic, "advice": hints}
 
 
 def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> str:

@@ -13,6 +13,7 @@ from phalanx.errors import JobError
 from phalanx.partition.pipeline import is_file
 from phalanx.pictures import schedule as schedule_picture
 from phalanx.pictures import schedule_text
+from phalanx.registry import OWN
 from phalanx.schedule import catalogue, file, timing, trace
 from phalanx.schedule.blocking import blocked
 from phalanx.schedule.check import in_flight
@@ -84,7 +85,9 @@ def _list(as_json: bool) -> None:
     width = max(map(len, catalogue.SCHEDULES))
     titles = max(len(entry.title) for entry in catalogue.SCHEDULES.values())
     for name, entry in catalogue.SCHEDULES.items():
-        echo(f"{name:<{width}}  {entry.title:<{titles}}  {entry.source}")
+        package = catalogue.SCHEDULES.package(name)
+        from_outside = "" if package == OWN else f"  ({package or 'this process'})"
+        echo(f"{name:<{width}}  {entry.title:<{titles}}  {entry.source}{from_outside}")
 
 
 def _entry(name: str) -> dict[str, object]:
@@ -97,6 +100,7 @@ def _entry(name: str) -> dict[str, object]:
         "chunks": {"least": least, "most": most if most < catalogue.UNBOUNDED_CHUNKS else None},
         "sliced": entry.sliced,
         "splits": entry.splits,
+        "package": catalogue.SCHEDULES.package(name),
     }
 
 

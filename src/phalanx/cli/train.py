@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.check.load import LoadedJob
 from phalanx.cli.job_words import JobVerb
+from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError
@@ -155,7 +156,7 @@ def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool, sto
 
 def _sample(job: Job) -> str:
     """Returns text from the checkpoint just written, as `phalanx generate` would make it."""
-    if not job.run.sample_tokens or job.data.corpus == "random":
+    if not job.run.sample_tokens or CORPORA[job.data.corpus].tokens is not None:
         return ""
     from phalanx.generate.load import load_run
 

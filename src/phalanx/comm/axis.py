@@ -162,6 +162,20 @@ class Axis:
         ]
         return _Then(dist.batch_isend_irecv(pair), call)
 
+    def shift(self, received: Tensor, x: Tensor, hops: int) -> Pending:
+        """Sends `x` to the rank `hops` after this one (negative: before it), and receives into `received` from the rank
+        as far on the other side. Sizes may differ between ranks; empty tensors are not sent."""
+        if x.numel():
+            self.count("send", x)
+        call = self.calls.begin("shift", x)
+        there, back = (self.rank + hops) % self.size, (self.rank - hops) % self.size
+        pair = [
+            dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+            for operation, tensor, peer in ((dist.isend, x, there), (dist.irecv, received, back))
+            if tensor.numel()
+        ]
+        return _Then(dist.batch_isend_irecv(pair) if pair else (), call)
+
     def all_to_all(
         self,
         received: Tensor,

@@ -47,6 +47,10 @@ class StagedAxis(Axis):
         host, sent = _room_on_host(received), _on_host(x)
         return _CopyBack(super().rotate(host, sent), received, host, sent)
 
+    def shift(self, received: Tensor, x: Tensor, hops: int) -> Pending:
+        host, sent = _room_on_host(received), _on_host(x)
+        return _CopyBack(super().shift(host, sent, hops), received, host, sent)
+
     def all_to_all(
         self,
         received: Tensor,

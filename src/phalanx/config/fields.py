@@ -14,11 +14,18 @@ from phalanx.config.constraints import Constraint
 from phalanx.config.job import Job
 from phalanx.nearest import nearest
 
-SECTION_SHORTHAND = {"model": "model.preset", "cluster": "cluster.preset", "data": "data.corpus"}
+SECTION_SHORTHAND = {
+    "model": "model.preset",
+    "cluster": "cluster.preset",
+    "data": "data.corpus",
+    "optimizer": "optimizer.name",
+}
 """Field that is set by a section written as one word: `model: llama3-8b` is `model.preset: llama3-8b`."""
 
 LAUNCHER_NAMES = {"nproc_per_node": "cluster.devices_per_node", "nnodes": "cluster.nodes"}
 """torchrun's names of fields."""
+SHARED_NAMES = {"name": "run.name"}
+"""Field that a name means without its section, though others have it too."""
 
 FIELD_CUTOFF, RARE_FIELD_CUTOFF = 0.7, 0.85
 """Least similarity (difflib, 0 to 1) of a mistyped name to a field that users set, and to a rarely set field or another
@@ -66,7 +73,7 @@ def short_names() -> dict[str, str]:
     """Returns names that need no section because only one field has them: {"tp": "layout.tp", "lr": "optimizer.lr",
     ...}. Among several fields of one name, the only one at the lowest nesting wins: d_ff is model.d_ff, not
     model.moe.d_ff."""
-    chosen = dict(LAUNCHER_NAMES)
+    chosen = LAUNCHER_NAMES | SHARED_NAMES
     for name, paths in _by_last_name().items():
         depth = Counter(path.count(".") for path in paths)
         shallowest = min(depth)

@@ -109,7 +109,7 @@ class ModelConfig(Hashed):
     """The shape of a model."""
 
     preset: str = ""
-    """Start from a known model (gpt2, llama3-8b, ... ; `phalanx train --help` lists them); other fields override it."""
+    """Start from a known model (gpt2, llama3.1-8b, ... ; `phalanx models` lists them); other fields override it."""
     n_layers: Annotated[int, AtLeast(1)] = 4
     """Transformer blocks."""
     d_model: Annotated[int, AtLeast(1)] = 128

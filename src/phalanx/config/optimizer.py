@@ -10,14 +10,24 @@ from phalanx.config.constraints import Above, AtLeast, Between, HalfOpen
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW and its learning rate (Loshchilov & Hutter 2019)."""
+    """The optimizer with its options, and its learning rate. docs/optimizers.md says which one reads what."""
 
+    name: str = "adamw"
+    """adamw, sgd, lion, muon, adamw8bit, or one that a package adds."""
     lr: Annotated[float, Above(0)] = 1e-3
     """Peak learning rate, before batch_scaling."""
     betas: Annotated[tuple[float, float], HalfOpen(0, 1)] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    """adamw, adamw8bit: decay of the first and second moment; lion: of the step's interpolation and the momentum."""
     eps: Annotated[float, Above(0)] = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment; lion: elements that are not above it take no step."""
+    momentum: Annotated[float, HalfOpen(0, 1)] = 0.9
+    """sgd, muon: decay of the momentum; 0 for none."""
+    nesterov: bool = False
+    """sgd, muon: Nesterov's momentum."""
+    newton_schulz: Literal["master", "bf16"] = "master"
+    """muon: precision in which matrices are orthogonalised: that of the optimizer's weights, or bf16."""
+    options: str = ""
+    """Numbers for an optimizer that a package adds, such as rho=0.04,period=10."""
     weight_decay: Annotated[float, AtLeast(0)] = 0.1
     """Decay of matrices and embeddings; biases and norms are not decayed."""
     clip: Annotated[float, AtLeast(0)] = 1.0

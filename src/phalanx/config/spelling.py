@@ -7,17 +7,13 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.config.presets import PRESETS
+from phalanx.config import presets
+from phalanx.config.corpora import CORPORA
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "train.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float64": "fp64"},
     "layout.zero": {"fsdp": "3"},
     "model.preset": {"shakespeare": "baby"},  # wordplay's conf/model/shakespeare.yaml
-    "data.corpus": {
-        "shakespeare": "shakespeare_char",
-        "tinyshakespeare": "shakespeare_char",
-        "shakespearechar": "shakespeare_char",
-    },
 }
 """Other words for values, by field, as `plain` gives them."""
 
@@ -47,10 +43,13 @@ def value(path: str, text: str, kind: Any) -> str:
     separators do not matter, if the field takes one of several words."""
     choices = [str(choice) for choice in typing.get_args(kind)] if typing.get_origin(kind) is typing.Literal else []
     if path == "model.preset":
-        choices = list(PRESETS)
-    if text in choices:
+        text = presets.named(text)
+    table = CORPORA if path == "data.corpus" else choices
+    if text in table:
         return text
-    known = {plain(choice): choice for choice in choices} | dict(VALUES.get(path, {}))
+    known = {plain(choice): choice for choice in table} | dict(VALUES.get(path, {}))
+    if path == "data.corpus":
+        known |= {other: name for name, entry in CORPORA.items() for other in entry.also_called}
     return known.get(plain(text), text)
 
 

@@ -49,6 +49,7 @@ def rank_spec(job: Job, vocab: int) -> StepSpec:
         products="fp32" if precision in ("fp32", "fp64") else precision,
         width=WIDTHS[precision],
         framework=_framework(job),
+        optimizer=job.optimizer,
         stages=stages(model, job.layout),
     )
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
-from phalanx.blocks.kinds import block, block_kinds
-from phalanx.blocks.operator import AttentionCore, Operator
+from phalanx.blocks.kinds import BlockKind, block, block_kinds
+from phalanx.blocks.operator import Operator
+from phalanx.blocks.place import Place
 from phalanx.config.cluster import Accelerator
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import messages_seconds, place
@@ -88,18 +89,24 @@ def block_slowdown(spec: StepSpec) -> float:
 
 def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
     """Returns the operators of the last block, which has experts if any has: matrix products, attention, memory-bound
-    operations. Collectives count with the product, or with attention, of their operator."""
-    here = place(spec)
-    operators = block(here, block_kinds(spec.model)[-1])
+    operations; and attention of other layers if it has another window. Collectives count with the product, or with
+    attention, of their operator."""
+    here, kinds = place(spec), block_kinds(spec.model)
+    operators = block(here, kinds[-1])
+    windows = list(dict.fromkeys(kind.window for kind in reversed(kinds)))
     products, streams = list[OperatorPoint](), list[OperatorPoint]()
     for operator in operators:
         alone = replace(operator, memory_bound=(), saved=(), messages=())
-        waits = sum(each.forward for each in messages_seconds(spec, here, [operator])[0].values())
+        waits = _waits(spec, here, operator)
         if product := operator.product(spec.layout.tp, spec.layout.ep):
             narrow = number_format(product, spec.products)
             products.append(_point(spec, operator.name, alone, product.flops, narrow, waits))
+        elif operator.core and len(windows) > 1:
+            for window in windows:
+                name = f"attention, window {window:,}" if window else "attention, all keys"
+                products.append(replace(_attention(spec, here, kinds[-1]._replace(window=window)), name=name))
         elif operator.core:
-            products.append(_attention(spec, operator.core, alone, waits))
+            products.append(_attention(spec, here, kinds[-1]))
         elif waits:
             products[-1] = replace(products[-1], communication=products[-1].communication + waits)
         for stream in operator.memory_bound:
@@ -108,11 +115,20 @@ def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
     return (*products, *streams)
 
 
-def _attention(spec: StepSpec, core: AttentionCore, alone: Operator, waits: float) -> OperatorPoint:
+def _attention(spec: StepSpec, here: Place, kind: BlockKind) -> OperatorPoint:
     """Returns one fused kernel over half of the pairs, which the mask leaves, or unfused products of all pairs."""
+    operator = next(each for each in block(here, kind) if each.core)
+    core, waits = operator.core, _waits(spec, here, operator)
+    assert core is not None, "chosen for having one"
+    alone = replace(operator, memory_bound=(), saved=(), messages=())
     pairs = max(core.queries, core.pairs // 2) if spec.framework.attention == "flash" else core.queries * core.keys
     flops = 2.0 * core.sequences * core.heads * pairs * (core.head + core.value_head)
     return _point(spec, "attention", alone, flops, "fp32" if spec.products == "fp32" else "bf16", waits)
+
+
+def _waits(spec: StepSpec, here: Place, operator: Operator) -> float:
+    """Returns the seconds of an operator's collectives in the forward pass."""
+    return sum(each.forward for each in messages_seconds(spec, here, [operator])[0].values())
 
 
 def _point(

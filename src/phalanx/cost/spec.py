@@ -8,6 +8,7 @@ from typing import Literal
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.hashed import Hashed, hashed_once
 from phalanx.partition.batch import Batch
@@ -31,3 +32,5 @@ class StepSpec(Hashed):
     framework: Framework = field(default_factory=Framework)
     stages: tuple[range, ...] = ()
     """Layers of every pipeline stage; empty: those of `layout.pp_cut`, else as even as possible."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """The optimizer: its state, and what its step takes."""

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.bounded import open_regular, parse_json
+from phalanx.config.corpora import CORPORA
 from phalanx.config.data import Data
 from phalanx.data.shakespeare import find_shakespeare
 from phalanx.errors import DataError
@@ -68,25 +69,18 @@ class Scan:
 
 
 def sources(data: Data) -> list[Path]:
-    """Returns the files of a text corpus in reading order. Raises DataError if there are none."""
-    match data.corpus:
-        case "stdlib":
-            return _stdlib_files(Path(sysconfig.get_path("stdlib")))
-        case "shakespeare_char":
-            return [find_shakespeare(data.path, Path(data.dir))]
-        case _:
-            return _text_files(Path(data.path).expanduser())
+    """Returns the files of a text corpus in reading order; none if the text is computed. Raises DataError if they are
+    not there."""
+    if CORPORA[data.corpus].files is None:
+        return []
+    return CORPORA.code(data.corpus, "files")(data)
 
 
 def describe(data: Data) -> str:
     """Returns a one-line description of the corpus."""
-    match data.corpus:
-        case "stdlib":
-            return f"the standard library of {platform.python_implementation()} {platform.python_version()}"
-        case "shakespeare_char":
-            return "tiny Shakespeare"
-        case _:
-            return data.path
+    if CORPORA[data.corpus].describe is None:
+        return CORPORA[data.corpus].title
+    return CORPORA.code(data.corpus, "describe")(data)
 
 
 def stamp(files: list[Path]) -> str:
@@ -105,18 +99,17 @@ def segments(files: list[Path], data: Data) -> Iterator[Segment]:
     """
     left = round(data.limit_mb * 1e6) or sys.maxsize
     first = True
-    for file in files:
-        for document in _documents(file, data.text_field):
-            starts = True
-            for text in _cut(document):
-                content = text.encode()[:left]
-                left -= len(content)
-                kept = content.decode(errors="ignore")  # the limit may fall inside a character
-                if kept:
-                    yield Segment(kept, separated=starts and not first)
-                    first = starts = False
-                if left == 0:
-                    return
+    for document in CORPORA.code(data.corpus, "documents")(files, data):
+        starts = True
+        for text in _cut(document):
+            content = text.encode()[:left]
+            left -= len(content)
+            kept = content.decode(errors="ignore")  # the limit may fall inside a character
+            if kept:
+                yield Segment(kept, separated=starts and not first)
+                first = starts = False
+            if left == 0:
+                return
 
 
 def scan(parts: Iterable[Segment]) -> Scan:
@@ -142,7 +135,9 @@ def code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
 
 
-def _stdlib_files(root: Path) -> list[Path]:
+def stdlib_files(data: Data) -> list[Path]:
+    """Returns the files of corpus stdlib. Raises DataError if Python was installed without them."""
+    root = Path(sysconfig.get_path("stdlib"))
     files = _walk(root, lambda name: name in STDLIB_SKIPPED or name.startswith(STDLIB_OF_THIS_MACHINE))
     names = [file.relative_to(root).as_posix() for file in files if file.suffix == ".py"]
     if not names:
@@ -152,7 +147,29 @@ def _stdlib_files(root: Path) -> list[Path]:
     return [root / name for name in sorted(names, key=lambda name: hashlib.blake2b(name.encode()).digest())]
 
 
-def _text_files(path: Path) -> list[Path]:
+def stdlib_description(data: Data) -> str:
+    """Returns the description of corpus stdlib."""
+    return f"the standard library of {platform.python_implementation()} {platform.python_version()}"
+
+
+def stdlib_identity(data: Data) -> dict[str, object]:
+    """Returns what determines the text of corpus stdlib."""
+    return {"python": [platform.python_implementation(), platform.python_version()]}
+
+
+def shakespeare_files(data: Data) -> list[Path]:
+    """Returns the file of corpus shakespeare_char, downloaded if need be. Raises DataError if its text differs."""
+    return [find_shakespeare(data.path, Path(data.dir))]
+
+
+def text_description(data: Data) -> str:
+    """Returns the description of corpus text."""
+    return data.path
+
+
+def text_files(data: Data) -> list[Path]:
+    """Returns the files of corpus text: data.path, or those in it that are text. Raises DataError if there are none."""
+    path = Path(data.path).expanduser()
     if os.path.isfile(path):  # unlike Path.is_file also for a name that is too long for a file
         return [path]
     if not os.path.isdir(path):
@@ -174,8 +191,14 @@ def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
     return found
 
 
+def documents(files: Iterable[Path], data: Data) -> Iterator[Iterable[str]]:
+    """Yields each document of files as a series of texts: a JSONL file has one per line, any other file is one. Raises
+    DataError, with file and line, for text that is not UTF-8, not JSON, or lacks data.text_field."""
+    for file in files:
+        yield from _documents(file, data.text_field)
+
+
 def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
-    """Yields each document of a file as a series of texts: a JSONL file has one per line, any other file is one."""
     if file.suffix.lower() in JSONL_SUFFIXES:
         with open_regular(file) as lines:
             for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES + 1), b""), start=1):

@@ -22,8 +22,9 @@ from types import TracebackType
 import numpy as np
 
 from phalanx.data.corpus import Segment
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
 from phalanx.errors import RunError
+from phalanx.registry import noting_package
 
 CHILD = "import sys; sys.path[:] = sys.argv[2:]; from phalanx.data.encode import serve; serve(sys.argv[1])"
 
@@ -36,7 +37,9 @@ def encode_segments(tokenizer: Tokenizer, segments: Iterable[Segment]) -> np.nda
         if segment.separated:
             parts.append(separator)
         parts.append(tokenizer.encode(segment.text))
-    return np.concatenate(parts)
+    tokens = np.concatenate(parts)
+    require_in_vocabulary(tokens, tokenizer.vocab_size, "the tokenizer")
+    return tokens
 
 
 class Encoder:
@@ -120,8 +123,9 @@ class _EncoderProcess:
 def serve(folder: str) -> None:
     """Answers requests until standard input ends: the main function of a child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
-    tokenizer = Tokenizer.load(Path(folder))
-    for line in sys.stdin.buffer:
-        tokens = encode_segments(tokenizer, [Segment(text, separated) for text, separated in json.loads(line)])
-        sys.stdout.buffer.write(b"%d\n" % tokens.size + tokens.astype("<u4").tobytes())
-        sys.stdout.buffer.flush()
+    with noting_package():
+        tokenizer = Tokenizer.load(Path(folder))
+        for line in sys.stdin.buffer:
+            tokens = encode_segments(tokenizer, [Segment(text, separated) for text, separated in json.loads(line)])
+            sys.stdout.buffer.write(b"%d\n" % tokens.size + tokens.astype("<u4").tobytes())
+            sys.stdout.buffer.flush()

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.config.corpora import CORPORA, number_of
 from phalanx.config.data import Data
+from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.data import corpus
 from phalanx.data.build import BuildTask, ShardMaker
 from phalanx.data.corpus import Segment
@@ -26,6 +28,7 @@ from phalanx.data.shards import (
     BLOCK_BYTES,
     INDEX,
     SPLITS,
+    TOKEN_SHARD_TOKENS,
     CorpusRecord,
     Index,
     damage,
@@ -33,14 +36,13 @@ from phalanx.data.shards import (
     read_index,
     repair_command,
 )
-from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
+from phalanx.data.tokenizer import NumberTokenizer, Tokenizer, check_tokenizer_class, require_in_vocabulary
 from phalanx.errors import DataError
 
 SHARD_CHARACTERS = 1 << 21
 """Minimum number of characters per shard …"""
 MAX_SHARDS = 4096
 """… or at least this fraction of the corpus, which limits the number of files."""
-RANDOM_SHARD_TOKENS = 1 << 22
 BPE_CHARACTERS = 100_000_000
 """Characters of training text for BPE: more would take hours and hardly change the merges."""
 
@@ -102,34 +104,43 @@ def _build(folder: Path, data: Data, progress: Progress) -> None:
     for leftover in folder.glob(f".*{TEMPORARY}"):
         leftover.unlink()
     old = read_index(folder) if (folder / INDEX).exists() else None
-    if data.corpus == "random":
-        _build_random(folder, data, old, progress)
+    if CORPORA[data.corpus].tokens is not None:
+        _build_tokens(folder, data, old, progress)
     else:
         _build_text(folder, data, old, progress)
 
 
-def _build_random(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
-    index = _begin(
-        folder, data, CorpusRecord("random", "random tokens", 0, 0, 0, "", ""), NumberTokenizer(data.random_vocab)
-    )
-    cut = int(data.random_tokens * (1 - data.val_fraction))
+def _build_tokens(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
+    entry = CORPORA[data.corpus]
+    vocab, total = number_of(entry.vocab, data), number_of(entry.count, data)
+    record = CorpusRecord(data.corpus, corpus.describe(data), 0, 0, 0, "", "")
+    index = _begin(folder, data, record, NumberTokenizer(vocab))
+    cut = int(total * (1 - data.val_fraction))
     with ThreadPoolExecutor(1) as thread:
         work = (
-            BuildTask(
-                split, size, partial(thread.submit, partial(_random_tokens, split, number, size, data.random_vocab))
-            )
-            for split, tokens in zip(SPLITS, (cut, data.random_tokens - cut), strict=True)
-            for number, size in enumerate(_chunks(tokens, RANDOM_SHARD_TOKENS))
+            BuildTask(split, size, partial(thread.submit, partial(_tokens, data, vocab, split, start, size)))
+            for split, tokens in zip(SPLITS, (cut, total - cut), strict=True)
+            for start, size in _chunks(tokens, TOKEN_SHARD_TOKENS)
         )
-        ShardMaker(folder, index, old, progress).run(work, data.random_tokens, ahead=1)
+        ShardMaker(folder, index, old, progress).run(work, total, ahead=1)
+
+
+def _tokens(data: Data, vocab: int, split: str, start: int, size: int) -> np.ndarray:
+    """Returns the tokens of a shard of a corpus without text, once they are known to be in the vocabulary."""
+    tokens = np.asarray(CORPORA.code(data.corpus, "tokens")(data, split, start, size))
+    if tokens.shape != (size,):
+        raise DataError(f"corpus {data.corpus} returned an array of shape {tokens.shape} for {size} tokens")
+    require_in_vocabulary(tokens, vocab, f"corpus {data.corpus}")
+    return tokens
 
 
 def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
     files = corpus.sources(data)
-    stamp = "" if data.corpus == "shakespeare_char" else corpus.stamp(files)
+    stamp = corpus.stamp(files) if files and not CORPORA[data.corpus].verified else ""
     scan = corpus.scan(_watched(corpus.segments(files, data), files, progress))
     if not scan.characters:
-        raise DataError(f"the corpus is empty: {len(files)} files of {corpus.describe(data)} hold no text")
+        held = f"{len(files)} files of {corpus.describe(data)} hold" if files else f"{corpus.describe(data)} has"
+        raise DataError(f"the corpus is empty: {held} no text")
     record = CorpusRecord(
         data.corpus, corpus.describe(data), scan.documents, scan.characters, scan.bytes, scan.sha256, stamp
     )
@@ -164,16 +175,14 @@ def _stored_tokenizer(folder: Path, old: Index | None, record: CorpusRecord) -> 
 def _make_tokenizer(
     data: Data, counts: np.ndarray, parts: Callable[[], Iterator[tuple[str, Segment]]], progress: Progress
 ) -> Tokenizer:
-    match data.tokenizer:
-        case "char":
-            return CharTokenizer.of_counts(counts)
-        case "byte":
-            return ByteTokenizer()
-        case "bpe":
-            progress(f"training BPE of {data.bpe_vocab} tokens", 0, 0)
-            return train_bpe(_training_texts(parts()), data.bpe_vocab)
-        case _:
-            return Tokenizer.load(tokenizer_path(data))
+    if data.tokenizer not in TOKENIZERS:
+        return Tokenizer.load(tokenizer_path(data))
+    vocab = TOKENIZERS[data.tokenizer].vocab
+    if isinstance(vocab, str):  # of a size that the user has chosen
+        progress(f"training {data.tokenizer} of {number_of(vocab, data)} tokens", 0, 0)
+    tokenizer = TOKENIZERS.code(data.tokenizer, "make")(data, counts, lambda: _training_texts(parts()))
+    check_tokenizer_class(data.tokenizer, tokenizer)
+    return tokenizer
 
 
 def _begin(folder: Path, data: Data, record: CorpusRecord, tokenizer: Tokenizer) -> Index:
@@ -237,14 +246,12 @@ def _watched(segments: Iterable[Segment], files: list[Path], progress: Progress)
     for segment in segments:
         yield segment
         done += len(segment)
-        progress("reading", min(done, total - 1), total)
-    progress("reading", total, total)
+        if total:
+            progress("reading", min(done, total - 1), total)
+    if total:
+        progress("reading", total, total)
 
 
-def _random_tokens(split: str, number: int, size: int, vocab_size: int) -> np.ndarray:
-    generator = np.random.Generator(np.random.Philox(key=[SPLITS.index(split), number]))
-    return generator.integers(0, vocab_size, size)
-
-
-def _chunks(total: int, size: int) -> list[int]:
-    return [min(size, total - start) for start in range(0, total, size)]
+def _chunks(total: int, size: int) -> list[tuple[int, int]]:
+    """Returns the start and the size of each part of at most `size`."""
+    return [(start, min(size, total - start)) for start in range(0, total, size)]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import re
 from dataclasses import fields
 from pathlib import Path
 
 from phalanx.check.job import data_problems
+from phalanx.config.corpora import CORPORA, number_of
 from phalanx.config.data import Data
+from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.data.shards import TOKENS_VERSION
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
-
-TOKENIZERS = ("char", "byte", "bpe")
+from phalanx.registry import OWN
 
 
 def prepared_path(data: Data) -> Path:
@@ -27,35 +27,46 @@ def prepared_path(data: Data) -> Path:
     """
     if problems := [f"{path}: {message}" for path, message in data_problems(data)]:
         raise JobError(problems)
-    # Tiny Shakespeare is the same text in any location.
-    shaping = [s for s in overrides(data) if data.corpus == "text" or not s.startswith("data.path=")]
-    content: dict[str, object] = {"version": TOKENS_VERSION, "settings": shaping}
-    names = [data.corpus, data.tokenizer]
-    if data.corpus == "random":
-        names = ["random", str(data.random_vocab)]
-    elif data.tokenizer == "bpe":
-        names = [data.corpus, f"bpe{data.bpe_vocab}"]
-    elif data.tokenizer not in TOKENIZERS:
+    entry = CORPORA[data.corpus]
+    located = tuple(f"data.{name}=" for name in entry.only_location)
+    content: dict[str, object] = {
+        "version": TOKENS_VERSION,
+        "settings": [setting for setting in overrides(data) if not setting.startswith(located)],
+    }
+    if entry.tokens is not None:
+        names = [data.corpus, str(number_of(entry.vocab, data))]
+    elif data.tokenizer in TOKENIZERS:
+        vocab = TOKENIZERS[data.tokenizer].vocab
+        names = [data.corpus, f"{data.tokenizer}{number_of(vocab, data) if isinstance(vocab, str) else ''}"]
+    else:
         path = tokenizer_path(data)
         names = [data.corpus, re.sub(r"[^\w.]+", "_", path.stem)]
         content["tokenizer"] = Tokenizer.load(path).fingerprint
-    if data.corpus == "stdlib":
-        content["python"] = [platform.python_implementation(), platform.python_version()]
+    if entry.identity is not None:
+        content |= CORPORA.code(data.corpus, "identity")(data)
+    if packages := _packages(data):
+        content["packages"] = packages
     key = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=4).hexdigest()
     return Path(data.dir).expanduser() / "-".join([*names, key])
 
 
 def overrides(data: Data) -> list[str]:
     """Returns the settings that affect the shards of `data`, as command-line overrides."""
-    used = {"corpus", "val_fraction"}
-    if data.corpus == "random":
-        used |= {"random_tokens", "random_vocab"}
-    else:
+    entry = CORPORA[data.corpus]
+    used = {"corpus", "val_fraction", *entry.settings}
+    if entry.tokens is None:
         used |= {"tokenizer", "limit_mb"}
-        used |= {"bpe_vocab"} if data.tokenizer == "bpe" else set()
-        used |= {"path"} if data.path and data.corpus != "stdlib" else set()
-        used |= {"text_field"} if data.corpus == "text" else set()
-    return [f"data.{field.name}={getattr(data, field.name)}" for field in fields(data) if field.name in used]
+        used |= set(TOKENIZERS[data.tokenizer].settings) if data.tokenizer in TOKENIZERS else set()
+    values = {field.name: getattr(data, field.name) for field in fields(data) if field.name in used}
+    return [f"data.{name}={value}" for name, value in values.items() if value != ""]
+
+
+def _packages(data: Data) -> list[str]:
+    """Returns the installed packages, with versions, whose code makes the tokens: another version may make others."""
+    used = {CORPORA.package(data.corpus)}
+    if CORPORA[data.corpus].tokens is None and data.tokenizer in TOKENIZERS:
+        used.add(TOKENIZERS.package(data.tokenizer))
+    return sorted(used - {OWN, ""})
 
 
 def tokenizer_path(data: Data) -> Path:

@@ -24,6 +24,8 @@ UNCHECKED_VERSION = 1
 """Version of an index without digests of blocks; its shards are still read."""
 TOKENS_VERSION = 1
 """Changes when the same settings give other tokens, and with it the name of the folder."""
+TOKEN_SHARD_TOKENS = 1 << 22
+"""Tokens per shard of a corpus without text."""
 BLOCK_BYTES = 64 * 1024
 """Bytes of a block: what one sha256 covers. A sample is a few kilobytes at a random place, whose block is read and
 hashed whole (0.04 ms) when it is first read."""

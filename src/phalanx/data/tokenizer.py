@@ -11,7 +11,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,9 +19,11 @@ import numpy as np
 
 from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.sizes import BOUNDS
+from phalanx.config.data import Data
+from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.data.corpus import code_points
 from phalanx.data.files import write_atomic
-from phalanx.errors import DataError
+from phalanx.errors import DataError, ExtensionError
 
 FILE = "tokenizer.json"
 FORMAT = "phalanx-tokenizer"
@@ -55,7 +57,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def definition(self) -> str:
-        """Returns everything that determines this tokenizer, as JSON text."""
+        """Returns everything that determines this tokenizer, as JSON text (`definition_of`)."""
 
     @property
     def fingerprint(self) -> str:
@@ -122,7 +124,7 @@ class CharTokenizer(Tokenizer):
         return self._codes.take(_array(ids), mode="clip").tobytes().decode("utf-32-le")
 
     def definition(self) -> str:
-        return _definition("char", characters=self.characters, unknown=self.unknown)
+        return definition_of("char", characters=self.characters, unknown=self.unknown)
 
 
 class ByteTokenizer(Tokenizer):
@@ -140,7 +142,7 @@ class ByteTokenizer(Tokenizer):
         return values.astype(np.uint8).tobytes().decode(errors="replace")
 
     def definition(self) -> str:
-        return _definition("byte")
+        return definition_of("byte")
 
 
 class NumberTokenizer(Tokenizer):
@@ -162,7 +164,7 @@ class NumberTokenizer(Tokenizer):
         return " ".join(str(i) for i in _array(ids))
 
     def definition(self) -> str:
-        return _definition("number", vocab_size=self.vocab_size)
+        return definition_of("number", vocab_size=self.vocab_size)
 
 
 class LibraryTokenizer(Tokenizer):
@@ -230,23 +232,97 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
     return LibraryTokenizer(library.to_str(), "the trained tokenizer")
 
 
-def _definition(kind: str, **values: object) -> str:
+def definition_of(kind: str, **values: object) -> str:
+    """Returns the definition of a tokenizer of a kind in the table: the content of its tokenizer.json. Its values are
+    JSON-able, and come back to the kind's `read`."""
     return json.dumps({"format": FORMAT, "version": VERSION, "kind": kind, **values}, ensure_ascii=False)
 
 
-def _from_definition(stored: dict[str, object], file: Path) -> Tokenizer:
+def make_char(data: Data, counts: np.ndarray, texts: Callable[[], Iterator[str]]) -> CharTokenizer:
+    """Returns the tokenizer of the characters that occur in a corpus."""
+    return CharTokenizer.of_counts(counts)
+
+
+def read_char(stored: Mapping[str, object]) -> CharTokenizer:
+    """Returns a stored tokenizer of characters. Raises ValueError if it is not one."""
     match stored:
-        case {"version": 1, "kind": "char", "characters": str(characters), "unknown": bool(unknown)} if characters:
+        case {"characters": str(characters), "unknown": bool(unknown)} if characters:
             if len(set(characters)) < len(characters):
-                raise DataError(f"{file}: its characters are not distinct, so that text would not survive it")
+                raise ValueError("its characters are not distinct, so that text would not survive it")
             return CharTokenizer(characters, unknown)
-        case {"version": 1, "kind": "byte"}:
-            return ByteTokenizer()
-        case {"version": 1, "kind": "number", "vocab_size": int(vocab_size)} if vocab_size > 0:
-            _check_vocabulary(vocab_size, str(file))
-            return NumberTokenizer(vocab_size)
-    shown = {name: stored.get(name) for name in ("version", "kind")}
-    raise DataError(f"{file}: expected a char, byte or number tokenizer of version {VERSION}, found {shown}")
+    raise ValueError("it must have distinct characters, and true or false for unknown")
+
+
+def make_byte(data: Data, counts: np.ndarray, texts: Callable[[], Iterator[str]]) -> ByteTokenizer:
+    """Returns the tokenizer of bytes, which depends on nothing."""
+    return ByteTokenizer()
+
+
+def read_byte(stored: Mapping[str, object]) -> ByteTokenizer:
+    """Returns the tokenizer of bytes."""
+    return ByteTokenizer()
+
+
+def make_bpe(data: Data, counts: np.ndarray, texts: Callable[[], Iterator[str]]) -> LibraryTokenizer:
+    """Returns byte-level BPE of data.bpe_vocab tokens, trained on the texts."""
+    return train_bpe(texts(), data.bpe_vocab)
+
+
+def check_tokenizer_class(kind: str, made: object) -> None:
+    """Raises ExtensionError, naming the package, with everything that the tokenizer which a kind of the table has made
+    lacks: sizes, a definition that is read back, and ids that stand for a text."""
+    if problems := list(_class_problems(kind, made)):
+        owner = f"tokenizer {kind!r} of package {TOKENIZERS.package(kind) or 'this process'}"
+        raise ExtensionError([f"{owner}: {problem}" for problem in problems])
+
+
+def _class_problems(kind: str, made: object) -> Iterator[str]:
+    if not isinstance(made, Tokenizer):
+        yield f"make returned {type(made).__name__}, not a subclass of phalanx.data.tokenizer.Tokenizer"
+        return
+    size, separator = getattr(made, "vocab_size", None), getattr(made, "separator", None)
+    if not (isinstance(size, int) and 0 < size <= LARGEST_VOCABULARY):
+        yield f"vocab_size must be a whole number from 1 to {LARGEST_VOCABULARY:,}, is {size!r}"
+    elif not (isinstance(separator, tuple) and all(isinstance(id, int) and 0 <= id < size for id in separator)):
+        yield f"separator must be a tuple of ids below {size}, is {separator!r}"
+    try:
+        stored = json.loads(made.definition())
+        again = read_definition(stored) if stored.get("format") == FORMAT else made
+        if again.fingerprint != made.fingerprint:
+            yield "its definition does not come back the same when it is read"
+    except (ValueError, AttributeError, ExtensionError) as error:
+        yield f"its definition cannot be read back: {error}"
+
+
+def require_in_vocabulary(tokens: np.ndarray, vocab_size: int, owner: str) -> None:
+    """Raises DataError unless all tokens are ids of a vocabulary: others would be stored as different ones."""
+    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise DataError(
+            f"{owner} gave ids from {int(tokens.min())} to {int(tokens.max())}; its vocabulary has {vocab_size}: "
+            f"0 to {vocab_size - 1}"
+        )
+
+
+def read_definition(stored: Mapping[str, object]) -> Tokenizer:
+    """Returns the tokenizer of a stored definition in this project's format. Raises ValueError if it is not one."""
+    kind, size = stored.get("kind"), stored.get("vocab_size")
+    if stored.get("version") == VERSION:
+        if kind == "number" and isinstance(size, int) and size > 0:
+            return NumberTokenizer(size)
+        if isinstance(kind, str) and kind in TOKENIZERS and TOKENIZERS[kind].read is not None:
+            return TOKENIZERS.code(kind, "read")(stored)
+    readable = [name for name, entry in TOKENIZERS.items() if entry.read is not None]
+    found = {name: stored.get(name) for name in ("version", "kind")}
+    raise ValueError(f"expected a {', '.join(readable)} or number tokenizer of version {VERSION}, found {found}")
+
+
+def _from_definition(stored: Mapping[str, object], file: Path) -> Tokenizer:
+    try:
+        tokenizer = read_definition(stored)
+    except ValueError as error:
+        raise DataError(f"{file}: {error}") from error
+    _check_vocabulary(tokenizer.vocab_size, str(file))
+    return tokenizer
 
 
 def _check_vocabulary(size: int, name: str) -> None:

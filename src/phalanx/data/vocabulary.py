@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.config.job import Job
+from phalanx.config.tokenizers import vocabulary_of
 from phalanx.errors import DataError, JobError
 
 
@@ -13,10 +14,8 @@ def vocabulary_size(job: Job) -> int:
     data = job.data
     if job.model.vocab_size:
         return job.model.vocab_size
-    if data.corpus == "random":
-        return data.random_vocab
-    if data.tokenizer == "bpe":
-        return data.bpe_vocab
+    if stated := vocabulary_of(data):
+        return stated
     # A prediction that knows the vocabulary need not wait for numpy.
     from phalanx.data.settings import prepared_path
     from phalanx.data.shards import read_index

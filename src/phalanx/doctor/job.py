@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.checkpoint.retention import space_for
+from phalanx.config.corpora import CORPORA
 from phalanx.config.fields import replace
+from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.memory.state import checkpoint_bytes
@@ -70,13 +72,14 @@ def data_here(machine: CheckedMachine) -> Iterator[CheckResult]:
             tokens = ", ".join(f"{index.tokens(split):,} {split}" for split in ("train", "val"))
             yield ok(f"{folder}: {tokens} tokens, vocabulary {index.vocab_size}")
             return
-        if data.tokenizer not in ("char", "byte", "bpe"):
+        if data.tokenizer not in TOKENIZERS:
             tokenizer_path(data)
     except DataError as problem:
         text, _, advice = str(problem).partition(". ")
         yield error(text, advice or prepare)
         return
-    if data.corpus == "text" and not os.access(Path(data.path).expanduser(), os.R_OK):
+    uses_path = data.path and "path" in CORPORA[data.corpus].settings
+    if uses_path and not os.access(Path(data.path).expanduser(), os.R_OK):
         yield error(f"data.path={data.path} cannot be read", "correct the path")
     elif not os.access(nearest_folder(Path(data.dir).expanduser()), os.W_OK):
         yield error(f"{folder} is not prepared, and {data.dir} cannot be written", "set data.dir to another folder")
@@ -120,7 +123,7 @@ def memory(machine: CheckedMachine) -> Iterator[CheckResult]:
 def checkpoints(machine: CheckedMachine) -> Iterator[CheckResult]:
     """Yields whether the checkpoints that the job keeps fit on the file system of the run directory."""
     job, folder = machine.job, machine.run_directory.path
-    size = checkpoint_bytes(job.model, job.train.precision, _vocabulary(machine))
+    size = checkpoint_bytes(job.model, job.train.precision, _vocabulary(machine), job.optimizer)
     found = os.statvfs(nearest_folder(folder))
     free = found.f_bavail * found.f_frsize
     kept = (job.checkpoint.keep or 1) + 1

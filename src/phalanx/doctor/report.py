@@ -19,7 +19,7 @@ from phalanx.doctor import job as job_checks
 from phalanx.doctor.findings import GROUPS, CheckResult, DoctorCheck, error, run, worst
 from phalanx.doctor.machine import CheckedMachine
 from phalanx.echo import visible
-from phalanx.train.facts import job_facts, source_digest
+from phalanx.train.facts import extension_facts, job_facts, source_digest
 from phalanx.units import listed, seconds
 
 FORMAT = 1
@@ -90,6 +90,7 @@ def facts_of(machine: CheckedMachine) -> dict[str, Any]:
     known = {
         "phalanx version": phalanx.__version__,
         "phalanx source": source_digest(),
+        "extensions": extension_facts(),
         "Python version": platform.python_version(),
         **machine.torch.facts().get("facts", {}),
     }

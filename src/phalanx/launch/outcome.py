@@ -12,6 +12,7 @@ from pathlib import Path
 from phalanx.bounded import field, parse_json, read_bytes
 from phalanx.echo import shortened
 from phalanx.errors import PhalanxError
+from phalanx.registry import blamed
 
 _FILE = "outcome.json"
 _MOST_BYTES = 2**22
@@ -76,11 +77,12 @@ def reserve_room(directory: Path) -> None:
 def describe(error: BaseException) -> tuple[int, str, str | None]:
     """Returns exit code, message and traceback of an exception that ended a run."""
     if isinstance(error, PhalanxError):
-        return error.exit_code, shortened(str(error), _MOST_CHARACTERS), None
+        return error.exit_code, shortened(f"{blamed(error)}{error}", _MOST_CHARACTERS), None
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted", None
     if isinstance(error, SystemExit):
         code = error.code or 0
         return (code & 0xFF, "", None) if isinstance(code, int) else (1, str(code), None)
     trace = "".join(traceback.format_exception(error)).rstrip()
-    return 1, shortened(f"{type(error).__name__}: {error}", _MOST_CHARACTERS), shortened(trace, _MOST_CHARACTERS)
+    message = f"{blamed(error)}{type(error).__name__}: {error}"
+    return 1, shortened(message, _MOST_CHARACTERS), shortened(trace, _MOST_CHARACTERS)

@@ -112,7 +112,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.n_heads = model.n_heads
         self.dropout = model.dropout
-        self.window = model.window_of(layer)
+        self.window, self.seq_len = model.window_of(layer), model.seq_len
         self.scoring = Scoring(model.attention_scale, model.attention_softcap)
         self.site = f"blocks.{layer}.attn.probabilities"
 

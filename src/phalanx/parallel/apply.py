@@ -16,6 +16,7 @@ from phalanx.errors import JobError
 from phalanx.model.init import initial_value
 from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
+from phalanx.optimizers.catalogue import entry_of
 from phalanx.parallel import context, expert, tensor, vocabulary
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
 from phalanx.parallel.fsdp import ShardedReplica
@@ -147,7 +148,7 @@ def apply_context_parallel(parts: Construction) -> None:
     layout = parts.job.layout
     if layout.cp == 1:
         return
-    context.connect(parts.model, layout, parts.mesh)
+    context.connect(parts.model, parts.mesh)
     parts.model.routing.sequences = context.SplitSequences(layout, parts.mesh.axis("cp"))
     ways = [f"ring of {layout.ring}"] if layout.ring > 1 else []
     ways += [f"Ulysses over {layout.cp_ulysses}"] if layout.cp_ulysses > 1 else []
@@ -241,6 +242,7 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
         replicate=Axis("dp_replicate") if layout.independent_replicas > 1 else mesh.axis("dp_replicate"),
         dtype=torch.float32 if job.train.gradients == "fp32" else None,
         every_micro_batch=layout.accumulate == "sharded",
+        granularity=entry_of(job.optimizer.name).granularity,
         experts=(mesh.axis("ep"), mesh.axis("edp")) if layout.ep > 1 else None,
     )
     shards, replicas = sums.shard.size, sums.replicate.size

@@ -2,7 +2,8 @@
 
 The layout is that of Megatron's distributed optimizer: on an axis of N ranks, rank r owns the r-th N-th of the buffer,
 whatever parameters are there; one reduce-scatter produces the gradient's shard, one all-gather returns the updated
-parameters.
+parameters. For an optimizer that updates whole matrices, parameters are placed so that no share ends within a matrix,
+if little padding achieves that (phalanx.partition.matrices.bucket_cut).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis, Pending
+from phalanx.partition.matrices import ShardRanges
 from phalanx.partition.tensor_slices import in_buckets
 
 
@@ -43,6 +45,8 @@ class Bucket:
     """True if the whole gradient exists only until it is reduced (ZeRO-2)."""
     dtype: torch.dtype
     """The type in which gradients are accumulated and sent."""
+    each: int
+    """Elements of one rank's share."""
     waiting: int = 0
     """Number of the current micro-batch's gradients still missing."""
     parameters: Tensor = field(init=False)
@@ -56,10 +60,10 @@ class Bucket:
     gathering: Pending | None = None
 
     def __post_init__(self) -> None:
-        used = self.slots[-1].stop
-        self.length = -(-used // self.shard.size) * self.shard.size
-        each = self.length // self.shard.size
-        self.share = slice(each * self.shard.rank, each * (self.shard.rank + 1))
+        self.length = self.each * self.shard.size
+        self.share = slice(self.each * self.shard.rank, self.each * (self.shard.rank + 1))
+        self.end = max(slot.stop for slot in self.slots)
+        self.gaps = sum(slot.parameter.numel() for slot in self.slots) < self.end
         self.expect()
         first = self.slots[0].parameter
         self.parameters = first.new_zeros(self.length if self.shard.size > 1 else 0).detach()
@@ -91,7 +95,8 @@ class Bucket:
 
     def _buffer(self) -> Tensor:
         if self.gradients is None:
-            self.gradients = self.slots[0].parameter.new_empty(self.length, dtype=self.dtype)
+            new = torch.zeros if self.gaps else torch.empty  # what pads the end is never read
+            self.gradients = new(self.length, dtype=self.dtype, device=self.slots[0].parameter.device)
         return self.gradients
 
     def reduce(self, before_sum: Callable[[Tensor], None] | None = None) -> None:
@@ -103,7 +108,7 @@ class Bucket:
             if not slot.filled:
                 gradients[slot.start : slot.stop] = 0
         if before_sum is not None:
-            before_sum(gradients[: self.slots[-1].stop])  # what pads the buffer is not set
+            before_sum(gradients[: self.end])  # what pads the end is not set
         if self.shard.size == 1:
             self.reduced = gradients
             self.work = self.replicate.all_reduce(gradients)
@@ -149,6 +154,10 @@ class Bucket:
         for slot in self.slots:
             slot.parameter.grad = None
             slot.filled = False
+
+    def ranges(self, slot: Slot) -> ShardRanges:
+        """Returns the ranges of a parameter that the ranks own."""
+        return ShardRanges(slot.parameter.numel(), self.each, -slot.start)
 
     def owned(self) -> Iterator[tuple[Slot, int, int]]:
         """Yields each parameter with the range of the buffer that is the parameter's and this rank's, maybe empty."""

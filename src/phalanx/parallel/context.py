@@ -19,25 +19,27 @@ from phalanx.model.blocked_attention import Reach
 from phalanx.model.noise import Noise
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.modules import replace_modules
-from phalanx.parallel.ring import Dropping, ring_attention
+from phalanx.parallel.ring import ring_attention
+from phalanx.parallel.ring_blocks import Dropping
 from phalanx.parallel.ulysses import to_heads, to_tokens
 from phalanx.partition.sequence import rank_positions
 
 
-def connect(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
+def connect(model: nn.Module, mesh: Mesh) -> None:
     """Lets the attention of `model`, which gets a part of every sequence's tokens, see those of all cp ranks."""
     ring, ulysses = mesh.axis("ring"), mesh.axis("ulysses")
-    replace_modules(model, CoreAttention, lambda core: ContextAttention(core, layout, ring, ulysses))
+    replace_modules(model, CoreAttention, lambda core: ContextAttention(core, ring, ulysses))
 
 
 class ContextAttention(CoreAttention):
     """The attention core of a rank that has a part of every sequence's tokens."""
 
-    def __init__(self, core: CoreAttention, layout: Layout, ring: Axis, ulysses: Axis):
+    def __init__(self, core: CoreAttention, ring: Axis, ulysses: Axis):
         nn.Module.__init__(self)
         self.n_heads, self.dropout, self.site = core.n_heads, core.dropout, core.site
-        self.window, self.scoring = core.window, core.scoring
-        self.layout, self.ring, self.ulysses = layout, ring, ulysses
+        # A window over whole sequences is none: keys then travel around the ring.
+        self.window, self.scoring = core.window if core.window < core.seq_len else 0, core.scoring
+        self.ring, self.ulysses = ring, ulysses
 
     def attend(
         self,
@@ -62,7 +64,7 @@ class ContextAttention(CoreAttention):
             dropping = None
             if noise is not None and self.dropout > 0:
                 dropping = Dropping(noise, self.dropout, self.site, self.n_heads)
-            o = ring_attention(q, k, v, ring, self.layout, Reach(self.window, documents, self.scoring), dropping, sinks)
+            o = ring_attention(q, k, v, ring, Reach(self.window, documents, self.scoring), dropping, sinks)
         else:
             if noise is not None:  # the queries that are now here are those of whole slices
                 last = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
 from phalanx.launch.watchdog import heartbeat
+from phalanx.optimizers.entry import Granularity
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.parameter_shards import ParameterShard
@@ -83,6 +84,8 @@ class GradientSum:
     """The type in which gradients are accumulated and sent; None for the parameters' type."""
     every_micro_batch: bool = False
     """Reduce sharded gradients after every micro-batch instead of once per step: less memory, more traffic."""
+    granularity: Granularity = "element"
+    """Where shards of flat buckets may end: the optimizer's."""
     experts: tuple[Axis, Axis] | None = None
     """With expert parallelism, ep, whose ranks hold different experts, and edp, which replaces `shard` for the experts'
     state."""

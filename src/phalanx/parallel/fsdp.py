@@ -30,9 +30,10 @@ from phalanx.parallel.data import GradientSum, LocalModel, Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
-from phalanx.parallel.parameter_shards import ParameterShard
+from phalanx.parallel.parameter_shards import ParameterShard, Sharing
 from phalanx.parallel.tiling import Tile
 from phalanx.parallel.zero import preceding
+from phalanx.partition.matrices import row_ranges
 
 
 class ShardedReplica(Replica):
@@ -143,9 +144,10 @@ class ShardedReplica(Replica):
             rows = parameter.shape[0]
             # Not parameter.device_mesh: torch may return an equal mesh whose process groups no longer exist.
             over = self.experts[1] if self.experts and is_expert(name) else self.shard
-            above = -(-rows // over.size) * over.rank
-            start = min(above, rows) * (parameter.numel() // rows) + preceding(name, parameter.numel(), self.experts)
+            ranges = row_ranges(rows, parameter.numel(), over.size)
+            start = ranges.of(over.rank)[0] + preceding(name, parameter.numel(), self.experts)
             shards.append(self.model.shard(name, start, local.requires_grad_()))
+            shards[-1].sharing = Sharing(over, ranges)
         return shards
 
 

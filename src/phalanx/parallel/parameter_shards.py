@@ -8,19 +8,28 @@ with one process are written once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.parallel.mesh import Mesh
+from phalanx.partition.matrices import ShardRanges
 from phalanx.partition.tensor_slices import TensorSlice
 
 BALANCING_BIAS = "router.bias"
 """Suffix of the names of routers' balancing biases."""
 _NAMES = {dtype: str(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that share a tensor slice, or the part of it that expert parallelism leaves to them."""
+
+    axis: Axis
+    ranges: ShardRanges
 
 
 @dataclass(eq=False)
@@ -43,6 +52,8 @@ class ParameterShard:
     """True if another rank of the pipeline holds the same and counts it."""
     whole_name: str = ""
     """The parameter's name in the plain model and in checkpoints; several tiles share one. By default `name`."""
+    sharing: Sharing | None = None
+    """The ranks that hold the other elements; None if this one holds all."""
 
     def __post_init__(self) -> None:
         self.whole_name = self.whole_name or self.name
@@ -61,6 +72,14 @@ class ParameterShard:
         """True for a router's balancing bias: its gradient is the experts' excess load, which only the rule of the bias
         method follows, not the optimizer (model/moe.py)."""
         return self.whole_name.endswith(BALANCING_BIAS)
+
+    def in_blocks(self, block: int) -> ParameterShard:
+        """Returns the place of a tensor with one element for each `block` elements of a row of this shard: the shard
+        has whole blocks. Its value is the shard's own."""
+        if block == 1:
+            return self
+        slices = tuple(part.in_blocks(block) for part in self.tensor_slices)
+        return replace(self, tensor_slices=slices, start=self.start // block, gradient=None)
 
     @torch.no_grad()
     def assign(self, whole: Tensor, into: Tensor | None = None) -> None:

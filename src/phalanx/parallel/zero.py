@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis
+from phalanx.optimizers.entry import Granularity
 from phalanx.parallel.bucket import Bucket, Slot, fill
-from phalanx.parallel.data import GradientSum, LocalModel, Replica
+from phalanx.parallel.data import GradientSum, LocalModel, Replica, TensorSlices
 from phalanx.parallel.objective import Objective
-from phalanx.parallel.parameter_shards import ParameterShard
+from phalanx.parallel.parameter_shards import ParameterShard, Sharing
+from phalanx.partition.buckets import granular_cut
 
 
 class BucketReplica(Replica):
@@ -43,7 +45,8 @@ class BucketReplica(Replica):
         for (stages, _, over), parameters in together.items():
             for group in fill(parameters, bucket_mb * 2**20):
                 dtype = sums.dtype or group[0][1].dtype
-                self.buckets.append(Bucket(_slots(group), over, sums.replicate, zero == 2 and over.size > 1, dtype))
+                slots, each = _slots(group, over.size, model.tensor_slices, sums.granularity)
+                self.buckets.append(Bucket(slots, over, sums.replicate, zero == 2 and over.size > 1, dtype, each))
                 if len(stages) == 1:
                     self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
         self.filling: list[Bucket] = []
@@ -150,7 +153,8 @@ class BucketReplica(Replica):
                 if bucket.shard.size > 1:
                     value = bucket.parameters[start:stop].detach().requires_grad_()
                 first = start - slot.start + preceding(slot.name, slot.parameter.numel(), self.experts)
-                shards[slot.name] = self.model.shard(slot.name, first, value)
+                shard = shards[slot.name] = self.model.shard(slot.name, first, value)
+                shard.sharing = Sharing(bucket.shard, bucket.ranges(slot))
                 places[slot.name] = bucket, start, stop
         names = [name for name, _ in self._parameters()]
         self.places = [places[name] for name in names]
@@ -168,9 +172,10 @@ def _arrive(buckets: Sequence[Bucket], *_: Any) -> None:
         bucket.arrive()
 
 
-def _slots(group: Sequence[tuple[str, nn.Parameter]]) -> list[Slot]:
-    slots, start = [], 0
-    for name, parameter in group:
-        slots.append(Slot(name, parameter, start))
-        start += parameter.numel()
-    return slots
+def _slots(
+    group: Sequence[tuple[str, nn.Parameter]], ranks: int, slices: TensorSlices, granularity: Granularity
+) -> tuple[list[Slot], int]:
+    """Returns the parameters' places in a bucket, and the elements of one rank's share."""
+    sizes, named = [parameter.numel() for _, parameter in group], [(name, slices[name][0].shape) for name, _ in group]
+    starts, each = granular_cut(granularity, sizes, named, ranks)
+    return [Slot(name, parameter, start) for (name, parameter), start in zip(group, starts, strict=True)], each

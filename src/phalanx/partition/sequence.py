@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.blocks.ring import zigzag
+from phalanx.blocks.ring import zigzag_runs
 from phalanx.config.layout import Layout
 
 LEAST_RUN = 128
@@ -36,7 +36,7 @@ def cp_coordinates(layout: Layout, rank: int) -> tuple[int, int]:
 
 def ring_positions(layout: Layout, tokens: int, place: int) -> list[range]:
     """Returns the positions that the ranks at one ring position hold together, of a sequence of `tokens` tokens."""
-    return zigzag(tokens, layout.ring, place)
+    return zigzag_runs(tokens, layout.ring, place)
 
 
 def window_blocks(queries: range, keys: range, window: int) -> Iterator[tuple[range, range]]:

@@ -11,7 +11,7 @@ rank. Expert parallelism distributes whole experts, in equal runs, independently
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.blocks.ends import VOCABULARY
 from phalanx.blocks.parameters import weight_of
@@ -53,6 +53,13 @@ class TensorSlice:
     def padding(self) -> bool:
         """True if some of the rows (columns) do not exist in the whole parameter."""
         return self.dim is not None and self.real < self.size
+
+    def in_blocks(self, block: int) -> TensorSlice:
+        """Returns the slice of a tensor with one element for each `block` elements of a row (last dimension)."""
+        whole = (*self.whole[:-1], self.whole[-1] // block)
+        if self.dim != len(whole) - 1:
+            return replace(self, whole=whole)
+        return replace(self, whole=whole, start=self.start // block, size=self.size // block)
 
 
 def slice_of(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: int) -> TensorSlice:

@@ -4,10 +4,12 @@ of the work (`phalanx predict JOB --svg FILE --picture context`). It is drawn fr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import ceil, sqrt
 
 from phalanx.blocks.attention import visible_pairs
+from phalanx.blocks.kinds import block_kinds
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -35,7 +37,7 @@ def svg(job: Job) -> str:
     title = f"layout {layout.line()}: {tokens:,} tokens on {layout.cp} context-parallel ranks"
     parts = [
         heading(_MARGIN, 26, title),
-        *(text(_MARGIN, 48 + 17 * number, line) for number, line in enumerate(_caption(layout))),
+        *(text(_MARGIN, 48 + 17 * number, line) for number, line in enumerate(_caption(layout, _windows(job.model)))),
         *_strip(layout, tokens),
         *matrices,
         *bars,
@@ -54,17 +56,27 @@ def contiguous(layout: Layout, tokens: int, place: int) -> list[range]:
     return [range(place * share, (place + 1) * share)]
 
 
-def _caption(layout: Layout) -> Iterator[str]:
+def _windows(model: ModelConfig) -> Counter[int]:
+    """Returns the windows of the layers (0: none), with the number of layers."""
+    return Counter(kind.window for kind in block_kinds(model))
+
+
+def _caption(layout: Layout, windows: Counter[int]) -> Iterator[str]:
     yield "Colours are ranks. The matrix shows which rank computes a query's score with a key; later keys are masked."
     if layout.ring > 1:
         groups = "rank" if layout.cp_ulysses == 1 else f"group of {layout.cp_ulysses} ranks"
+        around = f"and so on, with {counted(layout.ring - 1, 'message')}." if 0 in windows else "and so on."
         yield (
             f"Numbers are steps of the ring: in step 1 each {groups} has its own keys, then those of the one before, "
-            f"and so on, with {counted(layout.ring - 1, 'message')}."
+            + around
         )
+        if any(windows):
+            yield "With a window, keys go straight to the ranks that see them, and only the last ones of a chunk do."
     if layout.cp_ulysses > 1:
         whole = "whole sequences" if layout.ring == 1 else "all tokens of their group"
         yield f"Ulysses: {layout.cp_ulysses} ranks have a part of the heads each, of {whole}, while attention computes."
+    if len(windows) > 1:
+        yield f"Pale: only in layers without a window, {windows[0]} of {windows.total()}."
 
 
 def _strip(layout: Layout, tokens: int) -> Iterator[str]:
@@ -98,7 +110,7 @@ def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
 
 def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, float, float]) -> Iterator[str]:
     """Yields one square: the pairs of the ring positions' chunks of queries and of keys that meet; those that a window
-    cuts are drawn whole."""
+    cuts are drawn whole, and those that meet only in layers without a window pale."""
     x, y, side = box
     rank_of = {cp_coordinates(layout, rank): rank for rank in range(layout.cp)}
     # With as many tokens as there are chunks, positions are the chunks' numbers.
@@ -106,16 +118,16 @@ def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, flo
     place_of = {
         run.start: place for place in range(layout.ring) for run in _single(ring_positions(layout, chunks, place))
     }
-    cell = side / chunks
+    cell, windows = side / chunks, _windows(model)
     for query, place in place_of.items():
-        colour = _colour(rank_of[place, part])
-        for key in range(_first_key(query, model, chunks), query + 1):
+        colour, near = _colour(rank_of[place, part]), _first_key(query, max(windows), model.seq_len, chunks)
+        for key in range(_first_key(query, min(windows), model.seq_len, chunks), query + 1):
             left, top = x + key * cell, y + query * cell
             if key == query:
                 corner = f"{left:.1f},{top:.1f} {left:.1f},{top + cell:.1f} {left + cell:.1f},{top + cell:.1f}"
                 yield f"<polygon points='{corner}' fill='{colour}'/>"
             else:
-                yield _box(left, top, cell - 1, cell - 1, colour)
+                yield _box(left, top, cell - 1, cell - 1, colour, pale=key < near)
             if layout.ring > 1 and cell >= 16:
                 step = (place - place_of[key]) % layout.ring + 1
                 down, across = (0.72, 0.3) if key == query else (0.5, 0.5)
@@ -124,10 +136,10 @@ def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, flo
     yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{side:.1f}' height='{side:.1f}' fill='none' stroke='{NEUTRAL}'/>"
 
 
-def _first_key(query: int, model: ModelConfig, chunks: int) -> int:
-    """Returns the first chunk of keys in the window of a chunk of queries."""
-    first = query * model.seq_len // chunks - model.window + 1
-    return max(0, first) * chunks // model.seq_len if model.window else 0
+def _first_key(query: int, window: int, tokens: int, chunks: int) -> int:
+    """Returns the first chunk of keys in the window (0: none) of a chunk of queries."""
+    first = query * tokens // chunks - window + 1
+    return max(0, first) * chunks // tokens if window else 0
 
 
 def _single(runs: Sequence[range]) -> Iterator[range]:
@@ -140,13 +152,14 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
     kinds = {"zig-zag": ring_positions, "contiguous": contiguous} if layout.ring > 1 else {"": ring_positions}
     counts = {
         name: [
-            heads * pairs(positions(layout, tokens, cp_coordinates(layout, rank)[0]), model.window)
+            heads * _mean_pairs(positions(layout, tokens, cp_coordinates(layout, rank)[0]), _windows(model))
             for rank in range(layout.cp)
         ]
         for name, positions in kinds.items()
     }
     widest = max(count for each in counts.values() for count in each)
-    parts, y = [_title(_BARS, "Query × key pairs per rank, over all its heads")], _TOP
+    layers = ", mean of all layers" if len(_windows(model)) > 1 else ""
+    parts, y = [_title(_BARS, f"Query × key pairs per rank, over all its heads{layers}")], _TOP
     for rank in range(layout.cp):
         parts.append(text(_BARS, y + 12, f"rank {rank}"))
         for name, each in counts.items():
@@ -165,6 +178,11 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
     return parts, y
 
 
+def _mean_pairs(runs: Sequence[range], windows: Counter[int]) -> int:
+    """Returns the pairs per layer, of layers with some windows."""
+    return sum(layers * pairs(runs, window) for window, layers in windows.items()) // windows.total()
+
+
 def _colour(rank: int) -> str:
     return COLOURS[rank % len(COLOURS)]
 
@@ -177,6 +195,10 @@ def _title(x: float, words: str) -> str:
     return text(x, _TOP - 14, words, "font-weight='600'")
 
 
-def _box(x: float, y: float, width: float, height: float, colour: str, *, hollow: bool = False) -> str:
+def _box(
+    x: float, y: float, width: float, height: float, colour: str, *, hollow: bool = False, pale: bool = False
+) -> str:
     paint = f"fill='none' stroke='{colour}' stroke-width='1.5'" if hollow else f"fill='{colour}'"
+    if pale:
+        paint += " fill-opacity='0.35'"
     return box(x, y, width, height, paint)

@@ -18,6 +18,8 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
+from phalanx.optimizers.catalogue import entry_of
+from phalanx.partition.buckets import granular_cut
 from phalanx.partition.stages import even
 from phalanx.partition.tensor_slices import TensorSlice, in_buckets, slice_of
 from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, text
@@ -105,13 +107,13 @@ def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
     names, found = list(shapes)[::-1], {}
     sizes = [prod(shapes[name]) for name in names]
     width = WIDTHS[job.train.precision]
+    granularity = entry_of(job.optimizer.name).granularity
     for group in in_buckets([size * width for size in sizes], layout.bucket_mb * 2**20):
-        each = -(-sum(sizes[place] for place in group) // ranks)
-        start = 0
-        for place in group:
+        named = [(names[place], shapes[names[place]]) for place in group]
+        starts, each = granular_cut(granularity, [sizes[place] for place in group], named, ranks)
+        for place, start in zip(group, starts, strict=True):
             ends = [(each * (r + 1) - start) / sizes[place] for r in range(ranks)]
             found[names[place]] = [min(1, max(0, end)) for end in ends]
-            start += sizes[place]
     return found | _dealt_out(shapes, layout)
 
 
@@ -167,7 +169,10 @@ def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
     for name, stage in stages:
         mark = " ◂" if stage == layout else ""
         held = even(job.model.n_layers, layout.pp)[:1] if layout.pp > 1 else None
-        yield name + mark, state_bytes(job.model, stage, job.train.precision, job.train.gradients, vocab, held)
+        yield (
+            name + mark,
+            state_bytes(job.model, stage, job.train.precision, job.train.gradients, vocab, held, job.optimizer),
+        )
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, opacity: float = 1, stroke: bool = False) -> str:

@@ -260,9 +260,11 @@ def likely(name: str) -> str | None:
 def named(name: str) -> str:
     """Returns the schedule that a name in another framework means without doubt (`1F1B`, `Interleaved1F1B`), or the
     name itself, which may be a file's."""
+    if name in SCHEDULES:
+        return name
     plain = {other: known for known, entry in SCHEDULES.items() for other in entry.also_called if other not in FAMILIES}
     plain |= {_plain(known): known for known in SCHEDULES}
-    return name if name in SCHEDULES else plain.get(_plain(name), name)
+    return plain.get(_plain(name), name)
 
 
 def chunks_of(name: str, chunks: int = 0) -> int:

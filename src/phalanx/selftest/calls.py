@@ -117,6 +117,10 @@ def _from_before(rank: int, ranks: int, n: int) -> Tensor:
     return integers((rank - 1) % ranks, ranks, n)
 
 
+def _from_after(rank: int, ranks: int, n: int) -> Tensor:
+    return integers((rank + 1) % ranks, ranks, n)
+
+
 def _at_root(values: Values) -> Values:
     return lambda rank, ranks, n: values(rank, ranks, n) if rank == root(ranks) else _nothing()
 
@@ -212,6 +216,7 @@ ALL = (
         lambda rank, ranks, n: _from_before(rank, ranks, n) if rank else _nothing(),
     ),
     AxisCollective("rotate", lambda axis, x, out: axis.rotate(out, x).wait(), _mine, _from_before),
+    AxisCollective("shift", lambda axis, x, out: axis.shift(out, x, -1).wait(), _mine, _from_after),
 )
 """Every collective but the barrier, which has no values. `send` goes from each rank to the next; `rotate` does so while
 the previous rank sends too, as in ring attention."""

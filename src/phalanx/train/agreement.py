@@ -21,7 +21,7 @@ from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreement
 from phalanx.config.job import Job
 from phalanx.data.shards import Index, open_shards, repair_command
 from phalanx.errors import DataError, JobError, RunError
-from phalanx.train.facts import job_facts, source_digest
+from phalanx.train.facts import extension_facts, job_facts, source_digest
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ def program_facts(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "phalanx version": phalanx.__version__,
         "phalanx source": source_digest(),
+        "extensions": extension_facts(),
         "Python version": platform.python_version(),
         "torch version": torch.__version__,
         "device": device.type,

@@ -1,28 +1,42 @@
-"""AdamW over a rank's parameter shards: decay groups, fp32 master weights for half precisions, clipping, state."""
+"""The optimizer of a rank's parameter shards: decay groups, fp32 master weights for half precisions, clipping, state.
+
+What all optimizers share is here; their update rules are in train/optimizers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from phalanx.comm.axis import Axis
 from phalanx.config.optimizer import Optimizer
+from phalanx.optimizers.catalogue import OPTIMIZERS
+from phalanx.optimizers.entry import MASTER, StateKind
+from phalanx.optimizers.facts import state_tensors
+from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
+from phalanx.train.optimizers.rule import Groups, MatrixRule
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+DTYPES = {1: torch.uint8}
+"""Types of state with a stated number of bytes per element; the rest has the optimizer's precision."""
 
 
-class AdamW:
-    """torch's fused AdamW (Loshchilov & Hutter 2019) on the parameter shards or on fp32 copies of them."""
+class ShardedOptimizer:
+    """The job's optimizer on the parameter shards or on fp32 copies of them."""
 
-    def __init__(self, shards: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0):
-        """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step."""
+    def __init__(
+        self, shards: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0, tp: Axis | None = None
+    ):
+        """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step, `tp`
+        the axis of the ranks that hold the other slices, if there are any."""
         self.shards = shards
         self.before_write: Callable[[], None] = lambda: None
-        """Called before parameters or moments change in a step."""
+        """Called before parameters or state change in a step."""
         self.config, self.bias_rate = config, bias_rate
         self.masters = {
             f.name: f.value.detach().float().requires_grad_() if needs_master_weights(f.value.dtype) else f.value
@@ -30,21 +44,26 @@ class AdamW:
         }
         self.updates = 0
         # A shard may be empty: another rank of dp_shard then updates all of that parameter.
-        adams = [f for f in shards if f.value.numel() and not f.balances]
+        trained = [f for f in shards if f.value.numel() and not f.balances]
         self.biases = [self.masters[f.name] for f in shards if f.value.numel() and f.balances]
-        matrices = [self.masters[f.name] for f in adams if f.decays]
-        vectors = [self.masters[f.name] for f in adams if not f.decays]
         groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            self._group([f for f in trained if f.decays], config.weight_decay),
+            self._group([f for f in trained if not f.decays], 0.0),
         ]
-        self.adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or [{"params": [torch.zeros(1)]}],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        # torch's optimizers refuse to have nothing to do.
+        nothing: Groups = [{"params": [torch.zeros(1)], "shards": [None], "weight_decay": 0.0}]
+        make_rule = OPTIMIZERS.code(config.name, "rule")
+        self.rule: torch.optim.Optimizer = make_rule([group for group in groups if group["params"]] or nothing, config)
+        """The update rule."""
+        if isinstance(self.rule, MatrixRule):
+            self.rule.connect(MatrixUpdates(shards, tp or Axis("tp")), self.masters)
+
+    def _group(self, shards: Sequence[ParameterShard], weight_decay: float) -> dict[str, object]:
+        return {
+            "params": [self.masters[f.name] for f in shards],
+            "shards": list(shards),
+            "weight_decay": weight_decay,
+        }
 
     def square_norm(self, loss_scale: float = 1.0) -> Tensor:
         """Returns the sum of squares, in fp64, of the gradients that this rank counts: over all ranks that hold
@@ -78,9 +97,9 @@ class AdamW:
         # Without clipping torch would multiply every gradient by one.
         if self.config.clip and norm + 1e-6 > self.config.clip:
             clip_grads_with_norm_(self.masters.values(), self.config.clip, norm)
-        for group in self.adam.param_groups:
+        for group in self.rule.param_groups:
             group["lr"] = lr
-        self.adam.step()
+        self.rule.step()
         self.updates += 1
         self.write()
         self.clear()
@@ -96,7 +115,7 @@ class AdamW:
     def restart(self) -> None:
         """Adopts the shards' values and forgets all updates."""
         self.updates = 0
-        self.adam.state.clear()
+        self.rule.state.clear()
         for shard in self.shards:
             if self.masters[shard.name] is not shard.value:
                 self.masters[shard.name].copy_(shard.value)
@@ -114,30 +133,62 @@ class AdamW:
                 return number
         return None
 
+    def kinds_of(self, shard: ParameterShard) -> tuple[StateKind, ...]:
+        """Returns the kinds of state of a shard, besides its master."""
+        return state_tensors(self.config, shard.whole_name, shard.tensor_slice.whole)
+
+    def state_of(self, shard: ParameterShard, kind: str) -> Tensor | None:
+        """Returns a tensor of a shard's state; None before the first update, and where there is none."""
+        return self.rule.state.get(self.masters[shard.name], {}).get(kind)
+
+    @cached_property
+    def kinds(self) -> dict[str, list[ParameterShard]]:
+        """The shards that have a state tensor of each kind, besides masters. A tensor with one element per block has a
+        shard of its own: its place in a tensor of all blocks of the whole parameter."""
+        found: dict[str, list[ParameterShard]] = {}
+        for shard in self.shards:
+            for kind in self.kinds_of(shard):
+                found.setdefault(kind.kind, []).append(shard.in_blocks(kind.block))
+        return found
+
+    def places(self, kind: str) -> Sequence[ParameterShard]:
+        """Returns the shards whose tensors of a kind `state_tensors` returns."""
+        return self.shards if kind == MASTER else self.kinds[kind]
+
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Returns, by kind, then by name, tensors of the shards' shapes: the moments, and "master" where masters are
-        kept. Before the first update there are no moments."""
+        """Returns the tensors of `places`, by kind, then by the shard's name: the optimizer's own, and "master" where
+        masters are kept. Before the first update there are none of its own."""
         tensors: dict[str, dict[str, Tensor]] = {}
         if self.updates:
-            tensors |= {kind: {} for kind in MOMENTS}
+            tensors |= {kind: {} for kind in self.kinds}
             for shard in self.shards:
-                state = self.adam.state[self.masters[shard.name]]
-                for kind in MOMENTS:
-                    # An empty shard, or one without moments, gets moments of its own shape.
-                    tensors[kind][shard.name] = state.get(kind, torch.zeros_like(self.masters[shard.name]))
+                for kind in self.kinds_of(shard):
+                    own = self.state_of(shard, kind.kind)
+                    # An empty shard, or one that is not trained, gets state of its own size.
+                    tensors[kind.kind][shard.name] = self._zeros(shard, kind) if own is None else own
         if any(self.masters[f.name] is not f.value for f in self.shards):
-            tensors["master"] = {name: master.detach() for name, master in self.masters.items()}
+            tensors[MASTER] = {name: master.detach() for name, master in self.masters.items()}
         return tensors
 
     @torch.no_grad()
     def make_state(self, updates: int) -> dict[str, dict[str, Tensor]]:
-        """Returns the tensors of state_tensors with zero moments, for a checkpoint after `updates` updates to fill."""
+        """Returns the tensors of state_tensors, with zeros in the optimizer's own, for a checkpoint after `updates`
+        updates to fill."""
         self.updates = updates
-        for master in self.masters.values():
+        for shard in self.shards:
+            master = self.masters[shard.name]
             if updates and master.numel():
-                moments = {kind: torch.zeros_like(master) for kind in MOMENTS}
-                self.adam.state[master] = {"step": torch.tensor(float(updates), device=master.device), **moments}
+                kept = {kind.kind: self._zeros(shard, kind) for kind in self.kinds_of(shard)}
+                self.rule.state[master] = {"step": torch.tensor(float(updates), device=master.device), **kept}
         return self.state_tensors()
+
+    def _zeros(self, shard: ParameterShard, kind: StateKind) -> Tensor:
+        """Returns a tensor of a shard's state, of zeros: (elements / block,), or of the shard's shape."""
+        master = self.masters[shard.name]
+        dtype = DTYPES[kind.bytes] if kind.bytes else master.dtype
+        if kind.block == 1:
+            return torch.zeros_like(master, dtype=dtype, requires_grad=False)
+        return torch.zeros(master.numel() // kind.block, dtype=dtype, device=master.device)
 
     def _gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters.values() if master.grad is not None]

@@ -29,9 +29,10 @@ from phalanx.checkpoint.validity import newest_valid
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.data.files import open_regular, write_atomic
-from phalanx.echo import echo
+from phalanx.echo import echo, shortened
 from phalanx.errors import CheckpointError, JobError, RunError
 from phalanx.train import run_lock
+from phalanx.train.facts import extension_facts
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ STRUCTURE = (
     *(f"data.{name}" for name in ("corpus", "text_field", "tokenizer", "bpe_vocab", "val_fraction", "limit_mb")),
     "data.random_tokens",
     "data.random_vocab",
+    "optimizer.name",
     "train.seed",
     "train.precision",
 )
@@ -172,6 +174,9 @@ class RunDirectory:
         for path in changed:
             if not path.startswith(("run.", "cluster.", "checkpoint.")):
                 log.info("resuming with a change: %s: %r -> %r", path, get(then, path), get(job, path))
+        if (before_it := manifest.meta.get("extensions", {})) != extension_facts():
+            now = extension_facts()
+            log.warning("resuming with a change: extensions: %s -> %s", shortened(repr(before_it)), now)
         return manifest
 
 
@@ -198,6 +203,7 @@ def _environment() -> dict[str, object]:
         "phalanx": phalanx.__version__,
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in packages},
+        "extensions": extension_facts(),
         "host": platform.node(),
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),

@@ -19,8 +19,10 @@ from phalanx.checkpoint.validity import check, check_digests
 from phalanx.comm.agree import on_every_rank
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
+from phalanx.optimizers.entry import MASTER
+from phalanx.optimizers.facts import kinds
+from phalanx.train.facts import extension_facts
 from phalanx.train.guard.history import History
-from phalanx.train.optimizer import MOMENTS
 from phalanx.train.step import Stepper
 
 
@@ -62,10 +64,11 @@ class TrainState:
     def names(self) -> list[str]:
         """Returns the names of all tensors of the state on all ranks, the parameters first."""
         stepper = self.stepper
-        kinds = [*MOMENTS, "master", *(stepper.sync.state_tensors() if stepper.sync else ())]
-        prefixes = ["", *(f"{kind}/" for kind in kinds)]
-        prefixes += [_of_replica(replica, kind) for replica in range(1, self.replicas) for kind in MOMENTS]
         names = parameter_shapes(stepper.job.model, self.vocab_size)
+        own = kinds(stepper.job.optimizer, names)
+        every = [*own, MASTER, *(stepper.sync.state_tensors() if stepper.sync else ())]
+        prefixes = ["", *(f"{kind}/" for kind in every)]
+        prefixes += [_of_replica(replica, kind) for replica in range(1, self.replicas) for kind in own]
         return [prefix + name for prefix in prefixes for name in names]
 
     def load(self, path: Path) -> None:
@@ -90,7 +93,7 @@ class TrainState:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas whose moments differ."""
+        """The number of replicas whose optimizers differ."""
         return self.stepper.independent_replicas if self.stepper.sync else 1
 
     def meta(self) -> dict[str, Any]:
@@ -107,6 +110,7 @@ class TrainState:
             "val_loss": self.val_loss,
             "val_step": self.val_step,
             "guard": self.history.state(),
+            "extensions": extension_facts(),
         }
 
     def _held(self) -> Iterator[HeldTensor]:
@@ -118,10 +122,11 @@ class TrainState:
         if stepper.job.layout.sync == "asp":
             same = 0, 1  # only the first replica, which serves, has an optimizer
         for kind, tensors in stepper.optimizer.state_tensors().items():
-            if self.replicas > 1 and kind in MOMENTS:  # each replica's are its own
-                yield from held(stepper.optimizer.shards, tensors, _of_replica(replicas.rank, kind))
+            places = stepper.optimizer.places(kind)
+            if self.replicas > 1 and kind != MASTER:  # each replica's are its own
+                yield from held(places, tensors, _of_replica(replicas.rank, kind))
             else:
-                yield from held(stepper.optimizer.shards, tensors, f"{kind}/", *same)
+                yield from held(places, tensors, f"{kind}/", *same)
         for kind, tensors in stepper.sync.state_tensors().items() if stepper.sync else ():
             yield from held(stepper.optimizer.shards, tensors, f"{kind}/", *same)
 
@@ -137,15 +142,15 @@ class TrainState:
         if self.stepper.job.checkpoint.verify:
             check_digests(manifest, sorted(manifest.files)[world.rank :: world.size])
         optimizer, sync = self.stepper.optimizer, self.stepper.sync
-        # With another number of replicas, each takes the moments of one in turn.
+        # With another number of replicas, each takes the state of one in turn.
         replica = self.stepper.mesh.coordinates["dp_replicate"] % meta["replicas"] if sync else 0
         shards = self.stepper.replica.shards
         with Reader(manifest) as tensors:
             tensors.require(parameter_shapes(self.stepper.job.model, self.vocab_size))
             state = [*held(shards, {f.name: f.value for f in shards})]
             for kind, of_kind in optimizer.make_state(meta["updates"]).items():
-                prefix = _of_replica(replica, kind) if kind in MOMENTS else f"{kind}/"
-                state += held(optimizer.shards, of_kind, prefix)
+                prefix = f"{kind}/" if kind == MASTER else _of_replica(replica, kind)
+                state += held(optimizer.places(kind), of_kind, prefix)
             # A run that becomes DiLoCo begins without an outer momentum.
             for kind, of_kind in sync.state_tensors().items() if sync else ():
                 if _all_there(kind, (f.whole_name for f in optimizer.shards), set(tensors.names())):

@@ -27,7 +27,7 @@ from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition.sequence import rank_positions
 from phalanx.train.memory import Memory
-from phalanx.train.optimizer import AdamW
+from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.sync.diloco import DiLoCo
 from phalanx.train.sync.local import LocalSGD
@@ -99,7 +99,7 @@ class Stepper:
         if isinstance(self.replica.runner, PipeDream):
             shards = [_copy(shard) for shard in shards]  # it computes with older versions
         with self.memory.allocating("optimizer"):
-            self.optimizer = AdamW(shards, job.optimizer, job.model.moe.bias_rate)
+            self.optimizer = ShardedOptimizer(shards, job.optimizer, job.model.moe.bias_rate, mesh.axis("tp"))
         self.loss_scale = LossScale(dtype)
         runner = self.replica.runner
         self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)
@@ -200,7 +200,7 @@ class Stepper:
         return square, status, self._reduce(status)
 
     def restart(self) -> None:
-        """Returns to the initial weights, without moments."""
+        """Returns to the initial weights, without optimizer state."""
         initialise(self.replica, self.job, self.mesh)
         self.optimizer.restart()
         self.loss_scale = LossScale(DTYPES[self.job.train.precision])

@@ -6,10 +6,11 @@ import re
 from dataclasses import replace
 
 from phalanx.config.cluster import Accelerator, Cluster
-from phalanx.config.clusters import CLUSTERS
+from phalanx.config.clusters import CLUSTERS, MACHINES
 from phalanx.config.devices import ACCELERATORS, MEMORY_TOLERANCE
 from phalanx.cost.spec import Products
 from phalanx.nearest import did_you_mean
+from phalanx.registry import OWN
 from phalanx.validation.row_cells import Cells
 
 _DEVICES: tuple[tuple[str, str], ...] = (
@@ -116,7 +117,7 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
     text, devices = cells.text("gpu").lower(), cells.whole("n_gpus")
     if not devices and not any(problem.startswith("n_gpus") for problem in cells.problems):
         cells.problem(f"n_gpus: is {cells.text('n_gpus') or 'blank'}, and nothing else says how many devices there are")
-    machine = next((name for pattern, name in _DEVICES if re.search(pattern, text)), "")
+    machine = _named(text) or next((name for pattern, name in _DEVICES if re.search(pattern, text)), "")
     if not machine:
         known = ", ".join(ACCELERATORS)
         hint = did_you_mean(re.sub(r"nvidia|amd|intel|google|[^a-z0-9-]", "", text), ACCELERATORS)
@@ -128,6 +129,15 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
     per_node = min(per_node, devices)
     cluster = replace(cluster, accelerator=_with_memory(cells, text, cluster.accelerator))
     return replace(cluster, preset="", nodes=-(-devices // per_node), devices_per_node=per_node)
+
+
+def _named(text: str) -> str:
+    """Returns the machine of this name, or the first one that a package has added for a device of this name; empty if
+    there is none."""
+    if text in MACHINES:
+        return text
+    added = (name for name in MACHINES if MACHINES.package(name) != OWN)
+    return next((name for name in added if MACHINES[name].cluster.accelerator.name == text), "")
 
 
 def _with_memory(cells: Cells, text: str, device: Accelerator) -> Accelerator:

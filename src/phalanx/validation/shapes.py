@@ -251,6 +251,8 @@ SHAPES: dict[str, ModelConfig] = {
 _ALIASES = {
     "qwen2p5": "qwen2",
     "qwen3vl": "qwen3",
+    "qwen330ba3b": "qwen330b",
+    "qwen3235ba22b": "qwen3235b",
     "qwen380b": "qwen3next",
     "deepseekr1": "deepseekv3",
     "glm4p6": "glm4p5",

@@ -16,7 +16,7 @@ from phalanx.config.model import ModelConfig
 
 CHEAP_PARAMETERS = 3_000_000
 CHEAP_SEQ_LEN = 128
-SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB = 2, 8, 256, 32, 251
+SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB, SMALL_WINDOW = 2, 8, 256, 32, 251, 5
 """The vocabulary is a prime: no number of tensor ranks divides it, so that its padding is at work."""
 BUCKETS = 4
 """Gradient buckets of the compared model: a real one has many, and their order matters."""
@@ -68,17 +68,22 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     seq_len = model.seq_len
     if seq_len > CHEAP_SEQ_LEN:
         seq_len = alike(seq_len, SMALL_SEQ_LEN, max_ranks)
-    # As large a part of the sequence; rounded up, so that a window never becomes 0, which is none.
-    window = -(-model.window * seq_len // model.seq_len)
+    # As large a part of the sequence, but enough keys for a softmax; never 0, which is no window.
+    window = max(-(-model.window * seq_len // model.seq_len), min(model.window, SMALL_WINDOW))
     model = replace(model, seq_len=seq_len, window=window)
     if count(model, vocab) <= CHEAP_PARAMETERS:
         return model
+    n_layers = min(model.n_layers, SMALL_LAYERS)
+    # Of layers with and without a window at least one each.
+    full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
     head = min(model.head_size, SMALL_HEAD)
     width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
     small = replace(
         model,
-        n_layers=min(model.n_layers, SMALL_LAYERS),
+        n_layers=n_layers,
+        full_every=full_every,
         d_model=width,
+        rotary_fraction=_small_fraction(model.rotary_fraction, head),
         head_dim=head
         if not model.mla.kv_rank and (model.head_dim or width != model.n_heads * head)
         else model.head_dim,
@@ -88,3 +93,8 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     for kind in model_kinds(model):
         small = kind.shrink(model, small, max_ranks)
     return small
+
+
+def _small_fraction(fraction: float, head: int) -> float:
+    """Returns the share of a small head that turns: about as large a part, of whole pairs."""
+    return fraction if fraction == 1 else max(2, 2 * round(head * fraction / 2)) / head

@@ -65,7 +65,7 @@ def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
             if fault.where == "parameter":
                 flip(next(f.value for f in stepper.replica.local_parameters() if f.name == fault.name))
             elif fault.where.startswith("exp"):
-                flip(stepper.optimizer.adam.state[stepper.optimizer.masters[fault.name]][fault.where])
+                flip(stepper.optimizer.rule.state[stepper.optimizer.masters[fault.name]][fault.where])
         backward[:] = [fault for fault in due if fault.where in (*WRONG_FACTORS, "unsteady gradient")]
         computed = compute(micro_batches, step, *rest)
         for fault in due:

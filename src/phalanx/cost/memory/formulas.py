@@ -7,12 +7,12 @@ ones and experts: how many there are, and over how many ranks their state is sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.blocks.memory_profile import MemoryProfile
 from phalanx.cost.elementwise import larger, smaller
-from phalanx.cost.memory.state import STATE_WIDTHS
+from phalanx.optimizers.facts import OptimizerCosts
 from phalanx.units import MIB
 
 Shards = Sequence[tuple[Any, Any]]
@@ -20,14 +20,16 @@ Shards = Sequence[tuple[Any, Any]]
 
 class MemoryFormulas:
     """The formulas for one framework and numbers of `width` bytes in the computation. `data_ranks` are those over which
-    gradients are reduced, context-parallel ones included."""
+    gradients are reduced, context-parallel ones included. `optimizer` returns what the optimizer takes, for the
+    bytes of a stored parameter."""
 
-    def __init__(self, profile: MemoryProfile, width: int):
+    def __init__(self, profile: MemoryProfile, width: int, optimizer: Callable[[int], OptimizerCosts]):
         self.profile, self.width = profile, width
         self.parameter = profile.parameter_bytes or width
         self.gradient = profile.gradient_bytes or self.parameter
         self.unbuffered = profile.unbuffered_gradient_bytes or self.gradient
-        self.optimizer = STATE_WIDTHS[{2: "bf16", 4: "fp32"}.get(self.parameter, "fp64")]
+        costs = optimizer(self.parameter)
+        self.optimizer, self.transient = costs.state, costs.transient
 
     def per_parameter(self, zero: int, ranks: Any, data_ranks: Any) -> tuple[Any, Any, Any]:
         """Returns the bytes of a parameter, its gradient and its optimizer state on each of `ranks` ranks."""
@@ -68,8 +70,9 @@ class MemoryFormulas:
         return (passes > in_flight) | self.profile.gradients_stay
 
     def copied(self, shards: Shards, data_ranks: Any) -> Any:
-        """Returns the bytes of the gradients that the optimizer copies to its own precision."""
-        each = (self._gradient(data_ranks > 1) < 4) * self.profile.step_gradient_bytes
+        """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
+        tensors."""
+        each = (self._gradient(data_ranks > 1) < 4) * self.profile.step_gradient_bytes + self.transient
         return sum(numbers / ranks for numbers, ranks in shards) * each
 
     def buffer(self, data_ranks: Any) -> Any:

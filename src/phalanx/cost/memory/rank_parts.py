@@ -13,6 +13,7 @@ from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.placed import placed
 from phalanx.cost.spec import StepSpec
+from phalanx.optimizers.facts import optimizer_costs
 from phalanx.partition.pipeline import flushes
 from phalanx.partition.recompute import uniform_recompute, written
 from phalanx.units import MIB
@@ -65,7 +66,9 @@ class StepParts:
         self.stream = self.tokens * spec.model.d_model * spec.width
         self.under_way = TRANSIT * self.stream / self.share
         """Bytes of messages between stages."""
-        self.formulas = MemoryFormulas(self.memory_profile, spec.width)
+        self.formulas = MemoryFormulas(
+            self.memory_profile, spec.width, lambda stored: optimizer_costs(spec.optimizer, spec.model, stored)
+        )
         self.data_ranks = layout.data_ranks * layout.cp
         """Ranks over which gradients are reduced."""
         self.recomputes = written(layout)
@@ -125,7 +128,8 @@ class RankParts:
         return min(whole, layout.bucket_mb * MIB)
 
     def copied(self) -> float:
-        """Returns the bytes of the gradients that the optimizer copies to its own precision."""
+        """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
+        tensors."""
         return self.formulas.copied(self.shards, self.step.data_ranks)
 
     def kept(self) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import add, attrgetter
@@ -127,7 +127,7 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     work = half_block(here, kind, half)
     slowdown = framework.block_slowdown(kind)
     seconds = operator_seconds(device, work, framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
-    handling = {axis: handling_seconds(device, ops) for axis, ops in _host_operations(spec, kind, half).items()}
+    handling = {axis: handling_seconds(device, ops) for axis, ops in _host_operations(spec, kind, work).items()}
     starts = framework.kernel_us * 1e-6 * collectives(here, work)
     every = messages_seconds(spec, here, work, modes)
     return [
@@ -192,15 +192,17 @@ def starts_again(device: Accelerator, mode: Mode) -> bool:
     return mode == "full" and not device.host_us
 
 
-def _host_operations(spec: StepSpec, kind: BlockKind, half: Half) -> dict[str, float]:
-    """Returns the host's operations around the collectives of half a block, by axis, in the forward pass; the backward
-    pass has twice as many."""
-    layout, attention = spec.layout, half == "attention"
+def _host_operations(spec: StepSpec, kind: BlockKind, work: Iterable[Operator]) -> dict[str, float]:
+    """Returns the host's operations around the collectives of half a block with the operators `work`, by axis, in the
+    forward pass; the backward pass has twice as many."""
+    layout = spec.layout
+    steps = next((operator.core.steps for operator in work if operator.core), 0)
+    attention = steps > 0
     # Both halves of a parallel block share one exchange.
     exchanges = 1 if spec.model.parallel_block else 2
     return {
         "tp": (layout.tp > 1) * HOST_OPS["sp" if layout.sp else "tp"] * exchanges / 4,
-        "cp": attention * ((layout.ring - 1) * HOST_OPS["ring"] + (layout.cp_ulysses > 1) * HOST_OPS["ulysses"]),
+        "cp": attention * ((steps - 1) * HOST_OPS["ring"] + (layout.cp_ulysses > 1) * HOST_OPS["ulysses"]),
         "ep": (not attention and kind.routed and layout.ep > 1) * HOST_OPS["ep"],
     }
 

@@ -13,12 +13,10 @@ from phalanx.config.layout import Layout
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import group
-from phalanx.cost.time.kernel import stream_seconds
+from phalanx.cost.time.kernel import rate, stream_seconds
 from phalanx.cost.time.link import RankGroup, load, seconds
+from phalanx.optimizers.facts import OptimizerCosts, optimizer_costs
 
-OPTIMIZER_BYTES = 28
-"""Bytes that AdamW moves per parameter: it reads the fp32 weight, two moments and the gradient, and writes the first
-three and a 16-bit copy."""
 CLIP_BYTES = 8
 """Bytes that clipping moves per gradient: the norm reads it, and it is set to zero after the step."""
 
@@ -82,17 +80,22 @@ def interference(spec: StepSpec, held: ParameterCounts, messages: int) -> float:
 
 
 def optimizer_seconds(spec: StepSpec, held: ParameterCounts) -> float:
-    """Returns the seconds of AdamW over the parameters that a rank updates, and of clipping."""
+    """Returns the seconds of the optimizer over the parameters that a rank updates, and of clipping."""
     layout = spec.layout
     updated = held.dense / layout.shard_ranks + held.experts / group(layout, "edp").ranks
     clipped = updated if layout.zero > 1 and layout.shard_ranks > 1 else held.dense + held.experts
-    return update_seconds(spec.cluster.accelerator, updated, clipped)
+    return update_seconds(spec.cluster.accelerator, costs_of(spec), updated, clipped)
 
 
-def update_seconds(device: Accelerator, updated: Any, clipped: Any) -> Any:
-    """Returns the seconds of AdamW over `updated` parameters, and of clipping `clipped` gradients: numbers or
-    arrays."""
-    return stream_seconds(device, updated * OPTIMIZER_BYTES + clipped * CLIP_BYTES, 10)
+def costs_of(spec: StepSpec) -> OptimizerCosts:
+    """Returns what the optimizer of a step takes per parameter."""
+    return optimizer_costs(spec.optimizer, spec.model, spec.width)
+
+
+def update_seconds(device: Accelerator, costs: OptimizerCosts, updated: Any, clipped: Any) -> Any:
+    """Returns the seconds of updating `updated` parameters, and of clipping `clipped` gradients: numbers or arrays."""
+    moving = stream_seconds(device, updated * costs.moved + clipped * CLIP_BYTES, 10)
+    return moving + updated * costs.flops / rate(device, "fp32") if costs.flops else moving
 
 
 def summing_seconds(device: Accelerator, framework: Framework, width: int, held: Any, micro_batches: Any) -> Any:

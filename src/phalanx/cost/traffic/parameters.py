@@ -14,6 +14,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.held import LayerKind, layer_kinds
 from phalanx.cost.traffic.passes import PipelineWork
+from phalanx.partition.matrices import ShardRanges, row_ranges
 from phalanx.partition.recompute import written
 from phalanx.partition.stages import stage_shapes
 from phalanx.partition.tensor_slices import slice_of, tile
@@ -49,19 +50,11 @@ class HeldParameter(NamedTuple):
     def expert(self) -> bool:
         return is_expert(self.name)
 
-    def share(self, ranks: int) -> int:
-        """Returns the elements of FSDP2's shard on each of `ranks`, padding included: it shards rows, those of all
-        experts' matrices together."""
-        rows = self._rows
-        return -(-rows // ranks) * (self.size // rows)
-
-    def dealt(self, ranks: int, rank: int) -> int:
-        """Returns the elements of that shard on one rank, without padding."""
-        return max(0, min(self.share(ranks), self.size - self.share(ranks) * rank))
-
-    @property
-    def _rows(self) -> int:
-        return prod(self.shape[:2]) if len(self.shape) == 3 else self.shape[0]
+    def ranges(self, ranks: int) -> ShardRanges:
+        """Returns the elements of FSDP2's shard on each of `ranks`: it shards rows, those of all experts' matrices
+        together."""
+        rows = prod(self.shape[:2]) if len(self.shape) == 3 else self.shape[0]
+        return row_ranges(rows, self.size, ranks)
 
 
 class LayerRun(NamedTuple):

@@ -15,10 +15,17 @@ from functools import cache
 
 from phalanx.blocks.state import state_messages
 from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
 from phalanx.cost.memory.state import WIDTHS
+from phalanx.cost.traffic.matrices import Instance, instances_of, matrix_traffic
 from phalanx.cost.traffic.parameters import HeldParameter, LayerRun
 from phalanx.cost.traffic.passes import RankPasses
 from phalanx.cost.traffic.table import Table
+from phalanx.optimizers.catalogue import entry_of
+from phalanx.optimizers.entry import Granularity
+from phalanx.partition.buckets import granular_cut
+from phalanx.partition.matrices import ShardRanges
 from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES, in_buckets
 
 
@@ -35,15 +42,22 @@ class Spread:
     """Bytes per element of the optimizer's copy of a parameter."""
     shard_rank: int
     """Index of the rank in dp_shard × cp."""
+    tp_rank: int
     drops: bool
     """Whether the model has dropout."""
+    granularity: Granularity
+    """Where the optimizer lets shards end."""
 
     @classmethod
-    def of(cls, layout: Layout, precision: str, gradients: str, shard_rank: int, *, drops: bool) -> Spread:
-        """Returns the spread of a rank; `precision` and `gradients` are `train`'s."""
+    def of(
+        cls, layout: Layout, precision: str, gradients: str, rank: int, *, drops: bool, optimizer: Optimizer
+    ) -> Spread:
+        """Returns the spread of a rank of all of the layout's; `precision` and `gradients` are `train`'s."""
         width = WIDTHS[precision]
         # Half precisions have fp32 master weights.
-        return cls(layout, width, 4 if gradients == "fp32" else width, max(width, 4), shard_rank, drops)
+        widths = width, 4 if gradients == "fp32" else width, max(width, 4)
+        place = rank // layout.tp % layout.shard_ranks, rank % layout.tp
+        return cls(layout, *widths, *place, drops, entry_of(optimizer.name).granularity)
 
     @property
     def shard(self) -> tuple[str, int]:
@@ -62,25 +76,41 @@ class Spread:
         return *self.shard, self.shard_rank
 
 
-def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Table:
+def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses, model: ModelConfig) -> Table:
     """Returns the bytes that a rank with `runs` sends in one step for all of its state."""
     table, layout = Table(), spread.layout
+    instances: list[Instance] = []
     if layout.zero == 3 and layout.shard_ranks > 1:
         updated, width = _fsdp(table, runs, spread, work), spread.width
+        if spread.granularity == "matrix":
+            instances = [_by_rows(layer, parameter, spread) for layer, parameter in instances_of(runs)]
     elif layout.shard_ranks * spread.replicas > 1:
-        updated, width = _buckets(table, runs, spread, work), spread.gradient_width
+        instances, width = _buckets(table, runs, spread, work), spread.gradient_width
+        updated = Counter[HeldParameter]()
+        for each in instances:
+            updated[each.held] += each.ranges.held(each.rank)
     else:
         updated, width = Counter[HeldParameter](), spread.width
         for run in runs:
             for parameter in run.held:
                 updated[parameter] += run.times * parameter.size
+        if spread.granularity == "matrix":
+            instances = [_by_rows(layer, parameter, spread) for layer, parameter in instances_of(runs)]
     _partials(table, updated, layout, width)
+    if spread.granularity == "matrix":
+        matrix_traffic(table, instances, model, spread.master_width, layout.tp, spread.tp_rank)
     if layout.independent_replicas > 1:
         # Every sync_every steps all replicas synchronize and average their optimizers' parameters.
         replicas, share = layout.dp_replicate, 1 / layout.sync_every
         table.add("dp_replicate", "all_gather", replicas * STOP_MESSAGE_BYTES, replicas, share)
         table.add("dp_replicate", "all_reduce", updated.total() * spread.master_width, replicas, share)
     return table
+
+
+def _by_rows(layer: int, parameter: HeldParameter, spread: Spread) -> Instance:
+    """Returns a parameter that FSDP shards, or that is not sharded."""
+    axis, ranks, rank = spread.over(parameter)
+    return Instance(layer, parameter, axis, ranks, rank, parameter.ranges(ranks))
 
 
 def _fsdp(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Counter[HeldParameter]:
@@ -92,12 +122,12 @@ def _fsdp(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPass
         again = len(lost & set(run.layers))
         for parameter in run.held:
             axis, ranks, rank = spread.over(parameter)
-            share = parameter.share(ranks)
+            ranges = parameter.ranges(ranks)
             gathers = run.times * _gathers(parameter, spread, work, run.full)
             gathers += again if parameter.group in ("block", "experts") else 0
             reductions = run.times * _reductions(parameter, spread.layout, work)
-            _send(table, spread, axis, share, ranks, (gathers, reductions, run.times))
-            updated[parameter] += run.times * parameter.dealt(ranks, rank)
+            _send(table, spread, axis, ranges.each, ranks, (gathers, reductions, run.times))
+            updated[parameter] += run.times * ranges.held(rank)
     return updated
 
 
@@ -138,27 +168,32 @@ def _mistargeted(runs: Sequence[LayerRun], layout: Layout, work: RankPasses) -> 
     return frozenset(mistargeted)
 
 
-def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Counter[HeldParameter]:
-    """Adds the traffic of DDP, ZeRO-1 and ZeRO-2 over flat buckets. Returns the same as `_fsdp`."""
-    updated = Counter[HeldParameter]()
-    together: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[str, int, int]], list[HeldParameter]] = {}
-    for run in reversed(runs):  # the backward pass reaches the last layers first
-        for parameter in run.held[::-1] * run.times:
-            together.setdefault((parameter.users, parameter.holders, spread.over(parameter)), []).append(parameter)
-    for (users, _, (axis, ranks, rank)), parameters in together.items():
-        every = spread.layout.accumulate == "sharded" and len(users) == 1 and ranks > 1
-        reductions = work.passes[users[0]].ends if every else 1
+def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> list[Instance]:
+    """Adds the traffic of DDP, ZeRO-1 and ZeRO-2 over flat buckets. Returns every parameter with the ranges that ranks
+    update."""
+    every = instances_of(runs)
+    found: dict[int, Instance] = {}
+    together: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[str, int, int]], list[int]] = {}
+    for number in reversed(range(len(every))):  # the backward pass reaches the last layers first
+        parameter = every[number][1]
+        together.setdefault((parameter.users, parameter.holders, spread.over(parameter)), []).append(number)
+    for (users, _, over), numbers in together.items():
+        axis, ranks, rank = over
+        each_pass = spread.layout.accumulate == "sharded" and len(users) == 1 and ranks > 1
+        reductions = work.passes[users[0]].ends if each_pass else 1
         least = spread.layout.bucket_mb * 2**20 / spread.width
-        for bucket in _filled(tuple(parameter.size for parameter in parameters), least):
-            share = -(-sum(parameters[n].size for n in bucket) // ranks)
+        sizes = tuple(every[number][1].size for number in numbers)
+        for bucket in _filled(sizes, least):
+            here = [numbers[n] for n in bucket]
+            named = [(every[number][1].name, every[number][1].shape) for number in here]
+            starts, share = granular_cut(spread.granularity, [sizes[n] for n in bucket], named, ranks)
             # Replicas sum their shares once, when all gradients are there.
             _send(table, spread, axis, share, ranks, (1, reductions, 1))
-            start, first, end = 0, share * rank, share * (rank + 1)
-            for n in bucket:
-                stop = start + parameters[n].size
-                updated[parameters[n]] += max(0, min(stop, end) - max(start, first))
-                start = stop
-    return updated
+            for number, start in zip(here, starts, strict=True):
+                layer, parameter = every[number]
+                ranges = ShardRanges(parameter.size, share, -start)
+                found[number] = Instance(layer, parameter, axis, ranks, rank, ranges)
+    return [found[number] for number in range(len(every))]
 
 
 def _send(table: Table, spread: Spread, axis: str, share: int, ranks: int, times: tuple[int, int, int]) -> None:

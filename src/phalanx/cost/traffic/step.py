@@ -14,6 +14,7 @@ from phalanx.blocks.ends import boundary
 from phalanx.blocks.place import place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
 from phalanx.cost.held import LayerKind, kinds_of
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.traffic.blocks import around_traffic, balanced_rows, block_traffic, row_traffic
@@ -26,6 +27,7 @@ from phalanx.partition.batch import Batch
 from phalanx.partition.recompute import written
 from phalanx.partition.sequence import cp_coordinates
 
+ADAMW = Optimizer()
 STATUS = 3 * 8
 """Bytes of loss, squared gradient norm, and whether to stop, in fp64."""
 
@@ -41,6 +43,7 @@ def step_traffic(
     stages: Sequence[range] | None = None,
     rank: int = 0,
     rows: float | None = None,
+    optimizer: Optimizer = ADAMW,
 ) -> Traffic:
     """Returns the bytes that `rank` (of all of `layout.world`) sends in one optimizer step, by mesh axis and
     collective, named as in the ledger. By default it is rank 0, whose ledger `phalanx train` reports.
@@ -50,7 +53,8 @@ def step_traffic(
     tokenizer's vocabulary size if the model leaves it open. `stages` are the layers of each pipeline stage
     (phalanx.partition.cut.stages_of); None: those of `layout.pp_cut`. `rows` are those that this rank sent to other
     ranks' experts, or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, if
-    known: each layer counts an equal share of them, which matters if layers recompute differently.
+    known: each layer counts an equal share of them, which matters if layers recompute differently. An `optimizer` that
+    updates whole matrices sends pieces of them.
 
     Replicas that synchronize every sync_every steps (local_sgd, diloco) send a share of it per step. A pipeline without
     a flush sends the mean over a run of steps. Raises JobError for sync=asp, in which a step's shares go to whichever
@@ -64,11 +68,11 @@ def step_traffic(
     if layout.processes == 1:
         return {}
     plan = pipeline_work(layout, model.n_layers, batch.accumulation, stages)
-    pp, shard_rank = rank // (layout.world // layout.pp), rank // layout.tp % layout.shard_ranks
+    pp = rank // (layout.world // layout.pp)
     work = plan.work[pp]
     runs = held_parameters(model, layout, vocab, plan, pp)
-    spread = Spread.of(layout, precision, gradients, shard_rank, drops=model.dropout > 0)
-    table = state_traffic(runs, spread, work)
+    spread = Spread.of(layout, precision, gradients, rank, drops=model.dropout > 0, optimizer=optimizer)
+    table = state_traffic(runs, spread, work, model)
     ring_rank, _ = cp_coordinates(layout, rank // layout.tp % layout.cp)
     place = place_of(model, layout, batch.micro_batch, width=WIDTHS[precision], slices=plan.slices, ring_rank=ring_rank)
     last, passed, routed = len(plan.cut) - 1, Table(), Counter[LayerKind]()

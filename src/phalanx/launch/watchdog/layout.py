@@ -81,7 +81,7 @@ CALL_WORDS = 16
 
 OPERATIONS = (
     *("all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "receive"),
-    *("rotate", "barrier", "all_reduce_min", "all_reduce_avg", "reduce", "scatter", "gather"),
+    *("rotate", "barrier", "all_reduce_min", "all_reduce_avg", "reduce", "scatter", "gather", "shift"),
 )
 """The operations that can be recorded, by number."""
 OTHER_TYPE = "another type"

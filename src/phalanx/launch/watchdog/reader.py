@@ -61,10 +61,10 @@ class RecordedCall:
     @property
     def signature(self) -> tuple[object, ...]:
         """What must be equal on all ranks: a message's bytes and type; a collective's operation, shape and type. The
-        shape of an all-to-all may differ."""
+        shapes of an all-to-all and of a shift may differ."""
         if self.channel.source >= 0:
             return self.dtype, self.nbytes
-        if self.operation == "all_to_all":
+        if self.operation in ("all_to_all", "shift"):
             return self.operation, self.dtype
         return self.operation, self.dtype, self.shape, self.nbytes
 

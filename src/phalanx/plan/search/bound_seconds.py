@@ -158,7 +158,7 @@ class StepSeconds:
     def _optimizer(self, state: int) -> Floats:
         updated, every = (self._fullest / self.group.ranks).sum(0), self._fullest.sum(0)
         clipped = np.where(self.group.shared, updated, every) if STATES[state].zero > 1 else every
-        return update_seconds(self.device, updated, clipped)
+        return update_seconds(self.device, self.tables.optimizer, updated, clipped)
 
     def _messages(self) -> Floats:
         """Returns the seconds of messages between stages."""

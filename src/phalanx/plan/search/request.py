@@ -13,6 +13,7 @@ from phalanx.config.cpu_node import with_processes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.job_spec import stages, step_spec
@@ -38,6 +39,7 @@ class PlanRequest:
     """Fixed fields of the layout with their values."""
     worlds: tuple[int, ...] = ()
     """Numbers of devices that may be used; empty: all of the cluster's."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -54,15 +56,19 @@ class PlanRequest:
         """Returns the spec of one layout. Raises JobError or ValueError if it does not fit model or batch."""
         solved = batch.solve(self.global_batch, layout)
         complete = replace(layout, micro_batch=solved.micro_batch, accumulation=solved.accumulation)
+        return replace(self.unchecked_spec(complete, solved), stages=stages(self.model, complete))
+
+    def unchecked_spec(self, layout: Layout, solved: batch.Batch) -> StepSpec:
+        """Returns the spec of a layout whose stages are as even as possible."""
         return StepSpec(
             self.model,
             self.cluster,
-            complete,
+            layout,
             solved,
             self.products,
             self.width,
             self.framework,
-            stages(self.model, complete),
+            optimizer=self.optimizer,
         )
 
     def problems(self, layout: Layout) -> list[str]:
@@ -98,4 +104,5 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
         spec.width,
         spec.framework,
         dict(fixed or {}),
+        optimizer=spec.optimizer,
     )

@@ -30,7 +30,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import boundary_bytes, group
 from phalanx.cost.time.link import RankGroup, seconds
 from phalanx.cost.time.rank_time import RankTime, around_time, half_times
-from phalanx.cost.time.state_time import state_widths
+from phalanx.cost.time.state_time import costs_of, state_widths
 from phalanx.cost.traffic.collectives import Collective
 from phalanx.partition.batch import Batch
 from phalanx.partition.pipeline import is_file, schedule_of
@@ -138,7 +138,8 @@ class Tables:
         """The combinations of outer degrees, and by pair the number of its combination."""
         model = request.model
         self.whole = RankContents(every_block(model), True, True, least=model.n_layers)
-        self.formulas = StepParts(alone(request, Layout(), 1)).formulas
+        simplest = alone(request, Layout(), 1)
+        self.formulas, self.optimizer = StepParts(simplest).formulas, costs_of(simplest)
         self.slopes = self._slopes()
         """By outer combination: seconds per parameter, gathered (dense, experts) and reduced (dense, experts), and
         those of an empty message, in the same order; for gathers that overlap products, seconds of an empty message and
@@ -341,7 +342,7 @@ def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp
 def alone(request: PlanRequest, layout: Layout, micro: int) -> StepSpec:
     """Returns the spec of a single micro-batch of a layout."""
     batch = Batch(micro, micro, 1, 1)
-    return StepSpec(request.model, request.cluster, layout, batch, request.products, request.width, request.framework)
+    return request.unchecked_spec(layout, batch)
 
 
 def _seconds(time: RankTime) -> tuple[float, float, float, float, float]:

@@ -26,7 +26,6 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train.guard.digest import digests
-from phalanx.train.optimizer import MOMENTS
 from phalanx.train.step import Stepper
 
 PARAMETER, MASTER, GRADIENT = "parameter", "master", "gradient"
@@ -125,7 +124,7 @@ class Replicas:
             return master
         if held.kind == GRADIENT:
             return master.grad
-        return optimizer.adam.state.get(master, {}).get(held.kind)
+        return optimizer.state_of(shard, held.kind)
 
     def gradient_digest(self) -> int:
         """Returns one digest of all gradients that this rank's optimizer has."""
@@ -207,5 +206,7 @@ def _held(stepper: Stepper) -> list[StateTensor]:
     shards = [shard for shard in optimizer.shards if shard.value.numel()]
     held = [StateTensor(PARAMETER, shard) for shard in stepper.replica.local_parameters() if shard.value.numel()]
     held += [StateTensor(MASTER, shard) for shard in shards if optimizer.masters[shard.name] is not shard.value]
-    held += [StateTensor(kind, shard) for kind in MOMENTS for shard in shards if not shard.balances]
+    for kind in optimizer.kinds:
+        has = {shard.name for shard in optimizer.places(kind)}
+        held += [StateTensor(kind, shard) for shard in shards if shard.name in has and not shard.balances]
     return held + [StateTensor(GRADIENT, shard) for shard in shards]

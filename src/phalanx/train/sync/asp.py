@@ -2,7 +2,7 @@
 
 Each replica computes the gradient of its part of a batch, sends it to the server (sync/server.py), and gets the newest
 parameters and the next part. It waits for no other replica: the parameters have changed meanwhile, and the gradient is
-*stale* by the number of updates that others made. The server's AdamW takes one step per gradient, so a step of the
+*stale* by the number of updates that others made. The server's optimizer takes one step per gradient, so a step of the
 global batch is as many updates as replicas. Replicas synchronize only for a validation or a checkpoint.
 """
 

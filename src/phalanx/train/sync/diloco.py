@@ -1,7 +1,8 @@
 """DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): local steps, then one outer step for all.
 
 Every `layout.sync_every` steps each replica's difference from the common anchor counts as a gradient; their average
-moves the anchor by SGD with Nesterov momentum; all replicas continue there. The inner AdamW's moments stay local.
+moves the anchor by SGD with Nesterov momentum; all replicas continue there. The inner optimizer's state
+stays local.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 
 from phalanx.config.job import Job
 from phalanx.parallel.mesh import Mesh
-from phalanx.train.optimizer import AdamW
+from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.sync.flat import join, parts, spread
 from phalanx.train.sync.local import LocalSGD, State
 
@@ -21,7 +22,7 @@ class DiLoCo(LocalSGD):
     """Local SGD whose average is a gradient for an outer optimizer. Keeps two copies of the parameters: the anchor,
     which all replicas have right after a synchronization, and its momentum."""
 
-    def __init__(self, job: Job, mesh: Mesh, optimizer: AdamW, device: torch.device):
+    def __init__(self, job: Job, mesh: Mesh, optimizer: ShardedOptimizer, device: torch.device):
         super().__init__(job, mesh, optimizer, device)
         self.lr, self.decay = job.optimizer.outer_lr, job.optimizer.outer_momentum
         self.anchor = join(self.values)

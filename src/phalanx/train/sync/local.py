@@ -12,7 +12,7 @@ import torch
 
 from phalanx.config.job import Job
 from phalanx.parallel.mesh import Mesh
-from phalanx.train.optimizer import AdamW
+from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.sync.flat import join, spread
 from phalanx.train.sync.synchronization import synchronize
@@ -24,7 +24,7 @@ State = dict[str, dict[str, torch.Tensor]]
 class LocalSGD:
     """One rank's part: it averages its parameter shards with the ranks that hold the same ones in other replicas."""
 
-    def __init__(self, job: Job, mesh: Mesh, optimizer: AdamW, device: torch.device):
+    def __init__(self, job: Job, mesh: Mesh, optimizer: ShardedOptimizer, device: torch.device):
         self.every, self.steps = job.layout.sync_every, job.train.steps
         self.replicas = mesh.axis("dp_replicate")
         self.optimizer, self.device = optimizer, device

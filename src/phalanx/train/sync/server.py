@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.errors import RunError
-from phalanx.train.optimizer import AdamW
+from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.sync.flat import join, parts
 
 
@@ -89,7 +89,7 @@ class Update:
 class Server:
     """One position's parameters and their optimizer."""
 
-    def __init__(self, optimizer: AdamW, messages: Axis, gradient_dtype: torch.dtype, timeout_s: float):
+    def __init__(self, optimizer: ShardedOptimizer, messages: Axis, gradient_dtype: torch.dtype, timeout_s: float):
         self.optimizer, self.messages, self.replicas = optimizer, messages, messages.size
         self.values = [shard.value for shard in optimizer.shards]
         self.gradient_dtype, self.timeout_s = gradient_dtype, timeout_s

@@ -1,0 +1,179 @@
+"""`phalanx models [NAME or WORDS]`: the presets, with parameters, kinds and sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.blocks.flops import train_flops_per_token
+from phalanx.blocks.parameters import count, count_active
+from phalanx.cli.commands import JSON
+from phalanx.config.families import kinds
+from phalanx.config.model import ModelConfig
+from phalanx.config.presets import CATALOGUE, PRESETS, likely, named
+from phalanx.echo import echo
+from phalanx.errors import JobError
+
+PAGE = f"""\
+phalanx models: known models, for `model=NAME` of any job
+
+usage: phalanx models [--json]                  list all presets
+       phalanx models WORD ... [--json]         list those with all words in name, kinds or source
+       phalanx models NAME [--json]             one preset in detail; a repository's name on the hub will do
+
+options:
+  --json  {JSON["json"]}
+
+examples:
+  phalanx models qwen3
+  phalanx models experts window
+  phalanx models meta-llama/Llama-3.1-8B
+  phalanx predict model=llama3.1-8b cluster=dgx-h100:1 dp_shard=8 train.precision=bf16 train.global_batch=8\
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(argv) or argv == ["help"]:
+        echo(PAGE)
+        return 0
+    words = [word for word in argv if word != "--json"]
+    as_json = len(words) < len(argv)
+    if wrong := [word for word in words if word.startswith("-")]:
+        raise JobError([f"unknown option {word}; `phalanx models` takes words and --json" for word in wrong])
+    name = named(" ".join(words))
+    if name in CATALOGUE:
+        echo(json.dumps(entry(name), indent=1) if as_json else details(name))
+        return 0
+    names = _matching(words)
+    echo(json.dumps([entry(name) for name in names], indent=1) if as_json else table(names))
+    return 0
+
+
+def entry(name: str) -> dict[str, Any]:
+    """Returns the document of one preset. Counts are null where the vocabulary is the tokenizer's."""
+    preset, model = CATALOGUE[name], PRESETS[name]
+    known = bool(model.vocab_size)
+    return {
+        "name": name,
+        "parameters": count(model) if known else None,
+        "active_parameters": count_active(model) if known else None,
+        "train_flops_per_token": train_flops_per_token(model) if known else None,
+        "layers": model.n_layers,
+        "d_model": model.d_model,
+        "attention": kinds.attention(model),
+        "windows": kinds.windows(model),
+        "norm": kinds.norm(model),
+        "feed_forward": kinds.feed_forward(model),
+        "positions": kinds.positions(model),
+        "seq_len": model.seq_len,
+        "context": preset.context or model.seq_len,
+        "hub": list(preset.hub),
+        "source": preset.source,
+        "note": preset.note,
+    }
+
+
+def table(names: Sequence[str]) -> str:
+    """Returns one line per preset: parameters, active ones where they are fewer, layers, context, kinds, source."""
+    rows = [_row(name) for name in names]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = {1, 2, 3, 4}
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def details(name: str) -> str:
+    """Returns everything known of a preset."""
+    preset, model = CATALOGUE[name], PRESETS[name]
+    facts = {
+        "parameters": _counts(model),
+        "FLOPs": _flops(model),
+        "shape": f"{model.n_layers} layers, {model.d_model:,} wide, heads of {model.head_size}, MLP of "
+        f"{model.ff_size:,}, {'one table' if model.tied else 'two tables'} of "
+        f"{f'{model.vocab_size:,} tokens' if model.vocab_size else 'the tokenizer'}",
+        "attention": kinds.attention(model),
+        "windows": kinds.windows(model),
+        "norm": kinds.norm(model),
+        "MLP": kinds.feed_forward(model) + _experts(model),
+        "positions": kinds.positions(model),
+        "samples": f"{model.seq_len:,} tokens (seq_len); released context {preset.context or model.seq_len:,}",
+        "hub": ", ".join(preset.hub),
+        "source": preset.source,
+        "note": preset.note,
+    }
+    width = max(map(len, facts))
+    return "\n".join([name, *(f"  {fact:<{width}}  {text}" for fact, text in facts.items() if text)])
+
+
+def _row(name: str) -> list[str]:
+    preset, model = CATALOGUE[name], PRESETS[name]
+    known = bool(model.vocab_size)
+    total, active = (count(model), count_active(model)) if known else (0, 0)
+    return [
+        name,
+        _short(total) if known else "-",
+        f"{_short(active)} active" if active < total else "",
+        f"{model.n_layers} layers",
+        f"{_tokens(model.seq_len)} of {_tokens(preset.context or model.seq_len)}",
+        _kinds(model),
+        preset.source.partition(";")[0].partition(",")[0],
+    ]
+
+
+def _kinds(model: ModelConfig) -> str:
+    parts = [kinds.attention(model), kinds.windows(model), kinds.norm(model), kinds.feed_forward(model)]
+    return "; ".join(part for part in parts if part)
+
+
+def _counts(model: ModelConfig) -> str:
+    if not model.vocab_size:
+        return "as many as the tokenizer's vocabulary makes"
+    total, active = count(model), count_active(model)
+    return f"{total:,} ({_short(total)})" + (f", of which {active:,} per token" if active < total else "")
+
+
+def _flops(model: ModelConfig) -> str:
+    if not model.vocab_size:
+        return ""
+    return f"{train_flops_per_token(model) / 1e9:,.1f} G per token, forward and backward, at {model.seq_len:,} tokens"
+
+
+def _experts(model: ModelConfig) -> str:
+    moe = model.moe
+    if not moe.n_experts:
+        return ""
+    dense = f" after {moe.n_dense_layers} dense layers" if moe.n_dense_layers else ""
+    return f" of {model.expert_ff_size:,}{dense}; {moe.router} router"
+
+
+def _matching(words: Sequence[str]) -> list[str]:
+    """Returns the presets that have all words. Raises JobError with the likely name if there are none."""
+    texts = {name: _searched(name) for name in CATALOGUE}
+    names = [name for name, text in texts.items() if all(word.lower() in text for word in words)]
+    if names:
+        return names
+    asked = " ".join(words)
+    meant = likely(asked)
+    hint = f"did you mean {meant}?" if meant else "`phalanx models` lists all"
+    raise JobError(f"no model preset has {asked!r} in its name, kinds or source; {hint}")
+
+
+def _searched(name: str) -> str:
+    preset, model = CATALOGUE[name], PRESETS[name]
+    return " ".join([name, _kinds(model), kinds.positions(model), *preset.hub, preset.source]).lower()
+
+
+def _short(parameters: int) -> str:
+    """Returns a count with three digits: "8.03B"."""
+    exponent = int(f"{parameters:.2e}".partition("e")[2]) // 3  # of the rounded count: 999.9M are 1.00B
+    return f"{parameters / 1000**exponent:#.3g}".rstrip(".") + ("", "K", "M", "B", "T")[exponent]
+
+
+def _tokens(length: int) -> str:
+    return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else f"{length:,}"

@@ -1,0 +1,135 @@
+"""The table of corpora: what `data.corpus` may name. The code that reads them is in data/corpus.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+
+from phalanx.config.data import Data
+from phalanx.facts import Lazy, stated
+from phalanx.registry import Registry
+
+Rules = Callable[[Data], Iterable[tuple[str, str]]]
+"""Yields the problems of a job's data: the field by its dotted path ("data.path"), and the message."""
+
+
+def no_rules(data: Data) -> Iterable[tuple[str, str]]:
+    """Yields nothing: the fields' own ranges suffice."""
+    return ()
+
+
+@stated
+@dataclass(frozen=True)
+class CorpusEntry:
+    """A corpus: a text, which a tokenizer makes tokens of, or tokens without a text."""
+
+    title: str
+    """One-line description."""
+    source: str
+    """Where it comes from."""
+    files: Lazy | None = None
+    """`files(data) -> list[Path]`: the files that the text is read from, in reading order; None: it is computed. Raises
+    DataError if they are not there."""
+    documents: Lazy = "phalanx.data.corpus:documents"
+    """`documents(files, data)` yields each document of the text as a series of texts, the same ones in every call. By
+    default a file is a document, or one per line if it is JSONL."""
+    tokens: Lazy | None = None
+    """Instead of a text: `tokens(data, split, start, size)` returns the token ids start to start + size of a split
+    ("train", "val"): (size,) integers below `vocab`."""
+    count: int | str = 0
+    """Number of tokens, or the field of `data` that states it; only with `tokens`."""
+    vocab: int | str = 0
+    """Vocabulary size, or the field of `data` that states it; only with `tokens`."""
+    settings: tuple[str, ...] = ()
+    """The fields of `data` that the corpus depends on, besides those that hold for all (val_fraction, limit_mb)."""
+    only_location: tuple[str, ...] = ()
+    """Those of `settings` that say where the text is, but not which: shards do not depend on them."""
+    identity: Lazy | None = None
+    """`identity(data)` returns what else determines the text, as JSON-able values by name: shards are made for each."""
+    describe: Lazy | None = None
+    """`describe(data)` returns the description of the corpus as configured; None: it is the title."""
+    verified: bool = False
+    """Whether `files` verifies that the text is the one that the name stands for, so that it cannot have changed."""
+    rules: Rules = no_rules
+    """The problems of the settings."""
+    also_called: tuple[str, ...] = ()
+    """Other names, as lower-case letters and digits."""
+
+
+def _path_problems(data: Data) -> Iterator[tuple[str, str]]:
+    if not data.path:
+        yield "data.path", "corpus text needs the path of a text or JSONL file, or a folder of them"
+
+
+def setting_problems(settings: Iterable[str], *stated: object) -> Iterator[str]:
+    """Yields names, in `settings` or among the `stated` facts, that are no fields of `data`."""
+    known = {field.name for field in fields(Data)}
+    for name in [*settings, *(each for each in stated if isinstance(each, str))]:
+        if name not in known:
+            yield f"data has no field {name!r} (fields: {', '.join(sorted(known))})"
+
+
+def _entry_problems(name: str, entry: CorpusEntry) -> Iterator[str]:
+    """Yields the problems of an entry that is added."""
+    yield from setting_problems(entry.settings, entry.count, entry.vocab)
+    computed = entry.documents != CorpusEntry.documents
+    if entry.tokens is None and entry.files is None and not computed:
+        yield "states too little; missing: files, documents, or tokens"
+    if entry.tokens is not None and (entry.files is not None or computed):
+        yield "tokens stand instead of a text: leave out files and documents"
+    for fact in ("count", "vocab"):
+        value = getattr(entry, fact)
+        if entry.tokens is not None and (value == "" or (isinstance(value, int) and value < 1)):
+            yield f"{fact} is missing: a corpus of tokens states it"
+        elif entry.tokens is None and value:
+            yield f"{fact} is for a corpus of tokens; the tokenizer states a text's"
+    if extra := [each for each in entry.only_location if each not in entry.settings]:
+        yield f"only_location {', '.join(extra)} is not among settings"
+    names = {other: known for known, each in CORPORA.items() for other in (known, *each.also_called)}
+    yield from (f"{other!r} already means {names[other]}" for other in entry.also_called if other in names)
+
+
+CORPORA = Registry(
+    "corpus",
+    {
+        "stdlib": CorpusEntry(
+            "the text of this Python's own library, nothing to download",
+            "the standard library's .py files, without its tests",
+            files="phalanx.data.corpus:stdlib_files",
+            describe="phalanx.data.corpus:stdlib_description",
+            identity="phalanx.data.corpus:stdlib_identity",
+        ),
+        "shakespeare_char": CorpusEntry(
+            "tiny Shakespeare",
+            "karpathy/char-rnn, data/tinyshakespeare",
+            files="phalanx.data.corpus:shakespeare_files",
+            settings=("path",),
+            only_location=("path",),
+            verified=True,
+            also_called=("shakespeare", "tinyshakespeare", "shakespearechar"),
+        ),
+        "text": CorpusEntry(
+            "your own text or JSONL files: set data.path",
+            "data.path",
+            files="phalanx.data.corpus:text_files",
+            describe="phalanx.data.corpus:text_description",
+            settings=("path", "text_field"),
+            rules=_path_problems,
+        ),
+        "random": CorpusEntry(
+            "random tokens",
+            "a generator with a fixed seed, for measuring",
+            tokens="phalanx.data.random_tokens:random_tokens",
+            count="random_tokens",
+            vocab="random_vocab",
+            settings=("random_tokens", "random_vocab"),
+        ),
+    },
+    _entry_problems,
+)
+"""Corpora by name."""
+
+
+def number_of(stated: int | str, data: Data) -> int:
+    """Returns a number that an entry states itself or through a field of `data`."""
+    return getattr(data, stated) if isinstance(stated, str) else stated

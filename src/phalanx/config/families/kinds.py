@@ -1,0 +1,64 @@
+"""The parts of a model in words, as `phalanx models` prints them."""
+
+from __future__ import annotations
+
+from phalanx.config.model import ModelConfig
+
+
+def attention(model: ModelConfig) -> str:
+    """Returns the kind of attention, with its sinks and soft cap: "grouped, 32 heads on 8"."""
+    heads = model.n_heads
+    if model.mla.kv_rank:
+        kind = f"latent, {heads} heads"
+    elif model.kv_heads == heads:
+        kind = f"{heads} heads"
+    else:
+        kind = f"grouped, {heads} heads on {model.kv_heads}"
+    extras = [
+        (model.sinks, "sinks"),
+        (model.attention_softcap > 0, f"soft cap {model.attention_softcap:g}"),
+        (model.qk_norm != "none", "normalised queries and keys"),
+    ]
+    return ", ".join([kind, *(name for present, name in extras if present)])
+
+
+def windows(model: ModelConfig) -> str:
+    """Returns which layers have a window; nothing without one: "window 4,096 in 13 of 26 layers"."""
+    if not model.window:
+        return ""
+    having = sum(model.window_of(layer) > 0 for layer in range(model.n_layers))
+    where = "all" if having == model.n_layers else f"{having} of {model.n_layers}"
+    return f"window {model.window:,} in {where} layers"
+
+
+def norm(model: ModelConfig) -> str:
+    """Returns the kind of normalisation and its place: "rmsnorm before and after"."""
+    place = {"before": "before", "after": "after", "both": "before and after"}[model.norm_place]
+    return f"{model.norm} {place}"
+
+
+def feed_forward(model: ModelConfig) -> str:
+    """Returns the kind of MLP or of experts: "swiglu, 8 of 128 experts + 1 shared"."""
+    moe, kind = model.moe, model.activation
+    if model.parallel_block:
+        kind += " beside attention"
+    if not moe.n_experts:
+        return kind
+    shared = f" + {moe.n_shared} shared" if moe.n_shared else ""
+    return f"{kind}, {moe.top_k} of {moe.n_experts} experts{shared}"
+
+
+def positions(model: ModelConfig) -> str:
+    """Returns the kind of positions: "rotary, base 500,000, llama3 × 8 from 8,192 tokens"."""
+    if model.positions == "learned":
+        return f"learned, {model.seq_len:,}"
+    parts = ["rotary", f"base {model.rope_theta:,.0f}"]
+    if model.window_rope_theta:
+        parts.append(f"{model.window_rope_theta:,.0f} in windows")
+    if model.rotary_fraction < 1:
+        parts.append(f"{model.rotary_size} of {model.head_size} elements")
+    scaling = model.rope_scaling
+    if scaling.factor > 1:
+        origin = f" from {scaling.original_seq_len:,} tokens" if scaling.kind != "linear" else ""
+        parts.append(f"{scaling.kind} × {scaling.factor:g}{origin}")
+    return ", ".join(parts)

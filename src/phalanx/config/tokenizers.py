@@ -1,0 +1,93 @@
+"""The table of tokenizers: what `data.tokenizer` may name besides a file. Their code is in data/tokenizer.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.config.corpora import CORPORA, Rules, no_rules, number_of, setting_problems
+from phalanx.config.data import Data
+from phalanx.facts import Lazy, stated
+from phalanx.registry import Registry
+
+MIN_BPE_VOCAB = 257
+"""The 256 bytes and the end-of-text token."""
+
+
+@stated
+@dataclass(frozen=True)
+class TokenizerEntry:
+    """A kind of tokenizer."""
+
+    title: str
+    """One-line description."""
+    source: str
+    """Where the method comes from."""
+    make: Lazy
+    """`make(data, counts, texts)` returns the `Tokenizer` for a corpus: `counts[c]` is how often code point c occurs in
+    it, (0x110000,) int64, and `texts()` yields its training text from the beginning."""
+    read: Lazy | None
+    """`read(stored)` returns the tokenizer of a tokenizer.json of this kind, a dict that anybody may have written:
+    raises ValueError if it is not one. None: it is stored in the format of the `tokenizers` library."""
+    vocab: int | str = 0
+    """Vocabulary size, or the field of `data` that states it; 0: it depends on the corpus."""
+    settings: tuple[str, ...] = ()
+    """The fields of `data` that it depends on."""
+    rules: Rules = no_rules
+    """The problems of the settings."""
+
+
+def _bpe_problems(data: Data) -> Iterator[tuple[str, str]]:
+    if data.bpe_vocab < MIN_BPE_VOCAB:
+        yield (
+            "data.bpe_vocab",
+            f"must be at least {MIN_BPE_VOCAB} (the 256 bytes and the end of text), is {data.bpe_vocab}",
+        )
+
+
+def _entry_problems(name: str, entry: TokenizerEntry) -> Iterator[str]:
+    """Yields the problems of an entry that is added."""
+    yield from setting_problems(entry.settings, entry.vocab)
+    if isinstance(entry.vocab, int) and entry.vocab < 0:
+        yield f"vocab must not be negative, is {entry.vocab}"
+    if name == "number":
+        yield "the name stands for tokens without text"
+
+
+TOKENIZERS = Registry(
+    "tokenizer",
+    {
+        "char": TokenizerEntry(
+            "one token per character of the corpus",
+            "nanoGPT, data/shakespeare_char",
+            make="phalanx.data.tokenizer:make_char",
+            read="phalanx.data.tokenizer:read_char",
+        ),
+        "byte": TokenizerEntry(
+            "the 256 bytes of UTF-8",
+            "ByT5 (Xue et al. 2021)",
+            make="phalanx.data.tokenizer:make_byte",
+            read="phalanx.data.tokenizer:read_byte",
+            vocab=256,
+        ),
+        "bpe": TokenizerEntry(
+            "byte-level BPE, trained on the corpus",
+            "GPT-2 (Radford et al. 2019), section 2.2",
+            make="phalanx.data.tokenizer:make_bpe",
+            read=None,
+            vocab="bpe_vocab",
+            settings=("bpe_vocab",),
+            rules=_bpe_problems,
+        ),
+    },
+    _entry_problems,
+)
+"""Tokenizers by name."""
+
+
+def vocabulary_of(data: Data) -> int:
+    """Returns the vocabulary size that the settings of `data` state; 0 if only reading the corpus tells."""
+    corpus = CORPORA[data.corpus]
+    if corpus.tokens is not None:
+        return number_of(corpus.vocab, data)
+    return number_of(TOKENIZERS[data.tokenizer].vocab, data) if data.tokenizer in TOKENIZERS else 0

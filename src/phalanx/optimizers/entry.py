@@ -1,0 +1,121 @@
+"""The facts of an optimizer besides its update rule: all that checking, prediction, planning and checkpoints need.
+
+An optimizer keeps state tensors of a few kinds for each parameter. A kind has the parameter's shape, or one element per
+block of a row, such as the scales of 8-bit moments. The update rule itself is a torch optimizer in train/optimizers,
+which is imported when a run begins. Tests compare each fact with what a rank really holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from phalanx.config.constraints import Above, AtLeast, Below, Between, HalfOpen
+from phalanx.config.optimizer import Optimizer
+from phalanx.facts import Lazy, stated
+
+Shape = tuple[int, ...]
+Granularity = Literal["element", "block", "matrix"]
+MASTER = "master"
+"""The kind of the fp32 copy of a half-precision parameter, which every optimizer keeps."""
+COMMON = ("name", "lr", "weight_decay", "clip", "schedule", "warmup_steps", "decay_steps", "decay_fraction")
+COMMON = (*COMMON, "min_lr_ratio", "outer_lr", "outer_momentum", "batch_scaling", "base_batch", "options")
+"""Fields of `optimizer` that do not belong to one update rule."""
+_KIND = re.compile("[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """A kind of state: one tensor for each parameter."""
+
+    kind: str
+    """The name under which torch's optimizer keeps it and checkpoints have it: exp_avg/NAME."""
+    bytes: int = 0
+    """Bytes per element; 0: those of the optimizer's precision, which is fp32, or fp64 with fp64."""
+    block: int = 1
+    """Elements of a row (last dimension) for which it has one element; 1: it has the parameter's shape."""
+
+
+@dataclass(frozen=True)
+class ExtraOption:
+    """A number that an optimizer from an extension reads from `optimizer.options`."""
+
+    default: float
+    description: str
+    constraint: AtLeast | Above | Below | Between | HalfOpen | None = None
+
+
+def nothing(config: Optimizer, name: str, shape: Shape) -> float:
+    """Returns 0: the update computes next to nothing besides what it moves."""
+    return 0.0
+
+
+@stated
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """An optimizer with its facts. Functions get the job's options, and a parameter's name and whole shape; unless
+    `by_shape`, their result depends on the options alone, and they are called with "" and ()."""
+
+    title: str
+    """One line for lists."""
+    source: str
+    """Paper and section."""
+    rule: Lazy
+    """The update rule: a function of parameter groups (train/optimizers/rule.py) and the job's `optimizer` that returns
+    a torch.optim.Optimizer."""
+    state: Callable[[Optimizer, str, Shape], tuple[StateKind, ...]]
+    """The state tensors of a parameter. The fp32 copy of a half-precision parameter is not among them."""
+    moved: Callable[[Optimizer, str, Shape], float]
+    """Bytes read and written per parameter in a step, with everything in fp32."""
+    options: tuple[str, ...] = ()
+    """Fields of `optimizer` that it reads, besides those of every optimizer."""
+    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Values of fields of `optimizer` that a job does not set, where they are not the usual ones."""
+    extra_options: Mapping[str, ExtraOption] = field(default_factory=lambda: MappingProxyType({}))
+    """Numbers that it reads from `optimizer.options`, by name."""
+    flops: Callable[[Optimizer, str, Shape], float] = nothing
+    """FLOPs of matrix products per parameter in a step."""
+    transient: Callable[[Optimizer, str, Shape], float] = nothing
+    """Bytes per parameter of temporary tensors during the step; 0 if it updates a few elements at a time."""
+    granularity: Granularity = "element"
+    """Where shards may be cut: between any elements; between blocks of BLOCK elements (phalanx.optimizers.blocks),
+    whose elements are updated together; or between parameters, if the update needs whole matrices."""
+    by_shape: bool = False
+    """Whether the facts depend on a parameter's name and shape."""
+
+    @property
+    def needs_whole_matrices(self) -> bool:
+        """Whether a matrix must be whole on the rank that updates it."""
+        return self.granularity == "matrix"
+
+
+def problems(name: str, entry: OptimizerEntry) -> Iterator[str]:
+    """Yields what contradicts the facts of an optimizer that is added."""
+    known = {each.name for each in fields(Optimizer)}
+    for option in (*entry.options, *entry.defaults):
+        if option not in known:
+            own = ", ".join(sorted(known - set(COMMON)))
+            yield f"optimizer has no field {option} (has: {own}); an option of your own belongs to extra_options"
+    yield from _wrong_facts(entry)
+
+
+def _wrong_facts(entry: OptimizerEntry) -> Iterator[str]:
+    """Yields what is wrong with what an entry's functions return for a matrix."""
+    arguments = Optimizer(), "blocks.0.mlp.up.weight" if entry.by_shape else "", (512, 512) if entry.by_shape else ()
+    try:
+        tensors = entry.state(*arguments)
+        numbers = {fact: getattr(entry, fact)(*arguments) for fact in ("moved", "flops", "transient")}
+    except Exception as error:
+        yield f"its facts cannot be computed: {type(error).__name__}: {error}"
+        return
+    kinds = [tensor.kind for tensor in tensors]
+    if len(set(kinds)) < len(kinds) or MASTER in kinds or not all(map(_KIND.fullmatch, kinds)):
+        yield f"kinds of state need names of their own, other than {MASTER}, are: {', '.join(kinds)}"
+    if any(tensor.bytes < 0 or tensor.block < 1 for tensor in tensors):
+        yield "state tensors need bytes of at least 0 and blocks of at least 1"
+    yield from (f"{fact} must not be negative, is {value}" for fact, value in numbers.items() if value < 0)
+    if numbers["moved"] <= 0:
+        yield "moved must be above 0: an update reads and writes every parameter"

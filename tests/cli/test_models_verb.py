@@ -1,0 +1,110 @@
+"""`phalanx models`: lists, filters and details of presets; mistakes are one message."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.blocks.parameters import count, count_active
+from phalanx.cli.main import main
+from phalanx.config.presets import CATALOGUE, PRESETS
+
+WITHOUT_TORCH = """
+import sys
+from phalanx.cli.main import main
+code = main(["models", "--json"])
+sys.exit("imported torch" if {"torch", "numpy"} & set(sys.modules) else code)
+"""
+
+
+def output(capsys, *argv: str) -> str:
+    assert main(["models", *argv]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def names(text: str) -> list[str]:
+    return [line.split()[0] for line in text.splitlines()]
+
+
+def test_it_answers_without_torch_and_lists_every_preset():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    listed = {entry["name"]: entry for entry in json.loads(done.stdout)}
+    assert list(listed) == list(CATALOGUE)
+    for name, entry in listed.items():
+        known = PRESETS[name].vocab_size > 0
+        assert entry["parameters"] == (count(PRESETS[name]) if known else None)
+        assert entry["active_parameters"] == (count_active(PRESETS[name]) if known else None)
+        assert entry["source"] == CATALOGUE[name].source
+
+
+def test_the_list_has_every_preset(capsys):
+    assert names(output(capsys)) == list(CATALOGUE)
+
+
+def test_counts_are_rounded(capsys):
+    lines = {line.split()[0]: line.split()[1] for line in output(capsys).splitlines()}
+    assert [lines[name] for name in ("gpt2", "gemma3-1b", "llama3.1-8b", "kimi-k2", "tiny")] == [
+        *("124M", "1.00B", "8.03B", "1.03T"),
+        "-",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["mixtral"], ["mixtral-8x7b", "tiny-moe"]),
+        (["gemma2"], ["gemma2-2b", "gemma2-9b", "gemma2-27b"]),
+        (["SINKS", "128 experts"], ["gpt-oss-120b"]),
+        (["latent"], ["deepseek-v3", "kimi-k2", "glm-5", "tiny-deepseek"]),
+        (["yarn"], ["gpt-oss-20b", "gpt-oss-120b", "kimi-k2"]),
+    ],
+)
+def test_words_filter_the_list(capsys, words: list[str], expected: list[str]):
+    assert names(output(capsys, *words)) == expected
+    assert [entry["name"] for entry in json.loads(output(capsys, *words, "--json"))] == expected
+
+
+def test_a_name_gives_the_details(capsys):
+    text = output(capsys, "qwen3-30b-a3b")
+    assert text == output(capsys, "Qwen/Qwen3-30B-A3B")
+    for fact in (
+        "3,353,032,704 per token",
+        "8 of 128 experts of 768",
+        "4,096 tokens (seq_len)",
+        "40,960",
+        "arXiv 2505.09388",
+    ):
+        assert fact in text
+    entry = json.loads(output(capsys, "glm-5", "--json"))
+    assert entry["active_parameters"] == count_active(PRESETS["glm-5"])
+    assert "full attention" in entry["note"]
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_preset_has_details(capsys, name: str):
+    lines = output(capsys, name).splitlines()
+    assert lines[0] == name
+    assert all(len(line) < 400 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["qwen9"], "no model preset has 'qwen9' in its name, kinds or source; did you mean qwen"),
+        (["zzz"], "`phalanx models` lists all"),
+        (["--yaml"], "unknown option --yaml"),
+    ],
+)
+def test_mistakes_are_one_message(capsys, argv: list[str], message: str):
+    assert main(["models", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_page_shows_the_usage(capsys):
+    assert "phalanx models WORD" in output(capsys, "--help")

@@ -1,0 +1,119 @@
+"""Every family computes what transformers' own implementation of it computes, in float64: logits and all gradients.
+
+The weights are random and taken over from transformers' model; both attend eagerly."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from families.counterparts import COUNTERPARTS, Counterpart, InFloat64, small_model
+from phalanx.blocks.parameters import count
+from phalanx.config.model import ModelConfig
+from phalanx.config.presets import CATALOGUE, PRESETS
+from phalanx.model.transformer import Transformer
+
+pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5 (pip install transformers)")
+
+TOLERANCE = 1e-9
+
+
+def weights(theirs: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Draws random weights for transformers' model, and returns all of them with the balancing biases."""
+    generator = torch.Generator().manual_seed(0)
+    found = dict(theirs.named_parameters())
+    found |= {name: buffer for name, buffer in theirs.named_buffers() if name.endswith("correction_bias")}
+    for name, tensor in found.items():
+        centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        with torch.no_grad():
+            tensor.copy_(centre + 0.2 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+    return found
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
+    scale = theirs.abs().max().item()
+    assert scale > 0, what
+    assert (ours - theirs).abs().max().item() <= TOLERANCE * scale, what
+
+
+@pytest.mark.parametrize("name", COUNTERPARTS)
+def test_logits_and_gradients_equal_those_of_transformers(name: str):
+    counterpart = COUNTERPARTS[name]
+    model = small_model(PRESETS[name], counterpart.small)
+    with InFloat64():
+        torch.set_default_dtype(torch.float64)
+        try:
+            theirs = counterpart.build(model).double()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    taken = weights(theirs)
+    ours = Transformer(model).double()
+    _load(ours, taken, counterpart, model)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(model.vocab_size, (2, model.seq_len), generator=generator)
+    with InFloat64():
+        expected = theirs(input_ids=tokens).logits
+    logits = ours(tokens)
+    close(logits, expected, "logits")
+    factor = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    (expected * factor).sum().backward()
+    (logits * factor).sum().backward()
+    gradients = {key: torch.zeros_like(each) if each.grad is None else each.grad for key, each in taken.items()}
+    for key, parameter in ours.named_parameters():
+        if key.endswith("moe.router.bias"):
+            continue  # its gradient is the load of the experts
+        assert parameter.grad is not None, key
+        close(parameter.grad, counterpart.take(gradients, key, model), key)
+
+
+def _load(ours: Transformer, taken: dict[str, torch.Tensor], counterpart: Counterpart, model: ModelConfig) -> None:
+    """Copies the weights; every one of transformers' must be used."""
+    left = {name for name in taken if not re.search(counterpart.unused, name)}
+    for name, parameter in ours.named_parameters():
+        value = counterpart.take(taken, name, model)
+        offset = counterpart.norm_offset if "norm" in name else 0.0
+        with torch.no_grad():
+            parameter.copy_(value + offset)
+        left.discard(counterpart.source(name)[0])
+    assert not left
+
+
+LIKE = {name: name for name in COUNTERPARTS} | {
+    **dict.fromkeys(("llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b"), "llama3.1-8b"),
+    **dict.fromkeys(("llama3.1-70b", "llama3.1-405b", "llama3.2-3b", "llama3.3-70b"), "llama3.1-8b"),
+    **dict.fromkeys(("mistral-7b-v0.3", "mistral-small-24b"), "mistral-7b"),
+    **{name: "qwen2.5-7b" for name in PRESETS if name.startswith("qwen2")},
+    **{name: "qwen3-8b" for name in PRESETS if name.startswith("qwen3") and not PRESETS[name].moe.n_experts},
+    "qwen3-235b-a22b": "qwen3-30b-a3b",
+    **{name: "gemma2-27b" for name in PRESETS if name.startswith("gemma2")},
+    **{name: "gemma3-27b" for name in PRESETS if name.startswith("gemma3")},
+    **{name: "olmo2-32b" for name in PRESETS if name.startswith("olmo2")},
+    **{name: "gpt-neox-20b" for name in PRESETS if name.startswith("pythia")},
+    "gpt-oss-120b": "gpt-oss-20b",
+    "glm-4.5-air": "glm-4.5",
+}
+"""The counterpart of each preset."""
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_transformers_model_has_as_many_parameters(name: str):
+    """Built on the meta device with one layer of the last kind, and with two: the rest are alike."""
+    counterpart, model = COUNTERPARTS[LIKE[name]], PRESETS[name]
+    dense = model.moe.n_dense_layers
+    one, two = (_size(counterpart, replace(model, n_layers=dense + layers)) for layers in (1, 2))
+    balancing = model.moe.n_experts * (model.n_layers - dense) if model.moe.bias_balanced else 0
+    assert one + (two - one) * (model.n_layers - dense - 1) + balancing == count(model)
+
+
+def _size(counterpart: Counterpart, model: ModelConfig) -> int:
+    built = counterpart.build(model, "meta")
+    return sum(each.numel() for name, each in built.named_parameters() if not re.search(counterpart.unused, name))
+
+
+def test_every_preset_on_the_hub_has_a_counterpart():
+    """GPT-2 stands in tests/model; Solar Open's code is not in the releases of transformers."""
+    known = {name for name, preset in CATALOGUE.items() if preset.hub}
+    assert {name for name in known - set(LIKE) if not name.startswith("gpt2")} == {"solar-open-100b"}
