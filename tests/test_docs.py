@@ -11,6 +11,7 @@ from phalanx.cli.main import VERBS
 ROOT = Path(phalanx.__file__).parents[2]
 README = ROOT / "README.md"
 LAUNCHERS = sorted((ROOT / "docs" / "launchers").glob("*.md"))
+FAMILIES = sorted((ROOT / "docs" / "families").glob("*.md"))
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("src", "tests", "docs", "examples", "benchmarks")
 FILES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
@@ -48,7 +49,13 @@ def test_the_overview_of_launching_links_every_launcher():
     assert not [page.name for page in LAUNCHERS if f"(launchers/{page.name})" not in text]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *LAUNCHERS], ids=lambda page: page.name)
+def test_the_overview_of_families_links_every_family():
+    text = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    assert FAMILIES
+    assert not [page.name for page in FAMILIES if f"(families/{page.name})" not in text]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *LAUNCHERS, *FAMILIES], ids=lambda page: page.name)
 def test_files_modules_links_and_verbs_exist(page):
     text = page.read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w./-]+\.py)`", text))

@@ -16,12 +16,16 @@ from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import MACHINES, MachineEntry
+from phalanx.config.constraints import Above, AtLeast, Below, Between, HalfOpen
 from phalanx.config.corpora import CORPORA, CorpusEntry
 from phalanx.config.data import Data
 from phalanx.config.device_entry import DeviceEntry
 from phalanx.config.devices import DEVICES
 from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry
 from phalanx.errors import DataError, ExtensionError, JobError
+from phalanx.optimizers.catalogue import OPTIMIZERS
+from phalanx.optimizers.entry import ExtraOption, OptimizerEntry, StateKind
+from phalanx.optimizers.facts import extra_options as optimizer_options
 from phalanx.registry import Registry
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.entry import ScheduleEntry
@@ -30,9 +34,13 @@ from phalanx.schedule.schedule import Action, Schedule
 
 __all__ = [
     "TABLES",
+    "Above",
     "Accelerator",
     "Action",
+    "AtLeast",
     "AttentionKind",
+    "Below",
+    "Between",
     "Cluster",
     "Connection",
     "CorpusEntry",
@@ -40,18 +48,24 @@ __all__ = [
     "DataError",
     "DeviceEntry",
     "ExtensionError",
+    "ExtraOption",
     "FeedForwardKind",
+    "HalfOpen",
     "JobError",
     "Link",
     "MachineEntry",
+    "OptimizerEntry",
     "Schedule",
     "ScheduleEntry",
+    "StateKind",
     "TokenizerEntry",
     "attention",
     "cluster",
     "corpus",
     "device",
     "feed_forward",
+    "optimizer",
+    "optimizer_options",
     "round_robin",
     "schedule",
     "tokenizer",
@@ -60,6 +74,7 @@ __all__ = [
 
 TABLES: Mapping[str, Registry[Any]] = {
     "schedule": SCHEDULES,
+    "optimizer": OPTIMIZERS,
     "device": DEVICES,
     "cluster": MACHINES,
     "attention": ATTENTION,
@@ -74,6 +89,12 @@ def schedule(name: str, entry: ScheduleEntry) -> None:
     """Adds a pipeline schedule: `layout.schedule=name`. Its facts are compared with the programs that it builds for
     small pipelines. Raises ExtensionError with every problem."""
     SCHEDULES.add(name, entry)
+
+
+def optimizer(name: str, entry: OptimizerEntry) -> None:
+    """Adds an optimizer: `optimizer.name=name`. `optimizer_options` returns the numbers of a job's
+    `optimizer.options`. Raises ExtensionError with every problem."""
+    OPTIMIZERS.add(name, entry)
 
 
 def device(name: str, entry: DeviceEntry) -> None:

@@ -58,7 +58,7 @@ class Registry(Mapping[str, T]):
 
     def __init__(self, kind: str, entries: Mapping[str, T], check: Check[T] | None = None):
         """`kind` is the entries' kind in messages, such as "schedule"; `check` judges those that are added later, and
-        `tests/test_extend.py` the project's own."""
+        the tests the project's own."""
         self.kind, self._entries, self._check = kind, dict(entries), check
         self._packages: dict[str, Package | None] = {}
         self._types = {type(entry) for entry in entries.values()}
@@ -83,7 +83,7 @@ class Registry(Mapping[str, T]):
                 "a digit"
             )
         elif name in self._entries:
-            found.append(f"the name is taken by {self._owner(name)}")
+            found.append(f"the name is taken by {self.owner(name)}")
         if not isinstance(entry, tuple(self._types)):
             known = " or ".join(sorted(known.__name__ for known in self._types))
             return [*found, f"the entry must be of type {known}, is of type {type(entry).__name__}"]
@@ -112,11 +112,12 @@ class Registry(Mapping[str, T]):
             return _imported(place)
         except Exception as error:
             raise ExtensionError(
-                f"{self.kind} {name!r} of {self._owner(name)}: its {fact}, {place}, cannot be loaded: "
+                f"{self.kind} {name!r} of {self.owner(name)}: its {fact}, {place}, cannot be loaded: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _owner(self, name: str) -> str:
+    def owner(self, name: str) -> str:
+        """Returns whose entry this is, for a message: "package phalanx-eager 1.0", "this process"."""
         package = self.package(name)
         return f"package {package}" if package else "this process"
 
@@ -244,11 +245,15 @@ def _entry_points() -> list[tuple[Package, EntryPoint]]:
         return []
     from importlib.metadata import entry_points  # takes longer than all of the search above
 
-    points = [
-        (Package(point.dist.name, point.dist.version) if point.dist else Package("?", ""), point)
-        for point in entry_points(group=GROUP)
-    ]
+    points = [(_package_of(point), point) for point in entry_points(group=GROUP)]
     return sorted(points, key=lambda each: (each[0].name, each[0].version, each[1].name, each[1].value))
+
+
+def _package_of(point: EntryPoint) -> Package:
+    try:
+        return Package(str(point.dist.name), str(point.dist.version)) if point.dist else Package("?", "")
+    except Exception:  # metadata without a name, which importlib.metadata does not expect
+        return Package("?", "")
 
 
 def _extends(folder: str) -> bool:

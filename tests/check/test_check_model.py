@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from phalanx.check.job import out_of_range
 from phalanx.check.layout import Problem
 from phalanx.check.model import model_problems
-from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
 from phalanx.config.presets import PRESETS
 
 _ROPE = ModelConfig(positions="rope")
@@ -117,3 +117,59 @@ def test_what_is_legal_can_be_routed(n_experts: int, top_k: int, n_groups: int, 
         and top_groups * (n_experts // n_groups) >= top_k
     )
     assert (not problems(replace(_ROPE, moe=moe))) == routable
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "message"),
+    [
+        (
+            {"full_every": 2},
+            "full_every",
+            "every layer attends to all keys without a window, is 2; nearest legal: full_every=0, or a window above 0",
+        ),
+        (
+            {"window_rope_theta": 100.0},
+            "window_rope_theta",
+            "is that of layers with a window, and there are none, is 100; nearest legal: 0, or a window above 0",
+        ),
+        (
+            {"qk_norm": "width"},
+            "qk_norm",
+            "norms over all heads are RMS norms, norm is layernorm; nearest legal: norm=rmsnorm, or qk_norm=head",
+        ),
+        ({"head_dim": 7}, "head_dim", "rotary positions turn pairs: head_size must be even, is 7; nearest: 6, 8"),
+        (
+            {"rotary_fraction": 0.3},
+            "rotary_fraction",
+            "rotary positions turn pairs: head_size 32 × 0.3 = 9 must be even and above 0; nearest: 0.25, 0.3125",
+        ),
+        (
+            {"rope_scaling": RopeScaling(kind="yarn", factor=2.0, beta_fast=1.0, beta_slow=4.0)},
+            "rope_scaling.beta_fast",
+            "must be at least beta_slow 4, is 1; nearest legal: the usual beta_fast=32, beta_slow=1",
+        ),
+        (
+            {"rope_scaling": RopeScaling(kind="yarn", factor=2.0), "rope_theta": 1.0},
+            "rope_theta",
+            "yarn needs frequencies that fall from pair to pair: must be above 1, is 1",
+        ),
+        (
+            {"mla": _LATENT, "qk_norm": "head"},
+            "qk_norm",
+            "latent attention has norms of its own, is head; nearest legal: none",
+        ),
+        ({"mla": _LATENT, "sinks": True}, "sinks", "latent attention has no sinks; nearest legal: sinks=false"),
+        (
+            {"mla": _LATENT, "rotary_fraction": 0.5},
+            "rotary_fraction",
+            "latent attention turns rope_head_dim elements of a head, is 0.5; nearest legal: 1",
+        ),
+    ],
+)
+def test_parts_of_attention_that_do_not_fit(fields, path, message):
+    assert problems(replace(_ROPE, **fields)) == [(f"model.{path}", message)]
+
+
+def test_what_is_switched_off_is_no_problem():
+    assert problems(replace(_ROPE, rope_scaling=RopeScaling(kind="yarn", beta_fast=1.0, beta_slow=4.0))) == []
+    assert problems(ModelConfig(head_dim=7)) == []

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from phalanx import extend, facts
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import CLUSTERS, MACHINES, MachineEntry
 from phalanx.config.corpora import CORPORA, CorpusEntry
+from phalanx.config.data import Data
 from phalanx.config.device_entry import DeviceEntry
 from phalanx.config.devices import DEVICES, device_reported_as
-from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry
-from phalanx.errors import ExtensionError
+from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry, vocabulary_of
+from phalanx.data.corpus import segments, sources
+from phalanx.data.prepare import prepare
+from phalanx.data.shards import read_index
+from phalanx.data.tokenizer import Tokenizer, definition_of
+from phalanx.errors import DataError, ExtensionError
 from phalanx.schedule.catalogue import SCHEDULES, likely, problems
+from phalanx.validation.row import read as read_row
 
 DEVICE = Accelerator(name="mine", bf16_tflops=1, fp32_tflops=1, memory_gib=1, bandwidth_gbs=1)
 LINK = Link(gbs=10, latency_us=5)
@@ -49,7 +57,7 @@ def test_the_projects_own_entries_state_all_facts(kind: str, name: str):
 
 
 def test_every_table_has_its_function():
-    assert all(callable(getattr(extend, kind)) and table.kind == kind for kind, table in extend.TABLES.items())
+    assert all(callable(getattr(extend, kind)) for kind in extend.TABLES)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +145,10 @@ def test_a_cluster_states_its_device_and_both_links_of_one_node():
     assert "the name stands for the machine" in refused("cluster", "local", MachineEntry(NODE, "me"))[0]
     extend.cluster("mine", MachineEntry(NODE, "me"))
     assert CLUSTERS["mine"] == replace(NODE, preset="mine")
+    # A table of measurements names it, or its device.
+    measured = {"model_name": "llama3-8b", "n_gpus": "4", "dp": "4", "global_batch_seqs": "8", "step_time_s": "1.5"}
+    for gpu in ("Mine", "mine"):
+        assert read_row({**measured, "gpu": gpu}).spec.cluster.accelerator == DEVICE
     MACHINES.remove("mine")
     assert "mine" not in CLUSTERS
     extend.cluster("mine", MachineEntry(replace(NODE, devices_per_node=1, intra=Link()), "me"))
@@ -168,6 +180,8 @@ def texts(files: object, data: object) -> list[list[str]]:
             ],
         ),
         ({"also_called": ("tinyshakespeare",)}, ["'tinyshakespeare' already means shakespeare_char"]),
+        ({"rules": lambda data: 1 / 0}, ["rules failed for the default data: ZeroDivisionError"]),
+        ({"rules": lambda data: ["wrong"]}, ["rules must yield pairs of a field's path and a message"]),
     ],
 )
 def test_a_corpus_states_its_text_or_its_tokens(changed: dict[str, object], found: list[str]):
@@ -196,3 +210,38 @@ def test_the_tables_are_those_that_the_rooms_use():
     assert extend.TABLES["device"] is DEVICES
     assert extend.TABLES["corpus"] is CORPORA
     assert extend.TABLES["tokenizer"] is TOKENIZERS
+
+
+def test_what_the_code_of_a_corpus_returns_is_checked(tmp_path: Path):
+    data = Data(corpus="mine", dir=str(tmp_path))
+    extend.corpus("mine", CorpusEntry("mine", "me", files=lambda data: ["a"], documents=lambda files, data: [[1]]))
+    with pytest.raises(ExtensionError, match="corpus 'mine' of this process: files returned list, not a list of paths"):
+        sources(data)
+    with pytest.raises(ExtensionError, match="corpus 'mine' of this process: documents yielded a part of type int"):
+        list(segments([], data))
+
+
+def test_what_the_code_of_a_tokenizer_returns_is_checked(tmp_path: Path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(definition_of("mine"))
+    read_by = {"broken": lambda stored: stored["nothing"], "wrong": lambda stored: 5}
+    for name, read in read_by.items():
+        extend.tokenizer(name, TokenizerEntry(name, "me", make=lambda data, counts, texts: 5, read=read))
+        file.write_text(definition_of(name))
+        with pytest.raises((DataError, ExtensionError), match=f"tokenizer '{name}' of this process.*(KeyError|int)"):
+            Tokenizer.load(tmp_path)
+    with pytest.raises(ExtensionError, match="tokenizer 'wrong' of this process: make returned int"):
+        prepare(Data(corpus="text", path=str(file), tokenizer="wrong", dir=str(tmp_path)))
+
+
+def test_tokens_without_text_are_checked(tmp_path: Path):
+    def tokens(data: Data, split: str, start: int, size: int) -> np.ndarray:
+        return np.arange(start, start + size) % 7
+
+    extend.corpus("mod7", CorpusEntry("mod 7", "me", tokens=tokens, count=100, vocab=7))
+    extend.corpus("mod9", CorpusEntry("mod 9", "me", tokens=tokens, count=100, vocab=5))
+    index = read_index(prepare(Data(corpus="mod7", dir=str(tmp_path))))
+    assert (index.vocab_size, index.tokens("train"), index.tokens("val")) == (7, 90, 10)
+    assert vocabulary_of(Data(corpus="mod7")) == 7
+    with pytest.raises(DataError, match="corpus mod9 gave ids from 0 to 6; its vocabulary has 5: 0 to 4"):
+        prepare(Data(corpus="mod9", dir=str(tmp_path)))

@@ -70,7 +70,7 @@ def differences(ranks, job: Job) -> tuple[dict[str, float], int, bool]:
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        (LLAMA, ""),
+        (LLAMA, "accumulation=1"),
         (LLAMA, "dp_replicate=2"),
         (LLAMA, "dp_shard=3,zero=1"),
         (LLAMA, "dp_shard=3,zero=2,bucket_mb=0.01"),
@@ -83,7 +83,7 @@ def differences(ranks, job: Job) -> tuple[dict[str, float], int, bool]:
         (EXPERTS, "dp_shard=4,ep=2,zero=1"),
         (EXPERTS, "dp_shard=2,cp=2,ep=2,tp=2,zero=2"),
     ],
-    ids=lambda value: value or "alone" if isinstance(value, str) else "",
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_ranks_compute_what_one_process_computes(ranks, model, line):
     layout = dataclasses.replace(layout_line.parse(line), micro_batch=1)

@@ -62,7 +62,8 @@ QUESTIONS = {
         request("llama3-70b", "dgx-h100:8", 16, TORCHTITAN), model=model("llama3-70b", seq_len=65536)
     ),
     "windows": replace(
-        request("llama3-8b", "dgx-h100:2", 16, PHALANX), model=model("llama3-8b", seq_len=32768, window=4096)
+        request("llama3-8b", "dgx-h100:2", 16, PHALANX),
+        model=model("llama3-8b", seq_len=32768, window=4096, full_every=2, qk_norm="width", attention_softcap=50.0),
     ),
     "experts": request("mixtral-8x7b", "dgx-h100:4", 64, MEGATRON_CORE, tp=1),
     "experts and latent attention": request("deepseek-v3", "h800:16", 256, PHALANX, sp=False, cp=1),

@@ -52,6 +52,10 @@ def test_a_true_entry_has_no_problems():
         ({"build": lambda p, m: replace(one_f_one_b(p, m), programs=((),) * p)}, "rank 0 has no actions"),
         ({"refuses": lambda p, m, v: "never"}, "refuses: no pipeline of 2 to 4 ranks is left"),
         ({"refuses": lambda p, m, v: "too many" if m > 20 else ""}, "refuses 24 micro-batches on 4 ranks, a multiple"),
+        (
+            {"refuses": lambda p, m, v: "" if m > 2 * p else "few"},
+            "2 ranks take no number of micro-batches up to 4, but",
+        ),
     ],
 )
 def test_a_contradiction_is_named(changed: dict[str, object], message: str):

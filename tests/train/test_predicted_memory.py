@@ -18,6 +18,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_memory import step_memory
@@ -189,7 +190,8 @@ def compare(ranks, job: Job) -> set[str]:
     model, layout = job.model, job.layout
     equation = batch.solve(job.train.global_batch, layout)
     stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else ()
-    spec = StepSpec(model, Cluster(), layout, equation, "bf16", WIDTHS[job.train.precision], stages=stages)
+    width = WIDTHS[job.train.precision]
+    spec = StepSpec(model, Cluster(), layout, equation, "bf16", width, stages=stages, optimizer=job.optimizer)
     spec = replace(spec, framework=rank_spec(job, VOCAB).framework)
     moments = set()
     for rank, size in enumerate(ranks(stepped, layout.world, job)):
@@ -237,6 +239,21 @@ def test_the_fullest_moment_of_a_step_is_the_predicted_one(ranks, layout, train)
     assert compare(ranks, Job(model=DEEP, layout=layout, train=Train(**train))) == {"backward"}
 
 
+WIDE_SCORES = replace(DEEP, attention_softcap=20.0)
+PARTS_OF_ATTENTION = {
+    "norms of heads, sinks": replace(DEEP, qk_norm="head", sinks=True, n_kv_heads=2),
+    "windows": replace(DEEP, window=32, full_every=2),
+    "capped scores": WIDE_SCORES,
+    "capped scores, windows": replace(WIDE_SCORES, window=32, sinks=True),
+}
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2, zero=1), Layout(tp=2, sp=True)], ids=Layout.line)
+@pytest.mark.parametrize("kind", PARTS_OF_ATTENTION)
+def test_parts_of_attention_do_not_change_that(ranks, kind, layout):
+    compare(ranks, Job(model=PARTS_OF_ATTENTION[kind], layout=layout, train=Train(global_batch=4)))
+
+
 WORDS = replace(DEEP, n_layers=1, vocab_size=4000)
 SHORT = replace(DEEP, seq_len=32)
 
@@ -256,6 +273,23 @@ def test_it_may_be_the_optimizers_step(ranks, layout):
     assert compare(ranks, Job(model=SHORT, layout=layout, train=Train(global_batch=2, precision="bf16"))) == {
         "optimizer"
     }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(dp_shard=2, zero=1), Layout(dp_shard=2), Layout(tp=2), Layout(dp_shard=2, tp=2)],
+    ids=Layout.line,
+)
+def test_then_muon_has_whole_matrices(ranks, layout):
+    """Of ranks that have different matrices of a bucket the fullest is predicted."""
+    train = Train(global_batch=2, precision="bf16")
+    job = Job(model=SHORT, layout=layout, train=train, optimizer=Optimizer(name="muon"))
+    spec = replace(rank_spec(job, VOCAB), cluster=Cluster(), products="bf16")
+    (expected,) = step_memory(spec)
+    found = max(ranks(stepped, layout.world, job))
+    print(layout.line(), f"{found:,} {expected.allocated:,} {expected.allocated / found - 1:.1%}")
+    assert expected.moment == "optimizer"
+    assert expected.allocated == pytest.approx(found, rel=0.04)
 
 
 MANY_WORDS = replace(WORDS, n_layers=2)

@@ -40,6 +40,7 @@ def with_field(patch, job, path, value):
 def of_another_version(patch, job):
     patch.setattr(phalanx, "__version__", "9.9")
     patch.setattr(agreement, "source_digest", lambda: "edited")
+    patch.setattr(agreement, "extension_facts", lambda: {"phalanx-lab": "2.0, source 0123"})
     return job
 
 
@@ -94,6 +95,7 @@ def test_another_version_on_one_rank(ranks, job):
     assert kind is RunError
     assert f"rank 1 on host {HOST} has phalanx version 9.9, the other 2 ranks {phalanx.__version__}" in message
     assert "has phalanx source edited" in message
+    assert 'has extensions {"phalanx-lab": "2.0, source 0123"}, the other 2 ranks {}' in message
     assert "Install the same versions" in message
 
 

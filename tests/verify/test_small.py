@@ -48,6 +48,17 @@ def test_what_was_changed_is_told():
     assert not {"model.n_heads", "model.n_kv_heads", "model.norm", "train.precision"} & set(changes)
 
 
+def test_both_kinds_of_layers_stay_and_heads_turn_as_far():
+    model = replace(PRESETS["llama3-8b"], window=4096, full_every=6, rotary_fraction=0.25)
+    small = compared_job(Job(model=model), False, 8).job.model
+    assert {small.window_of(layer) > 0 for layer in range(small.n_layers)} == {True, False}
+    assert small.rotary_size / small.head_size == 0.25
+    assert not list(model_problems(small))
+    # A model in which no layer is full has none afterwards either.
+    small = compared_job(Job(model=replace(model, full_every=50)), False, 8).job.model
+    assert all(small.window_of(layer) for layer in range(small.n_layers))
+
+
 def test_windows_shrink_with_sequences():
     model = replace(PRESETS["llama3-8b"], window=4096)
     small = compared_job(Job(model=model), False, 8).job.model
@@ -75,6 +86,14 @@ def test_a_small_model_is_cheap_and_legal_under_the_same_layouts(preset):
         layouts = Layout(tp=n), Layout(tp=n, sp=True), Layout(cp=n, cp_ulysses=n), Layout(dp_shard=n, ep=n)
         for layout in layouts:
             assert legal(compared.job, layout) == legal(job, layout), layout
+
+
+@pytest.mark.parametrize("preset", ["gemma2-27b", "gemma3-27b", "gpt-oss-20b"])
+def test_layers_with_and_without_a_window_remain(preset):
+    model = compared_job(Job(model=PRESETS[preset]), False, 8).job.model
+    windows = [model.window_of(layer) for layer in range(model.n_layers)]
+    assert windows[-1] == 0
+    assert 4 < windows[0] < model.seq_len
 
 
 def test_experts_and_latent_attention_in_small_are_still_both_at_work():

@@ -3,8 +3,8 @@
 
 Tensor ranks hold whole heads, and copies of key/value heads if there are fewer of them than ranks. Context-parallel
 ranks hold a part of every sequence: keys and values travel around a ring in the forward pass, and again in the backward
-pass with their gradients in fp32 (Liu et al. 2023); Ulysses exchanges tokens for heads of queries, keys, values and the
-output (Jacobs et al. 2023).
+pass with their gradients in fp32 (Liu et al. 2023), or with a window only the last ones to the few positions that see
+them (ring.py); Ulysses exchanges tokens for heads of queries, keys, values and the output (Jacobs et al. 2023).
 """
 
 from __future__ import annotations
@@ -12,21 +12,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from phalanx.blocks.operator import PARTIAL, PLAIN, AttentionCore, MemoryBound, Message, Operator, SavedTensor
-from phalanx.blocks.place import Place
-from phalanx.blocks.residual import (
-    enter,
-    gathered,
-    leave_attention,
-    linear_weights,
-    norm_kernels,
-    norm_weights,
-    sum_gradient,
-)
+from phalanx.blocks.attention_runs import CAPPED_TENSORS, capped_scores
+from phalanx.blocks.operator import PLAIN, AttentionCore, MemoryBound, Message, Operator, SavedTensor
+from phalanx.blocks.place import WIDE, Place
+from phalanx.blocks.residual import enter, leave, linear_weights, norm_kernels, norm_weights
 from phalanx.blocks.ring import ring_keys
 
 ROWS = PLAIN._replace(cut="rows")
 COLUMNS = PLAIN._replace(cut="columns")
+PARTIAL = PLAIN._replace(gradient="partial")
+"""A compression weight: whole on every tensor rank, each of which computes its heads' part of the gradient."""
 ROTARY_KERNELS, HEADS_KERNELS = 6, 4
 SQUARES = 2
 """Numbers per token that a norm over all heads sums over the tensor ranks: of queries and of keys."""
@@ -51,7 +46,7 @@ def attention(place: Place) -> Iterator[Operator]:
         ),
         place.tokens,
         saved=(
-            SavedTensor("wq, wk, wv", model.d_model * place.read, gathered(place)),
+            SavedTensor("wq, wk, wv", model.d_model * place.read, "gathered"),
             SavedTensor("queries", queries * width, "width"),
             SavedTensor("keys, values", 2 * spread * width, "width"),
             # Without the fused kernel every head has keys and values of its own.
@@ -144,6 +139,24 @@ def saves_scores(place: Place) -> bool:
     return scores == "always" or (scores == "dropout" and place.model.dropout > 0)
 
 
+def caps_in_runs(place: Place) -> bool:
+    """Returns whether attention has capped scores in memory run by run. Flash attention caps them inside its kernel;
+    unfused attention saves them all."""
+    return place.model.attention_softcap > 0 and place.profile.scores == "dropout" and not saves_scores(place)
+
+
+def _workspace(place: Place, heads: int, kv_heads: int) -> float:
+    """Returns the bytes of capped scores in the backward pass, of the gradients of queries, keys, values and output,
+    and of a run's parts of these."""
+    model, width, wide = place.model, place.width, max(place.width, WIDE)
+    heads, kv_heads = heads // place.ulysses, max(kv_heads, place.ulysses) // place.ulysses
+    rows, scores = capped_scores(heads, model.seq_len, place.ring, place.window)
+    tokens = model.seq_len // place.ring
+    queries = heads * (model.head_size + model.v_head_size) * width
+    keys = kv_heads * (model.head_size + model.v_head_size) * wide
+    return place.sequences * (CAPPED_TENSORS * scores * wide + (tokens + 2 * rows) * queries + 2 * tokens * keys)
+
+
 def _compressed_norm(place: Place, name: str, rank: int) -> Operator:
     numbers = place.tokens * rank
     weights = norm_weights(place.model, f"attn.{name}", rank, PARTIAL)
@@ -217,6 +230,7 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
         saved=tuple(saved),
         results=(SavedTensor("attention", model.n_heads * model.v_head_size * place.width, "width"),),
         messages=tuple(_context_messages(place, kv_heads)),
+        workspace=_workspace(place, heads, kv_heads) if caps_in_runs(place) else 0.0,
     )
 
 
@@ -285,11 +299,10 @@ def _output(place: Place) -> Operator:
     """Returns the output projection. The backward pass of attention reads its input, too."""
     model, width, read = place.model, place.width, place.read
     inner = model.n_heads * model.v_head_size
-    weight, *bias = linear_weights("attn.wo", model.d_model, inner, model.bias, COLUMNS, cuts_bias=False)
     return Operator(
         "wo",
-        (weight, *(one._replace(gradient=sum_gradient(model)) for one in bias)),
+        linear_weights("attn.wo", model.d_model, inner, model.bias, COLUMNS, cuts_bias=False),
         place.tokens,
         saved=(SavedTensor("wo", inner * (width if read == width else width + read), "width"),),
-        messages=tuple(leave_attention(place)),
+        messages=tuple(leave(place)),
     )

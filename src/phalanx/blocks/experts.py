@@ -13,7 +13,7 @@ from typing import Literal
 from phalanx.blocks.feed_forward import down_result, gate_result, hidden_bytes, mlp
 from phalanx.blocks.operator import MemoryBound, Message, Operator, SavedTensor, Weight
 from phalanx.blocks.place import INDEX, WIDE, Place
-from phalanx.blocks.residual import enter_feed_forward, leave, needs_sum
+from phalanx.blocks.residual import enter, leave, needs_sum
 
 ROUTE_KERNELS, PERMUTE_KERNELS = 12, 8
 Spread = Literal["tokens", "whole"]
@@ -26,7 +26,9 @@ def experts(place: Place) -> Iterator[Operator]:
     stream, rows = model.d_model * width, routed_rows(place) / place.tokens
     arrived = rows * (place.profile.imbalance if place.ep > 1 else 1)
     yield _router(place, spread, rows)
-    yield _moving(place, "dispatch", rows, SavedTensor("places", 2 * INDEX * rows, spread))
+    # A row's token and its choice, and for each bias its expert.
+    places = 2 + model.bias * (2 + model.gated)
+    yield _moving(place, "dispatch", rows, SavedTensor("places", places * INDEX * rows, spread))
     up, activation, down = mlp(
         place, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts)
     )
@@ -75,7 +77,7 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
             SavedTensor("scores", moe.n_experts * WIDE * (2 if moe.z_loss else 1), spread),
             SavedTensor("gates", gates + rows * place.width, spread),
         ),
-        messages=(*enter_feed_forward(place), *_routing_messages(place)),
+        messages=(*enter(place), *_routing_messages(place)),
     )
 
 

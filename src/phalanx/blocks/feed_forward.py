@@ -7,14 +7,7 @@ from dataclasses import replace
 
 from phalanx.blocks.operator import PLAIN, MemoryBound, Operator, SavedTensor, Weight
 from phalanx.blocks.place import Place
-from phalanx.blocks.residual import (
-    enter_feed_forward,
-    gathered,
-    leave,
-    linear_weights,
-    needs_sum,
-    sum_gradient,
-)
+from phalanx.blocks.residual import enter, leave, linear_weights
 from phalanx.config.model import ModelConfig
 
 ROWS, COLUMNS = PLAIN._replace(cut="rows"), PLAIN._replace(cut="columns")
@@ -28,14 +21,12 @@ def dense(place: Place) -> Iterator[Operator]:
         up.name,
         up.weights,
         up.rows,
-        saved=(SavedTensor("up", place.model.d_model * place.read, gathered(place)),),
+        saved=(SavedTensor("up", place.model.d_model * place.read, "gathered"),),
         results=gate_result(place, place.model.ff_size),
-        messages=tuple(enter_feed_forward(place, regather=True)),
+        messages=tuple(enter(place, regather=True)),
     )
     yield activation
-    # The last matrix is summed with what it saves; the sum of a parallel block comes after it.
-    again = not place.model.parallel_block or needs_sum(place.model)
-    yield replace(down, results=down_result(place)).sending(*leave(place, again=again))
+    yield replace(down, results=down_result(place)).sending(*leave(place))
 
 
 def gate_result(place: Place, width: int) -> tuple[SavedTensor]:
@@ -91,8 +82,7 @@ def down_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = Fal
     kind = COLUMNS._replace(tiled=tiled)
     weight, *bias = linear_weights(f"{name}.down", model.d_model, width, model.bias, kind, cuts_bias=False)
     # In a mixture of experts gates multiply the bias, so each rank computes a part of its gradient.
-    gradient = sum_gradient(model) if name == "mlp" else "partial"
-    return weight, *(one._replace(gradient=gradient) for one in bias)
+    return weight, *(one._replace(gradient="tokens" if name == "mlp" else "partial") for one in bias)
 
 
 def hidden_bytes(place: Place) -> int:

@@ -4,6 +4,7 @@ own: one object each."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from phalanx.blocks.operator import Operator
 from phalanx.blocks.place import Place
 from phalanx.blocks.probe import kind_problems
 from phalanx.blocks.problems import expert_problems, latent_problems
-from phalanx.blocks.residual import halves_sum, norm, residual
+from phalanx.blocks.residual import norm, residual, sum_of_halves
 from phalanx.blocks.shrink import fewer_experts, smaller_latents
 from phalanx.config.model import ModelConfig
 from phalanx.registry import Registry
@@ -140,10 +141,14 @@ def block(place: Place, kind: BlockKind) -> tuple[Operator, ...]:
 
 def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...]:
     """Returns the operators of one half of a block in the order of its forward pass."""
+    together = place.model.parallel_block
     if half == "attention":
-        return _attention_half(place._replace(ep=1, window=kind.window), kind.attention)
+        exchange = "enter" if together else "both"
+        return _attention_half(place._replace(ep=1, window=kind.window, exchange=exchange), kind.attention)
+    exchange = "leave" if together else "both"
     # Feed-forward layers do not depend on which context ranks form a ring.
-    return _feed_forward_half(place._replace(ring=place.cp, ulysses=1, ring_rank=None), kind.feed_forward)
+    place = place._replace(ring=place.cp, ulysses=1, ring_rank=None, exchange=exchange)
+    return _feed_forward_half(place, kind.feed_forward)
 
 
 @lru_cache(maxsize=20_000)
@@ -159,13 +164,21 @@ def _feed_forward_half(place: Place, feed_forward: str) -> tuple[Operator, ...]:
 def _between_norms(place: Place, name: str, half: Iterator[Operator], *, first: bool) -> Iterator[Operator]:
     """Yields the operators of a half with its norms and, where it ends on the residual stream, the sum."""
     model = place.model
+    if model.parallel_block:
+        yield from map(_of_all_tokens, (norm(place, f"{name}_norm", first=first), *half))
+        if not first:
+            yield from sum_of_halves(place)
+        return
     if model.norms_inputs:
         yield norm(place, f"{name}_norm", first=first)
     yield from half
     if model.norms_outputs:
         yield norm(place, f"{name}_post_norm", first=first and not model.norms_inputs)
-    if not model.parallel_block:
-        yield residual(place, name)
-    elif not first:
-        yield halves_sum(place)
-        yield residual(place, "block")
+    yield residual(place, name)
+
+
+def _of_all_tokens(operator: Operator) -> Operator:
+    """Returns an operator of a parallel block, whose tensor ranks compute with all tokens, each for its own heads and
+    columns: of a weight that every rank holds, norms' among them, a rank has a part of the gradient."""
+    partial = (one._replace(gradient="partial") if one.gradient == "tokens" else one for one in operator.weights)
+    return replace(operator, weights=tuple(partial))

@@ -93,8 +93,6 @@ def is_expert(name: str) -> bool:
 
 PLAIN = Weight("", ())
 """A weight that every tensor rank holds whole."""
-PARTIAL = PLAIN._replace(gradient="partial")
-"""Such a weight of which each tensor rank computes a part of the gradient: that of its heads or columns."""
 
 
 class Product(NamedTuple):
@@ -222,6 +220,8 @@ class Operator:
     """Results that selective recomputation by operator keeps in place of `saved` (torchtitan's `op`): of every two
     matrix products, wq, wk, wv, wo, gate, up, down, the first, attention, and what a reduce-scatter writes."""
     messages: tuple[Message, ...] = ()
+    workspace: float = 0.0
+    """Bytes that its backward pass needs for a moment besides what blocks save, on this rank."""
 
     def product(self, tp: int, ep: int) -> Product | None:
         """Returns the product with all matrices that read the same input, as one; None if there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from phalanx.blocks.memory_profile import PHALANX, MemoryProfile
 from phalanx.blocks.operator import Message
@@ -38,6 +38,9 @@ class Place(NamedTuple):
     """Keys that a query of this layer sees at most, fewer than the sequence has; 0: all. Set by the kind of block."""
     ring_rank: int | None = None
     """Position in the ring, on which messages depend with a window; None: a position with the most bytes."""
+    exchange: Literal["both", "enter", "leave"] = "both"
+    """Messages between the residual stream and a half of a block: off it and onto it, or in a parallel block off it
+    before the first half and onto it after the second. Set by the kind of block."""
 
     @property
     def cp(self) -> int:
@@ -65,8 +68,9 @@ class Place(NamedTuple):
 
     @property
     def regathers(self) -> bool:
-        """Whether gathered inputs are dropped after the forward pass and gathered again in the backward pass."""
-        return self.sp_regather or self.profile.regathers
+        """Whether gathered inputs are dropped after the forward pass and gathered again in the backward pass. What a
+        parallel block gathers is the input of its norms, not of matrices."""
+        return (self.sp_regather or self.profile.regathers) and not self.model.parallel_block
 
     def bytes_of(self, message: Message) -> float:
         """Returns the bytes of a message's tensor."""

@@ -8,26 +8,23 @@ reduce-scatter (Korthikanti et al. 2022, section 4.2.2).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
-from phalanx.blocks.operator import PARTIAL, PLAIN, Gradient, MemoryBound, Message, Operator, SavedTensor, Weight
+from phalanx.blocks.operator import PLAIN, MemoryBound, Message, Operator, SavedTensor, Weight
 from phalanx.blocks.place import Place
 from phalanx.config.model import ModelConfig
 
 
 def norm(place: Place, name: str, *, first: bool = False) -> Operator:
     """Returns a norm before or after a half of a block, the `first` of the block or another. It reads and writes the
-    stream; backward it reads the gradient and the input and writes a gradient.
-
-    In a parallel block every tensor rank normalises all tokens, for its own heads and columns: both norms read one
-    input, and each rank computes a part of their weights' gradients."""
+    stream; backward it reads the gradient and the input and writes a gradient. In a parallel block both norms read one
+    input, of all tokens."""
     model, together = place.model, place.model.parallel_block
     numbers = place.hidden / (1 if together else place.token_share)
     stream = model.d_model * place.width
     saved = SavedTensor(name, stream, "whole" if together else "tokens")
     return Operator(
         name,
-        norm_weights(model, name, model.d_model, PARTIAL if together else PLAIN),
+        norm_weights(model, name, model.d_model),
         memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, norm_kernels(model)),),
         saved=(saved,) if first or not together else (),
         results=(SavedTensor("block input", stream, "tokens"),) if first else (),
@@ -46,61 +43,43 @@ def residual(place: Place, name: str) -> Operator:
     )
 
 
-def halves_sum(place: Place) -> Operator:
-    """Returns the sum of a parallel block's halves over all tokens: forward of their outputs, backward of the gradients
-    of their inputs."""
-    return Operator("halves", memory_bound=(MemoryBound("halves", 3 * place.hidden, 3 * place.hidden),))
+def sum_of_halves(place: Place) -> tuple[Operator, Operator]:
+    """Returns the sums at the end of a parallel block: of its halves, for all tokens (backward: of the gradients of
+    their inputs), and onto the residual stream."""
+    halves = MemoryBound("halves", 3 * place.hidden, 3 * place.hidden)
+    return Operator("halves", memory_bound=(halves,)), residual(place, "block")
 
 
 def enter(place: Place, *, regather: bool = False) -> Iterator[Message]:
     """Yields the messages off the residual stream: every tensor rank gets the whole input of the matrices.
 
     `regather`: the gathered input is not saved, but gathered again during the computation of weight gradients, or by a
-    repeated forward pass. A parallel block gathers what its norms read, which is saved."""
+    repeated forward pass."""
+    if place.exchange == "leave":
+        return
     if place.sp:
         yield Message("tp", "all_gather", place.hidden, forward=1, full=1)
     yield Message("tp", "reduce_scatter" if place.sp else "all_reduce", place.hidden, backward=1)
-    if regather and place.sp and place.regathers and not place.model.parallel_block:
+    if regather and place.sp and place.regathers:
         yield Message("tp", "all_gather", place.hidden, backward=1, spared=True, beside="weight_gradients")
-
-
-def enter_feed_forward(place: Place, *, regather: bool = False) -> Iterator[Message]:
-    """Yields the messages between the residual stream and the second half of a block: none in a parallel block, which
-    has entered with its first half."""
-    if not place.model.parallel_block:
-        yield from enter(place, regather=regather)
 
 
 def leave(place: Place, *, again: bool = True) -> Iterator[Message]:
     """Yields the messages onto the residual stream, which sum the tensor ranks' partial results. `again`: a repeated
-    forward pass needs it."""
+    forward pass needs it, as the last matrix is summed with what it saves. The sum of a parallel block comes after
+    it."""
+    if place.exchange == "enter":
+        return
+    again = again if place.exchange == "both" else needs_sum(place.model)
     yield Message("tp", "reduce_scatter" if place.sp else "all_reduce", place.hidden, forward=1, full=again)
     if place.sp:
         yield Message("tp", "all_gather", place.hidden, backward=1)
 
 
-def leave_attention(place: Place) -> Iterator[Message]:
-    """Yields the messages from the first half of a block onto the residual stream: none in a parallel block, which
-    leaves with its second half."""
-    if not place.model.parallel_block:
-        yield from leave(place)
-
-
 def needs_sum(model: ModelConfig) -> bool:
-    """Returns whether something after the sum over tensor ranks saves a tensor, so that a repeated forward pass of a
-    block reaches it: the mask of a dropout, or the input of a norm."""
+    """Returns whether something after a block's sum over tensor ranks saves a tensor, so that a repeated forward pass
+    reaches it: the mask of a dropout, or the input of a norm."""
     return model.dropout > 0 or model.norms_outputs
-
-
-def gathered(place: Place) -> Literal["whole", "gathered"]:
-    """Returns how tensor ranks share the saved input of the matrices that read the residual stream."""
-    return "whole" if place.model.parallel_block else "gathered"
-
-
-def sum_gradient(model: ModelConfig) -> Gradient:
-    """Returns how tensor ranks compute the gradient of a bias that is added to the residual stream. In a parallel block
-    one of them adds it, before their outputs are summed."""
-    return "partial" if model.parallel_block else "tokens"
 
 
 def linear_weights(

@@ -10,6 +10,7 @@ from math import gcd
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
 from phalanx.blocks.parameters import block_weights
 from phalanx.blocks.place import Place
+from phalanx.check.optimizer import block_problems
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -28,6 +29,7 @@ def layout_problems(job: Job) -> Iterator[Problem]:
     if layout.sp_regather and not layout.sp:
         yield "layout.sp_regather", "is a part of sequence parallelism; nearest legal: sp=true, or sp_regather=false"
     yield from _tiles(job)
+    yield from block_problems(job)
     if layout.accumulate == "sharded" and layout.zero == 1:
         yield (
             "layout.accumulate",

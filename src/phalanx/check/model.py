@@ -89,11 +89,11 @@ def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
                 f"{nearest_of(range(max(2, head - 1), head + 2, 2), head, 2)}",
             )
         else:
-            near = nearest_of(range(2, head + 1, 2), size, 2) if head > 1 else "none"
+            near = (number for number in (size // 2 * 2, size // 2 * 2 + 2) if 0 < number <= head)
             yield (
                 "model.rotary_fraction",
                 f"rotary positions turn pairs: head_size {head} × {model.rotary_fraction:g} = {size} must be even and "
-                f"above 0; nearest numbers of elements: {near}",
+                f"above 0; nearest: {', '.join(f'{number / head:g}' for number in near)}",
             )
     if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast < scaling.beta_slow:
         yield (

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.check.layout import Problem
 from phalanx.config.job import Job
 from phalanx.errors import JobError
 from phalanx.nearest import divisors, nearest_of
 from phalanx.optimizers.blocks import block_of
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
 from phalanx.optimizers.facts import extra_options, unread
-from phalanx.partition.tensor_slices import slice_of
+from phalanx.partition.tensor_slices import slice_of, tile
 
 
-def optimizer_problems(job: Job) -> Iterator[Problem]:
+def optimizer_problems(job: Job) -> Iterator[tuple[str, str]]:
     """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
     config = job.optimizer
     try:
@@ -34,22 +33,32 @@ def optimizer_problems(job: Job) -> Iterator[Problem]:
         extra_options(config)
     except ValueError as error:
         yield "optimizer.options", str(error)
-    yield from _blocks(job) if entry.granularity == "block" else ()
-    if config.name == "sgd" and config.nesterov and not config.momentum:
+    if "nesterov" in entry.options and config.nesterov and not config.momentum:
         yield "optimizer.nesterov", "Nesterov's momentum needs a momentum above 0; nearest legal: nesterov=false"
+    layout = job.layout
+    if entry.needs_whole_matrices and layout.sync == "asp" and layout.tp * layout.shard_ranks > 1:
+        yield (
+            "layout.sync",
+            f"with asp each rank's server updates by itself, but {config.name} needs whole matrices of all "
+            f"{layout.tp * layout.shard_ranks} ranks that share them; nearest legal: sync=bsp, or tp=1 and dp_shard=1",
+        )
 
 
-def _blocks(job: Job) -> Iterator[Problem]:
-    """Yields the tensor-parallel degree that cuts blocks of rows."""
-    tp, model = job.layout.tp, job.model
-    for name, whole in parameter_shapes(model, model.vocab_size or 1).items() if tp > 1 else ():
-        held, block = slice_of(name, whole, model, tp, 0), block_of(whole)
-        if block and held.dim == len(whole) - 1 and held.size % block:
-            legal = [ranks for ranks in divisors(whole[-1] // block) if ranks < tp]
-            yield (
-                "layout.tp",
-                f"{job.optimizer.name} has a scale per {block} elements of a row, and tp {tp} cuts the rows of {name} "
-                f"({whole[-1]}) into parts of {held.size}; nearest legal tp: {nearest_of(legal, tp)}, or "
-                "optimizer=adamw",
-            )
-            return
+def block_problems(job: Job) -> Iterator[tuple[str, str]]:
+    """Yields the tensor ranks, or the tiles, that cut the blocks over which an optimizer's state has a scale."""
+    layout, model, name = job.layout, job.model, job.optimizer.name
+    if name not in OPTIMIZERS or OPTIMIZERS[name].granularity != "block":
+        return
+    for field in ("tp", "tiles"):
+        parts = getattr(layout, field)
+        for weight, whole in parameter_shapes(model, model.vocab_size or 1).items() if parts > 1 else ():
+            held = slice_of(weight, whole, model, parts, 0) if field == "tp" else tile(weight, whole, parts, model)[0]
+            block = block_of(whole)
+            if block and held.dim == len(whole) - 1 and held.size % block:
+                legal = nearest_of((n for n in divisors(whole[-1] // block) if n < parts), parts)
+                yield (
+                    f"layout.{field}",
+                    f"{name} has a scale per {block} elements of a row, and {field} {parts} cuts the rows of {weight} "
+                    f"({whole[-1]}) into parts of {held.size}; nearest legal {field}: {legal}, or optimizer=adamw",
+                )
+                break

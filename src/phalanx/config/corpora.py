@@ -69,8 +69,20 @@ def setting_problems(settings: Iterable[str], *stated: object) -> Iterator[str]:
             yield f"data has no field {name!r} (fields: {', '.join(sorted(known))})"
 
 
+def rules_problems(rules: Rules) -> Iterator[str]:
+    """Yields why rules are none: they must yield pairs of texts for any job's data."""
+    try:
+        found = list(rules(Data()))
+    except Exception as error:
+        yield f"rules failed for the default data: {type(error).__name__}: {error}"
+        return
+    if not all(isinstance(pair, tuple) and list(map(type, pair)) == [str, str] for pair in found):
+        yield f"rules must yield pairs of a field's path and a message, yielded {found!r}"
+
+
 def _entry_problems(name: str, entry: CorpusEntry) -> Iterator[str]:
     """Yields the problems of an entry that is added."""
+    yield from rules_problems(entry.rules)
     yield from setting_problems(entry.settings, entry.count, entry.vocab)
     computed = entry.documents != CorpusEntry.documents
     if entry.tokens is None and entry.files is None and not computed:

@@ -18,6 +18,11 @@ _NAMES = {
     # the model
     "model.seq_len": "max_position_embeddings max_seq_len",
     "model.window": "sliding_window window_size",
+    "model.full_every": "sliding_window_pattern",
+    "model.qk_norm": "qk_layernorm use_qk_norm",
+    "model.attention_softcap": "attn_logit_softcapping",
+    "model.rotary_fraction": "partial_rotary_factor rotary_pct rotary_percent",
+    "model.window_rope_theta": "rope_local_base_freq",
     "model.d_model": "hidden hidden_size",
     "model.n_layers": "layers num_hidden_layers num_layers",
     "model.n_heads": "heads num_attention_heads",

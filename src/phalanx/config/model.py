@@ -130,8 +130,8 @@ class ModelConfig(Hashed):
     """Sliding-window attention: keys that a query sees at most, its own and those right before it (Mistral 7B, Jiang et
     al. 2023, section 2); 0 means all of them."""
     full_every: Annotated[int, AtLeast(0)] = 0
-    """With a window: every so-manieth layer attends to all keys, counted from 1 (Gemma 2 and gpt-oss: 2, Gemma 3: 6); 0
-    means no layer."""
+    """With a window: every n-th layer attends to all keys, with n this number, counted from 1 (Gemma 2 and gpt-oss: 2,
+    Gemma 3: 6); 0 means no layer."""
     attention: str = ""
     """Kind of attention: heads, latent, or one that a package adds (docs/extending.md); a list such as latent,heads
     repeats over the layers; empty: latent with mla.kv_rank, otherwise heads."""

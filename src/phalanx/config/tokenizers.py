@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.config.corpora import CORPORA, Rules, no_rules, number_of, setting_problems
+from phalanx.config.corpora import CORPORA, Rules, no_rules, number_of, rules_problems, setting_problems
 from phalanx.config.data import Data
 from phalanx.facts import Lazy, stated
 from phalanx.registry import Registry
@@ -47,6 +47,7 @@ def _bpe_problems(data: Data) -> Iterator[tuple[str, str]]:
 
 def _entry_problems(name: str, entry: TokenizerEntry) -> Iterator[str]:
     """Yields the problems of an entry that is added."""
+    yield from rules_problems(entry.rules)
     yield from setting_problems(entry.settings, entry.vocab)
     if isinstance(entry.vocab, int) and entry.vocab < 0:
         yield f"vocab must not be negative, is {entry.vocab}"

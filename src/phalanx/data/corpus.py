@@ -23,7 +23,7 @@ from phalanx.bounded import open_regular, parse_json
 from phalanx.config.corpora import CORPORA
 from phalanx.config.data import Data
 from phalanx.data.shakespeare import find_shakespeare
-from phalanx.errors import DataError
+from phalanx.errors import DataError, ExtensionError
 from phalanx.units import gib
 
 SEGMENT_CHARACTERS = 1 << 20
@@ -73,7 +73,10 @@ def sources(data: Data) -> list[Path]:
     not there."""
     if CORPORA[data.corpus].files is None:
         return []
-    return CORPORA.code(data.corpus, "files")(data)
+    files = CORPORA.code(data.corpus, "files")(data)
+    if not (isinstance(files, list) and all(isinstance(file, Path) for file in files)):
+        raise ExtensionError(f"{_whose(data)}: files returned {type(files).__name__}, not a list of paths")
+    return files
 
 
 def describe(data: Data) -> str:
@@ -101,7 +104,7 @@ def segments(files: list[Path], data: Data) -> Iterator[Segment]:
     first = True
     for document in CORPORA.code(data.corpus, "documents")(files, data):
         starts = True
-        for text in _cut(document):
+        for text in _cut(_texts(document, data)):
             content = text.encode()[:left]
             left -= len(content)
             kept = content.decode(errors="ignore")  # the limit may fall inside a character
@@ -110,6 +113,17 @@ def segments(files: list[Path], data: Data) -> Iterator[Segment]:
                 first = starts = False
             if left == 0:
                 return
+
+
+def _texts(document: Iterable[str], data: Data) -> Iterator[str]:
+    for text in document:
+        if not isinstance(text, str):
+            raise ExtensionError(f"{_whose(data)}: documents yielded a part of type {type(text).__name__}, not text")
+        yield text
+
+
+def _whose(data: Data) -> str:
+    return f"corpus {data.corpus!r} of {CORPORA.owner(data.corpus)}"
 
 
 def scan(parts: Iterable[Segment]) -> Scan:

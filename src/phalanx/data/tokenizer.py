@@ -23,7 +23,7 @@ from phalanx.config.data import Data
 from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.data.corpus import code_points
 from phalanx.data.files import write_atomic
-from phalanx.errors import DataError, ExtensionError
+from phalanx.errors import DataError, ExtensionError, PhalanxError
 
 FILE = "tokenizer.json"
 FORMAT = "phalanx-tokenizer"
@@ -272,8 +272,8 @@ def check_tokenizer_class(kind: str, made: object) -> None:
     """Raises ExtensionError, naming the package, with everything that the tokenizer which a kind of the table has made
     lacks: sizes, a definition that is read back, and ids that stand for a text."""
     if problems := list(_class_problems(kind, made)):
-        owner = f"tokenizer {kind!r} of package {TOKENIZERS.package(kind) or 'this process'}"
-        raise ExtensionError([f"{owner}: {problem}" for problem in problems])
+        whose = f"tokenizer {kind!r} of {TOKENIZERS.owner(kind)}"
+        raise ExtensionError([f"{whose}: {problem}" for problem in problems])
 
 
 def _class_problems(kind: str, made: object) -> Iterator[str]:
@@ -310,10 +310,26 @@ def read_definition(stored: Mapping[str, object]) -> Tokenizer:
         if kind == "number" and isinstance(size, int) and size > 0:
             return NumberTokenizer(size)
         if isinstance(kind, str) and kind in TOKENIZERS and TOKENIZERS[kind].read is not None:
-            return TOKENIZERS.code(kind, "read")(stored)
+            return _read(kind, stored)
     readable = [name for name, entry in TOKENIZERS.items() if entry.read is not None]
     found = {name: stored.get(name) for name in ("version", "kind")}
-    raise ValueError(f"expected a {', '.join(readable)} or number tokenizer of version {VERSION}, found {found}")
+    hint = "; is the package that adds it installed?" if isinstance(kind, str) and kind not in TOKENIZERS else ""
+    raise ValueError(f"expected a {', '.join(readable)} or number tokenizer of version {VERSION}, found {found}{hint}")
+
+
+def _read(kind: str, stored: Mapping[str, object]) -> Tokenizer:
+    """Returns what a kind of the table reads. Whatever a file holds, the answer is one message."""
+    whose = f"tokenizer {kind!r} of {TOKENIZERS.owner(kind)}"
+    read = TOKENIZERS.code(kind, "read")
+    try:
+        tokenizer = read(stored)
+    except (ValueError, PhalanxError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{whose} cannot read it: {type(error).__name__}: {error}") from error
+    if not isinstance(tokenizer, Tokenizer):
+        raise ExtensionError(f"{whose}: read returned {type(tokenizer).__name__}, not a Tokenizer")
+    return tokenizer
 
 
 def _from_definition(stored: Mapping[str, object], file: Path) -> Tokenizer:

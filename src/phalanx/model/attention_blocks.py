@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.blocks.attention_runs import MOST_CAPPED_SCORES
+
 _SCORES = 2**26
 """Scores that the step by step form has at once: it goes through the queries in runs."""
 
@@ -71,8 +73,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scoring: Scoring = PLAIN
         o, lse = kernel(*padded, seen, scoring.scale_of(q))
         return o[..., : v.shape[-1]], lse
     outputs, sums = [], []
-    for rows in _runs(q, k):
-        scores = _masked(capped(_scores(q[:, :, rows], k, scoring), scoring.softcap), seen, rows)
+    for rows in _runs(q, k, scoring):
+        scores = _masked(_scores(q[:, :, rows], k, scoring), seen, rows)
         lse = scores.logsumexp(dim=-1)
         probabilities = _probabilities(scores, lse)
         o = _fold(_dropped(probabilities, seen, rows).to(v.dtype), k.shape[1]) @ v
@@ -102,19 +104,19 @@ def gradients(
         return of_q[..., : q.shape[-1]], of_k[..., : k.shape[-1]], of_v[..., :width]
     wide, scale, kv_heads = lse.dtype, scoring.scale_of(q), k.shape[1]
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for rows in _runs(q, k):
+    for rows in _runs(q, k, scoring):
         query, given = q[:, :, rows], gradient[:, :, rows]
-        scores = capped(_scores(query, k, scoring), scoring.softcap)
+        scores = _scores(query, k, scoring)
         # Of c tanh(s / c), before unseen keys get -inf.
-        slope = 1 - (scores / scoring.softcap).square_() if scoring.softcap else None
+        slope = (scores / scoring.softcap).square_().neg_().add_(1) if scoring.softcap else None
         probabilities = _probabilities(_masked(scores, seen, rows), lse[:, :, rows])
         passed = (_fold(given, kv_heads) @ v.transpose(-2, -1)).view_as(probabilities).to(wide)
         used, passed = _dropped(probabilities, seen, rows), _dropped(passed, seen, rows)
         of_v += _fold(used.to(v.dtype), kv_heads).transpose(-2, -1) @ _fold(given, kv_heads)
         # The sum over all keys of p dp, which makes the rows of the softmax's gradient sum to nothing.
         delta = (given.to(wide) * o[:, :, rows].to(wide)).sum(dim=-1, keepdim=True)
-        of_scores = probabilities * (passed - delta) * scale
-        of_scores = _fold((of_scores if slope is None else of_scores * slope).to(q.dtype), kv_heads)
+        of_scores = passed.sub_(delta).mul_(probabilities).mul_(scale)
+        of_scores = _fold((of_scores if slope is None else of_scores.mul_(slope)).to(q.dtype), kv_heads)
         of_q[:, :, rows] = (of_scores @ k).view_as(query)
         of_k += of_scores.transpose(-2, -1) @ _fold(query, kv_heads)
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
@@ -186,17 +188,19 @@ def _widened(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
-def _runs(q: Tensor, k: Tensor) -> Iterator[slice]:
+def _runs(q: Tensor, k: Tensor, scoring: Scoring) -> Iterator[slice]:
     """Yields runs of queries whose scores fit."""
-    length = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    most = MOST_CAPPED_SCORES if scoring.softcap else _SCORES // q.shape[0]
+    length = max(1, most // (q.shape[1] * k.shape[2]))
     return (slice(start, start + length) for start in range(0, q.shape[2], length))
 
 
 def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
-    """Returns scores of all keys, not yet capped, in at least fp32, (batch, heads, queries, keys)."""
+    """Returns scores of all keys in at least fp32, (batch, heads, queries, keys)."""
     batch, heads, queries, _ = q.shape
     scores = _fold(q * scoring.scale_of(q), k.shape[1]) @ k.transpose(-2, -1)
-    return scores.view(batch, heads, queries, k.shape[2]).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores.view(batch, heads, queries, k.shape[2]).to(torch.promote_types(q.dtype, torch.float32))
+    return scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap) if scoring.softcap else scores
 
 
 def _masked(scores: Tensor, seen: Seen, rows: slice) -> Tensor:

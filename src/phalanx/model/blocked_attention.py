@@ -15,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.blocks.attention_runs import capped_run
 from phalanx.model.attention_blocks import PLAIN_SCORING, Scoring, Seen, attend, gradients
 from phalanx.model.window import visible
-from phalanx.partition.sequence import LEAST_RUN, window_blocks
-
-_RUNS = 8
-"""Runs of queries in which capped scores of whole sequences are computed: an eighth of a sequence sees on average half
-of the keys, and a sixteenth more."""
+from phalanx.partition.sequence import window_blocks
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def _runs(queries: range, keys: int, reach: Reach) -> Iterator[tuple[range, rang
     if reach.window:
         yield from window_blocks(queries, range(keys), reach.window)
         return
-    length = max(LEAST_RUN, -(-len(queries) // _RUNS))
+    length = capped_run(len(queries))
     for start in range(queries.start, queries.stop, length):
         run = range(start, min(start + length, queries.stop))
         yield run, range(run.stop)

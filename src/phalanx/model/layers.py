@@ -67,45 +67,47 @@ section 2.2, and its code)."""
 
 class _ClampedGate(torch.autograd.Function):
     """(up + 1) gate σ(1.702 gate), where the gate is at most 7 and up lies within ±7. It saves its two inputs and
-    computes the rest again: autograd alone would save six tensors of this size."""
+    computes the rest again, in two buffers: autograd alone would save six tensors of this size."""
 
     @staticmethod
-    def forward(ctx: Any, wide: Tensor, gate: Tensor) -> Tensor:
-        ctx.save_for_backward(wide, gate)
-        gate = gate.clamp(max=CLAMP)
-        return (wide.clamp(-CLAMP, CLAMP) + 1) * (gate * torch.sigmoid(SHARPNESS * gate))
+    def forward(ctx: Any, up: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(up, gate)
+        below = gate.clamp(max=CLAMP)
+        gated = (SHARPNESS * below).sigmoid_().mul_(below)
+        del below
+        return up.clamp(-CLAMP, CLAMP).add_(1).mul_(gated)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor]:
-        wide, gate = ctx.saved_tensors
+        up, gate = ctx.saved_tensors
         (gradient,) = grad_outputs
-        below = gate.clamp(max=CLAMP)
-        sigmoid = torch.sigmoid(SHARPNESS * below)
-        of_wide = gradient * (below * sigmoid) * (wide.abs() <= CLAMP)
-        slope = sigmoid * (1 + SHARPNESS * below * (1 - sigmoid)) * (gate <= CLAMP)
-        return of_wide, gradient * (wide.clamp(-CLAMP, CLAMP) + 1) * slope
+        # gate σ(1.702 gate) is silu(1.702 gate) / 1.702, and its derivative that of the SiLU.
+        sharp = gate.clamp(max=CLAMP).mul_(SHARPNESS)
+        of_gate = up.clamp(-CLAMP, CLAMP).add_(1).mul_(gradient)
+        torch.ops.aten.silu_backward(of_gate, sharp, grad_input=of_gate)
+        of_gate.mul_(gate <= CLAMP)
+        of_up = F.silu(sharp, inplace=True).mul_(1 / SHARPNESS).mul_(gradient)
+        return of_up.mul_((up <= CLAMP).logical_and_(up >= -CLAMP)), of_gate
 
 
 class _SoftCap(torch.autograd.Function):
-    """cap tanh(x / cap), in the memory of x: its derivative follows from the result."""
+    """cap tanh(x / cap). It saves its result alone, from which the derivative follows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
-        ctx.mark_dirty(x)
-        x.div_(cap).tanh_().mul_(cap)
-        ctx.save_for_backward(x)
+        y = (x / cap).tanh_().mul_(cap)
+        ctx.save_for_backward(y)
         ctx.cap = cap
-        return x
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
-        return grad_outputs[0] * (1 - (y / ctx.cap).square_()), None
+        return (y / ctx.cap).square_().neg_().add_(1).mul_(grad_outputs[0]), None
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """Replaces `x`, of any shape, by cap tanh(x / cap) in place, and returns it. `x` must be a result that nothing else
-    needs, such as that of a matrix product (Gemma 2, Gemma Team 2024, section 2)."""
+    """Returns cap tanh(x / cap), in the shape of `x` (Gemma 2, Gemma Team 2024, section 2)."""
     return _SoftCap.apply(x, cap)  # pyright: ignore[reportReturnType]
 
 

@@ -36,8 +36,9 @@ def _lion_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind, 
 
 
 def _lion_moved(config: Optimizer, name: str, shape: Shape) -> float:
-    """Returns 20: it reads weight, momentum and gradient, and writes the first two."""
-    return 20
+    """Returns the bytes of its six kernels: the interpolation of momentum and gradient (12), its sign where it is large
+    enough (16), decay (8) and step (12) of the weight, and the momentum's own interpolation (12)."""
+    return 60
 
 
 def _adamw8bit_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind, ...]:
@@ -48,8 +49,10 @@ def _adamw8bit_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateK
 
 
 def _adamw8bit_moved(config: Optimizer, name: str, shape: Shape) -> float:
-    """Returns the bytes of reading the weight and the gradient, and writing the weight, besides those of the state."""
-    return 12 + 2 * sum((tensor.bytes or 4) / tensor.block for tensor in _adamw8bit_state(config, name, shape))
+    """Returns the bytes of its kernels: the step on moments in fp32 (80), and for each of the two that has codes 21 to
+    read these and 81 to find new ones: magnitude (8), largest (4), scaled (8), its cell (8), the cell's code (12), the
+    next bound (12), compared and added (20), with the sign, as a byte (9)."""
+    return 80 + (2 * (21 + 81) if block_of(shape) else 0)
 
 
 def _muon_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind, ...]:

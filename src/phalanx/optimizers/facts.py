@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
-from math import prod
+from math import isfinite, prod
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.model import ModelConfig
@@ -92,9 +92,8 @@ def extra_options(config: Optimizer) -> dict[str, float]:
     wrong = []
     for part in filter(None, (part.strip() for part in config.options.split(","))):
         name, _, text = (word.strip() for word in part.partition("="))
-        try:
-            value = float(text)
-        except ValueError:
+        value = _number(text)
+        if value is None:
             wrong.append(f"{part!r} is not name=number")
             continue
         if name not in found:
@@ -108,6 +107,14 @@ def extra_options(config: Optimizer) -> dict[str, float]:
     if wrong:
         raise ValueError("; ".join(wrong))
     return found
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if isfinite(value) else None
 
 
 def unread(config: Optimizer) -> list[str]:

@@ -223,12 +223,12 @@ def _flat(matrix: Tensor, part: TensorSlice) -> Tensor:
 def _computed(matrices: list[Tensor], compute: Compute) -> list[Tensor]:
     """Returns the results for matrices; those of one shape are computed together. Empties the list."""
     of_shape: dict[torch.Size, list[int]] = {}
-    for place, matrix in enumerate(matrices):
-        of_shape.setdefault(matrix.shape, []).append(place)
-    batches = []
-    for places in of_shape.values():
-        several = [matrices[place] for place in places]
-        batches.append(several[0].unsqueeze(0) if len(several) == 1 else torch.stack(several))
+    for place, shape in enumerate([matrix.shape for matrix in matrices]):
+        of_shape.setdefault(shape, []).append(place)
+    batches = [
+        matrices[places[0]].unsqueeze(0) if len(places) == 1 else torch.stack([matrices[place] for place in places])
+        for places in of_shape.values()
+    ]
     matrices.clear()
     results: dict[int, Tensor] = {}
     for places in of_shape.values():

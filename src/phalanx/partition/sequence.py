@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.blocks.attention_runs import LEAST_RUN, window_run
 from phalanx.blocks.ring import zigzag_runs
 from phalanx.config.layout import Layout
-
-LEAST_RUN = 128
-"""Fewest queries of sliding-window attention that are computed in one call, where there are as many."""
 
 
 def rank_positions(layout: Layout, seq_len: int, rank: int, slices: int = 1) -> list[range]:
@@ -43,10 +41,9 @@ def window_blocks(queries: range, keys: range, window: int) -> Iterator[tuple[ra
     """Yields blocks of queries and keys, by position, that hold all pairs that a causal mask and a window leave of
     `queries` and `keys`: runs of queries, each with the keys that some of them see.
 
-    One block suffices where the window reaches over all, else runs are a quarter of the window: a block then has at
-    most five keys for four that a query sees."""
+    One block suffices where the window reaches over all."""
     queries = range(max(queries.start, keys.start), min(queries.stop, keys.stop - 1 + window))
-    length = window if queries.stop - keys.start <= window else max(LEAST_RUN, window // 4)
+    length = window if queries.stop - keys.start <= window else window_run(window, LEAST_RUN)
     for start in range(queries.start, queries.stop, length):
         run = range(start, min(start + length, queries.stop))
         seen = range(max(keys.start, run.start - window + 1), min(keys.stop, run.stop))

@@ -58,6 +58,9 @@ def entry_problems(name: str, entry: ScheduleEntry) -> Iterator[str]:
     if not built:
         yield "refuses: no pipeline of 2 to 4 ranks is left"
         return
+    for ranks in {line.ranks for line in built}:
+        if not any(line.micros <= 2 * line.ranks for line in built if line.ranks == ranks):
+            yield f"refuses: {ranks} ranks take no number of micro-batches up to {2 * ranks}, but larger ones"
     for fact, contradictions in FACTS.items():
         try:
             contradiction = next(contradictions(entry, built), "")

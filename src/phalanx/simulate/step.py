@@ -51,7 +51,10 @@ def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> floa
     period = 0 if is_file(name) else catalogue.SCHEDULES[name].period(pp)
     settled = period * max(SETTLED_PERIODS, ceil(SETTLED_MICRO_BATCHES / pp))
     while 0 < 2 * settled < m:
-        least, most = _extrapolated(spec, disturbance, period, settled + m % period)
+        fewer = settled + m % period
+        if any(catalogue.problems(name, pp, n, spec.layout.pp_chunks) for n in (fewer - period, fewer)):
+            break  # a schedule that takes this m, but not every m of its period
+        least, most = _extrapolated(spec, disturbance, period, fewer)
         if most <= least * (1 + EXTRAPOLATION_TOLERANCE):
             return (least + most) / 2
         settled *= 2

@@ -1,8 +1,8 @@
 """Shapes of models in published measurements, by the names that the sources use.
 
 Each is the released configuration (config.json of the model's hub page) or the table of its paper; those in
-phalanx.config.presets are taken from there. `ModelConfig` has one kind of block, attention and an MLP or experts; other
-parts of a model are approximated and listed in REMARKS.
+phalanx.config.presets are taken from there. Parts of a model that `ModelConfig` does not have are approximated and
+listed in REMARKS.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def _sizes(kind: str, sizes: dict[str, tuple[int, int, int]], **more: Any) -> di
 
 
 _MPT = {"bias": False, "vocab": 50368}
+_FALCON = {"positions": "rope", "bias": False, "parallel_block": True}
+_PALM = {"head_dim": 256, "tied": True, "parallel_block": True}
 _QWEN2 = {"qkv_bias": True}
 _SMALL = {"head_dim": 128, "tied": True}
 
@@ -81,6 +83,8 @@ SHAPES: dict[str, ModelConfig] = {
         for name, shape in PRESETS.items()
         if shape.vocab_size  # models without a vocabulary are small ones for tests
     },
+    "qwen330b": PRESETS["qwen3-30b-a3b"],
+    "qwen3235b": PRESETS["qwen3-235b-a22b"],
     # Brown et al. 2020, table 2.1; the sizes between are NeMo's examples.
     **_sizes(
         "gpt3",
@@ -149,19 +153,18 @@ SHAPES: dict[str, ModelConfig] = {
         },
         **_MPT,
     ),
-    "gptneox20b": gpt(44, 6144, 64, 50432, positions="rope", tied=False),
-    "gptj6b": gpt(28, 4096, 16, 50400, positions="rope", tied=False),
+    "gptj6b": gpt(28, 4096, 16, 50400, positions="rope", tied=False, parallel_block=True),
     "gopher280b": gpt(80, 16384, 128, 32000),
     "chinchilla70b": gpt(80, 8192, 64, 32000),
     "jurassic1": gpt(76, 13824, 96, 256000),
     "glm130b": llama(70, 12288, 96, 96, 32768, 150528, 2048, norm="layernorm", bias=True),
     # Chowdhery et al. 2022, table 1: one key/value head, SwiGLU.
-    "palm8b": llama(32, 4096, 16, 1, 16384, 256000, 2048, head_dim=256, tied=True),
-    "palm62b": llama(64, 8192, 32, 1, 32768, 256000, 2048, head_dim=256, tied=True),
-    "palm540b": llama(118, 18432, 48, 1, 73728, 256000, 2048, head_dim=256, tied=True),
-    "falcon7b": gpt(32, 4544, 71, 65024, n_kv_heads=1, positions="rope", bias=False),
-    "falcon40b": gpt(60, 8192, 128, 65024, n_kv_heads=8, positions="rope", bias=False),
-    "falcon180b": gpt(80, 14848, 232, 65024, n_kv_heads=8, positions="rope", bias=False),
+    "palm8b": llama(32, 4096, 16, 1, 16384, 256000, 2048, **_PALM),
+    "palm62b": llama(64, 8192, 32, 1, 32768, 256000, 2048, **_PALM),
+    "palm540b": llama(118, 18432, 48, 1, 73728, 256000, 2048, **_PALM),
+    "falcon7b": gpt(32, 4544, 71, 65024, n_kv_heads=1, **_FALCON),
+    "falcon40b": gpt(60, 8192, 128, 65024, n_kv_heads=8, **_FALCON),
+    "falcon180b": gpt(80, 14848, 232, 65024, n_kv_heads=8, **_FALCON),
     "starcoder15b": gpt(40, 6144, 48, 49152, 8192, n_kv_heads=1),
     # Touvron et al. 2023a, table 2.
     "llama7b": llama(32, 4096, 32, 32, 11008, 32000, 2048),
@@ -169,50 +172,25 @@ SHAPES: dict[str, ModelConfig] = {
     "llama30b": llama(60, 6656, 52, 52, 17920, 32000, 2048),
     "llama33b": llama(60, 6656, 52, 52, 17920, 32000, 2048),
     "llama65b": llama(80, 8192, 64, 64, 22016, 32000, 2048),
-    "llama3p21b": llama(16, 2048, 32, 8, 8192, 128256, 8192, tied=True),
-    "llama3p23b": llama(28, 3072, 24, 8, 8192, 128256, 8192, tied=True),
     "llama4scout": llama(48, 5120, 40, 8, 16384, 202048, 8192, head_dim=128, moe=_moe(16, 1, 8192, 1)),
     "llama4maverick": llama(48, 5120, 40, 8, 16384, 202048, 8192, head_dim=128, moe=_moe(64, 1, 8192, 1)),
     "llama234b": llama(48, 8192, 64, 8, 22016, 32000),
     "yi6b": llama(32, 4096, 32, 4, 11008, 64000),
     "yi34b": llama(60, 7168, 56, 8, 20480, 64000),
     "apertus70b": llama(80, 8192, 64, 8, 43008, 131072, activation="gelu"),
-    "mistral7b": llama(32, 4096, 32, 8, 14336, 32000, 8192),
     "mixtral8x22b": llama(56, 6144, 48, 8, 16384, 32768, 4096, moe=_moe(8, 2, 16384)),
     "mixtrallike": llama(56, 8192, 128, 8, 32768, 32000, 8192, head_dim=128, moe=_moe(16, 2, 32768)),
-    "grok1": llama(64, 6144, 48, 8, 32768, 131072, 8192, moe=_moe(8, 2, 32768)),
+    "grok1": llama(64, 6144, 48, 8, 32768, 131072, 8192, activation="geglu", moe=_moe(8, 2, 32768)),
     "dbrx": llama(40, 6144, 48, 8, 10752, 100352, 4096, moe=_moe(16, 4, 10752)),
     "olmo7b": llama(32, 4096, 32, 32, 11008, 50304, 2048),
-    "olmo213b": llama(40, 5120, 40, 40, 13824, 100352),
-    "olmo232b": llama(64, 5120, 40, 8, 27648, 100352),
     "olmoe": llama(16, 2048, 16, 16, 1024, 50304, moe=_moe(64, 8, 1024)),
     "minimaxm2": llama(62, 3072, 48, 8, 1536, 200064, head_dim=128, moe=_moe(256, 8, 1536)),
     "smollm1p7b": llama(24, 2048, 32, 32, 8192, 49152, 2048, tied=True),
-    "gemma2b": llama(18, 2048, 8, 1, 16384, 256000, 8192, head_dim=256, tied=True),
-    "gemma7b": llama(28, 3072, 16, 16, 24576, 256000, 8192, head_dim=256, tied=True),
-    "gemma22b": llama(26, 2304, 8, 4, 9216, 256000, 8192, head_dim=256, tied=True),
-    "gemma29b": llama(42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256, tied=True),
-    "gemma227b": llama(46, 4608, 32, 16, 36864, 256000, 8192, head_dim=128, tied=True),
-    "gemma34b": llama(34, 2560, 8, 4, 10240, 262144, 8192, head_dim=256, tied=True),
-    "gemma312b": llama(48, 3840, 16, 8, 15360, 262144, 8192, head_dim=256, tied=True),
-    "gemma327b": llama(62, 5376, 32, 16, 21504, 262144, 8192, head_dim=128, tied=True),
+    "gemma2b": llama(18, 2048, 8, 1, 16384, 256000, 8192, head_dim=256, tied=True, activation="geglu"),
+    "gemma7b": llama(28, 3072, 16, 16, 24576, 256000, 8192, head_dim=256, tied=True, activation="geglu"),
     "qwen7b": llama(32, 4096, 32, 32, 11008, 151936, 2048, **_QWEN2),
     "qwen14b": llama(40, 5120, 40, 40, 13696, 152064, 2048, **_QWEN2),
     "qwen72b": llama(80, 8192, 64, 64, 24576, 152064, **_QWEN2),
-    "qwen20p5b": llama(24, 896, 14, 2, 4864, 151936, tied=True, **_QWEN2),
-    "qwen21p5b": llama(28, 1536, 12, 2, 8960, 151936, tied=True, **_QWEN2),
-    "qwen27b": llama(28, 3584, 28, 4, 18944, 152064, **_QWEN2),
-    "qwen214b": llama(48, 5120, 40, 8, 13824, 152064, **_QWEN2),
-    "qwen232b": llama(64, 5120, 40, 8, 27648, 152064, **_QWEN2),
-    "qwen272b": llama(80, 8192, 64, 8, 29568, 152064, **_QWEN2),
-    "qwen30p6b": llama(28, 1024, 16, 8, 3072, 151936, **_SMALL),
-    "qwen31p7b": llama(28, 2048, 16, 8, 6144, 151936, **_SMALL),
-    "qwen34b": llama(36, 2560, 32, 8, 9728, 151936, **_SMALL),
-    "qwen38b": llama(36, 4096, 32, 8, 12288, 151936),
-    "qwen314b": llama(40, 5120, 40, 8, 17408, 151936),
-    "qwen332b": llama(64, 5120, 64, 8, 25600, 151936, head_dim=128),
-    "qwen330b": llama(48, 2048, 32, 4, 6144, 151936, head_dim=128, moe=_moe(128, 8, 768)),
-    "qwen3235b": llama(94, 4096, 64, 4, 12288, 151936, head_dim=128, moe=_moe(128, 8, 1536)),
     # Three of four layers have linear attention (gated delta rule); the heads are those of the fourth, a quarter of
     # them in every layer, and the linear layers' projections count as two more shared experts' width.
     "qwen3next": llama(48, 2048, 4, 2, 5120, 151936, head_dim=256, moe=_moe(512, 10, 512, 10)),
@@ -220,12 +198,6 @@ SHAPES: dict[str, ModelConfig] = {
     "deepseekv2": llama(60, 5120, 128, 128, 12288, 102400, moe=_moe(160, 6, 1536, 2, 1), mla=_mla(1536)),
     "deepseekv2lite": llama(27, 2048, 16, 16, 10944, 102400, moe=_moe(64, 6, 1408, 2, 1), mla=_mla(0)),
     "moonlight16b": llama(27, 2048, 16, 16, 11264, 163840, 8192, moe=_moe(64, 6, 1408, 2, 1), mla=_mla(0)),
-    "kimik2": llama(61, 7168, 64, 64, 18432, 163840, moe=_moe(384, 8, 2048, 1, 1), mla=_mla(1536)),
-    "glm4p5": llama(92, 5120, 96, 8, 12288, 151552, head_dim=128, qkv_bias=True, moe=_moe(160, 8, 1536, 1, 3)),
-    "glm4p5air": llama(46, 4096, 96, 8, 10944, 151552, head_dim=128, qkv_bias=True, moe=_moe(128, 8, 1408, 1, 1)),
-    "glm5": llama(78, 6144, 64, 64, 12288, 154880, moe=_moe(256, 8, 2048, 1, 3), mla=_mla(2048, 192, 64, 256)),
-    "gptoss20b": llama(24, 2880, 64, 8, 2880, 201088, head_dim=64, qkv_bias=True, moe=_moe(32, 4, 2880)),
-    "gptoss120b": llama(36, 2880, 64, 8, 2880, 201088, head_dim=64, qkv_bias=True, moe=_moe(128, 4, 2880)),
     # Parmar et al. 2024 (2402.16819), table 1; Nemotron-4 340B (2406.11704), table 1.
     "nemotron38b": _squared(32, 4096, 32, 32, 16384, 256000, 4096, norm="layernorm"),
     "nemotron415b": _squared(32, 6144, 48, 8, 24576, 256000, 4096, norm="layernorm"),
@@ -249,10 +221,7 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 _ALIASES = {
-    "qwen2p5": "qwen2",
     "qwen3vl": "qwen3",
-    "qwen330ba3b": "qwen330b",
-    "qwen3235ba22b": "qwen3235b",
     "qwen380b": "qwen3next",
     "deepseekr1": "deepseekv3",
     "glm4p6": "glm4p5",
@@ -276,11 +245,8 @@ REMARKS = {
     "qwen3next": "linear attention as a transformer of about the same parameters and FLOPs",
     "nemotron4": "squared ReLU as GELU",
     "llama4maverick": "128 experts in every second layer as 64 in every layer",
-    "falcon": "attention and MLP side by side as one after the other",
-    "palm": "attention and MLP side by side as one after the other",
     "glm5": "sparse attention as dense",
     "bloom": "ALiBi as learned positions",
-    "grok1": "GeGLU as SwiGLU",
 }
 """Approximations of shapes, by the beginning of their keys."""
 

@@ -17,11 +17,13 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
+from phalanx.cost.memory.state import state_bytes
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.optimizers.muon import orthogonal
 from train.runs import change, moves_between, train, weights
+from train.test_memory import held
 
 CONFIG = Optimizer(name="muon", lr=2e-2, momentum=0.95, nesterov=True, clip=0)
 SHAPES = {
@@ -179,3 +181,37 @@ def test_a_checkpoint_has_a_momentum_for_matrices_and_moments_for_the_rest(ranks
     assert "exp_avg/embed.weight" in names
     assert "exp_avg_sq/blocks.0.attn_norm.weight" in names
     assert "momentum_buffer/embed.weight" not in names
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (GPT, "dp_replicate=2"),
+        (LLAMA, "dp_shard=3,zero=1"),
+        (LLAMA, "dp_shard=3,zero=2,bucket_mb=0.004"),
+        (LLAMA, "dp_shard=2,tp=2"),
+        (DEEPSEEK, "dp_shard=4,ep=2,zero=1"),
+        (DEEPSEEK, "dp_shard=4,ep=2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_state_is_what_the_formula_says(ranks, model, line):
+    """Uneven shares, padding included."""
+    layout = layout_line.parse(line)
+    train = Train(global_batch=12, precision="bf16")
+    every = ranks(held, layout.processes, Job(model=model, layout=layout, train=train, optimizer=CONFIG))
+    found = max((before for before, _ in every), key=lambda state: state.total)
+    assert found == state_bytes(model, layout, "bf16", vocab=64, optimizer=CONFIG)
+
+
+def test_servers_that_update_by_themselves_are_refused():
+    layout = layout_line.parse("dp_replicate=2,tp=2,sync=asp")
+    job = Job(model=GPT, layout=layout, train=Train(global_batch=8), optimizer=CONFIG)
+    (problem,) = problems_of(job)
+    assert problem == (
+        "layout.sync",
+        "with asp each rank's server updates by itself, but muon needs whole matrices of all 2 ranks that share them; "
+        "nearest legal: sync=bsp, or tp=1 and dp_shard=1",
+    )
+    alone = dataclasses.replace(job, layout=layout_line.parse("dp_replicate=2,sync=asp"))
+    assert not problems_of(alone)

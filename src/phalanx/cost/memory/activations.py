@@ -10,11 +10,26 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from phalanx.blocks.kinds import BlockKind, block
+from phalanx.blocks.kinds import BlockKind, block, half_block
 from phalanx.blocks.memory_profile import MemoryProfile
-from phalanx.blocks.place import place_of
+from phalanx.blocks.place import Place, place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+
+
+@lru_cache(maxsize=4096)
+def workspace(
+    model: ModelConfig, layout: Layout, width: int, kind: BlockKind, profile: MemoryProfile, narrow: bool = False
+) -> float:
+    """Returns the bytes per sequence that the backward pass of attention needs for a moment, less those that the second
+    half of the block has saved and released by then; 0 where fused kernels need none."""
+    place = place_of(model, layout, width=width, narrow=narrow, profile=profile)
+    needed = sum(operator.workspace for operator in half_block(place, kind, "attention"))
+    if not needed:
+        return 0.0
+    tensors = (tensor for operator in half_block(place, kind, "feed_forward") for tensor in operator.saved)
+    released = sum(tensor.size / _shares(place)[tensor.cut] for tensor in tensors)
+    return max(0.0, needed - place.tokens * released)
 
 
 @lru_cache(maxsize=4096)
@@ -30,8 +45,7 @@ def saved(
     8 bits, which matters to frameworks that save their operands so.
     """
     place = place_of(model, layout, width=width, narrow=narrow, profile=profile)
-    shares = {"whole": 1, "tokens": place.token_share, "width": place.tp}
-    shares["gathered"] = place.token_share if place.regathers else 1
+    shares = _shares(place)
     alone = (("block input", model.d_model * width / place.token_share),)
     if layout.recompute == "full":
         return alone
@@ -45,3 +59,9 @@ def saved(
         (each.operator, each.size / shares[each.cut]) for each in tensors if not (selective == "core" and each.inside)
     )
     return tuple((name, size / 2) for name, size in (*alone, *found)) if selective == "layers" else tuple(found)
+
+
+def _shares(place: Place) -> dict[str, int]:
+    """Returns the number of tensor ranks that share a saved tensor, by the way in which they do."""
+    gathered = place.token_share if place.regathers else 1
+    return {"whole": 1, "tokens": place.token_share, "width": place.tp, "gathered": gathered}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from phalanx.blocks.kinds import FEED_FORWARD
+from phalanx.blocks.kinds import FEED_FORWARD, BlockKind
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, kinds_of, outside, table
-from phalanx.cost.memory.activations import saved
+from phalanx.cost.matrices import matrix_work
+from phalanx.cost.memory.activations import saved, workspace
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.placed import placed
@@ -46,7 +48,8 @@ class BlockBytes:
             wide = rows * (wide + model.d_model / spread)
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
-        self.backward = self.again + step.tokens * wide * width, outputs * step.stream / step.share
+        attention = step.spec.batch.micro_batch * workspace(model, alone, width, kind.block, memory_profile, narrow)
+        self.backward = self.again + max(step.tokens * wide * width, attention), outputs * step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 
 
@@ -130,7 +133,15 @@ class RankParts:
     def copied(self) -> float:
         """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
         tensors."""
-        return self.formulas.copied(self.shards, self.step.data_ranks)
+        return self.formulas.copied(self.shards, self.step.data_ranks) + self._whole_matrices()
+
+    def _whole_matrices(self) -> int:
+        """Returns the bytes of temporary tensors while the optimizer computes with whole matrices."""
+        counts = Counter[BlockKind]()
+        for kind, many in (pair for held in self.blocks for pair in held):
+            counts[kind.block] += many
+        work = matrix_work(self.step.spec, tuple(counts.items()), (self.first, self.last))
+        return max((each.most_elements for each in work), default=0) * max(4, self.width)
 
     def kept(self) -> tuple[float, float]:
         """Returns the most bytes that blocks keep for all micro-batches in flight, and the number of these."""
@@ -148,7 +159,9 @@ class RankParts:
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs and of
         messages in transit. `gradients`: those of all weights are counted already."""
         step, layout = self.step, self.layout
-        again = layout.sp_regather or self.memory_profile.regathers
+        # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's
+        # input, of all tokens, while it computes that of attention's.
+        again = layout.sp_regather or self.memory_profile.regathers or self.model.parallel_block
         gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
         between = step.under_way if layout.pp > 1 else 0
         most = max(self._backward(held, gradients) for held in self.blocks)
@@ -200,7 +213,7 @@ class RankParts:
         return others * (step.tokens * rows * each + 2 * step.stream / step.share)
 
     def _capped(self) -> int:
-        """Returns the bytes per logit that a soft cap saves: its result, in the memory of the logits."""
+        """Returns the bytes per logit that a soft cap saves: its result."""
         return self.width if self.model.logit_softcap else 0
 
     def whole(self) -> float:

@@ -3,7 +3,7 @@ the optimizer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import group
 from phalanx.cost.time.kernel import rate, stream_seconds
 from phalanx.cost.time.link import RankGroup, load, seconds
+from phalanx.optimizers.catalogue import entry_of
 from phalanx.optimizers.facts import OptimizerCosts, optimizer_costs
 
 CLIP_BYTES = 8
@@ -88,8 +89,10 @@ def optimizer_seconds(spec: StepSpec, held: ParameterCounts) -> float:
 
 
 def costs_of(spec: StepSpec) -> OptimizerCosts:
-    """Returns what the optimizer of a step takes per parameter."""
-    return optimizer_costs(spec.optimizer, spec.model, spec.width)
+    """Returns what the optimizer of a step takes per parameter, without products of whole matrices, which depend on
+    their shapes (matrix_time.py)."""
+    costs = optimizer_costs(spec.optimizer, spec.model, spec.width)
+    return replace(costs, flops=0.0) if entry_of(spec.optimizer.name).needs_whole_matrices else costs
 
 
 def update_seconds(device: Accelerator, costs: OptimizerCosts, updated: Any, clipped: Any) -> Any:

