@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind
+from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import MACHINES, MachineEntry
 from phalanx.config.constraints import Above, AtLeast, Below, Between, HalfOpen
@@ -36,15 +38,18 @@ __all__ = [
     "Accelerator",
     "Action",
     "AtLeast",
+    "AttentionKind",
     "Below",
     "Between",
     "Cluster",
+    "Connection",
     "CorpusEntry",
     "Data",
     "DataError",
     "DeviceEntry",
     "ExtensionError",
     "ExtraOption",
+    "FeedForwardKind",
     "HalfOpen",
     "JobError",
     "Link",
@@ -54,9 +59,11 @@ __all__ = [
     "ScheduleEntry",
     "StateKind",
     "TokenizerEntry",
+    "attention",
     "cluster",
     "corpus",
     "device",
+    "feed_forward",
     "optimizer",
     "optimizer_options",
     "round_robin",
@@ -70,6 +77,8 @@ TABLES: Mapping[str, Registry[Any]] = {
     "optimizer": OPTIMIZERS,
     "device": DEVICES,
     "cluster": MACHINES,
+    "attention": ATTENTION,
+    "feed_forward": FEED_FORWARD,
     "corpus": CORPORA,
     "tokenizer": TOKENIZERS,
 }
@@ -108,3 +117,15 @@ def tokenizer(name: str, entry: TokenizerEntry) -> None:
     """Adds a kind of tokenizer: `data.tokenizer=name`. What it makes is a `phalanx.data.tokenizer.Tokenizer`,
     and is checked when it is made. Raises ExtensionError with every problem."""
     TOKENIZERS.add(name, entry)
+
+
+def attention(name: str, kind: AttentionKind) -> None:
+    """Adds a kind of attention: `model.attention=name`. Its facts are compared with its operators for small models, and
+    these with its torch module when a model is built. Raises ExtensionError with every problem."""
+    ATTENTION.add(name, kind)
+
+
+def feed_forward(name: str, kind: FeedForwardKind) -> None:
+    """Adds a kind of feed-forward layer: `model.feed_forward=name`; compared as a kind of attention is. Raises
+    ExtensionError with every problem."""
+    FEED_FORWARD.add(name, kind)

@@ -84,7 +84,7 @@ def attention_flops_per_sequence(model: ModelConfig, layer: int, attention: Atte
 
 @lru_cache(1024)
 def _core_flops(model: ModelConfig, kind: BlockKind) -> int:
-    return next(operator.core for operator in block(Place(model), kind) if operator.core).flops
+    return sum(operator.core.flops for operator in block(Place(model), kind) if operator.core)
 
 
 def head_flops_per_token(model: ModelConfig, vocab_size: int | None = None) -> int:

@@ -14,6 +14,7 @@ from phalanx.blocks.feed_forward import dense
 from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind, SublayerKind
 from phalanx.blocks.operator import Operator
 from phalanx.blocks.place import Place
+from phalanx.blocks.probe import kind_problems
 from phalanx.blocks.problems import expert_problems, latent_problems
 from phalanx.blocks.residual import norm, residual, sum_of_halves
 from phalanx.blocks.shrink import fewer_experts, smaller_latents
@@ -22,11 +23,11 @@ from phalanx.registry import Registry
 
 
 def _problems(name: str, kind: SublayerKind) -> Iterator[str]:
-    yield from ()
+    return kind_problems(kind)
 
 
 ATTENTION: Registry[AttentionKind] = Registry(
-    "attention kind",
+    "attention",
     {
         "heads": AttentionKind(
             title="multi-head, grouped-query or multi-query attention",
@@ -52,7 +53,7 @@ ATTENTION: Registry[AttentionKind] = Registry(
 )
 """Kinds of attention, by name."""
 FEED_FORWARD: Registry[FeedForwardKind] = Registry(
-    "feed-forward kind",
+    "feed_forward",
     {
         "dense": FeedForwardKind(
             title="one MLP for all tokens, with or without a gate",

@@ -18,6 +18,9 @@ Cut = Literal["whole", "rows", "columns"]
 Gradient = Literal["tokens", "partial", "whole"]
 """The part of a replicated weight's gradient that one tensor rank computes. tokens: that of its own tokens, which are
 all of them without sequence parallelism. partial: that of its part of the layer. whole: all of it in every layout."""
+Initial = Literal["by name", "zeros", "ones", "normal", "residual"]
+"""Initial values. normal: with standard deviation `model.init_std`; residual: smaller, for a matrix that writes to the
+residual stream."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 NumberType = Literal["activation", "wide", "index"]
 """The number format of a message. activation: the width of the computation; wide: at least fp32; index: 8 bytes."""
@@ -39,6 +42,8 @@ class Weight(NamedTuple):
     gradient: Gradient = "tokens"
     tiled: bool = False
     """Whether `layout.tiles` cuts it, along the dimension that tp cuts."""
+    initial: Initial = "by name"
+    """Its initial value (model/init.py), if its name does not say it."""
 
     @property
     def routed(self) -> bool:

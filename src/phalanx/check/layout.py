@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import lru_cache
 from math import gcd
 
-from phalanx.blocks.kinds import FEED_FORWARD, block_kinds
+from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
+from phalanx.blocks.parameters import block_weights
+from phalanx.blocks.place import Place
 from phalanx.check.optimizer import block_problems
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -60,6 +63,15 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
     """Yields at most one problem if context-parallel ranks cannot get equal parts of every sequence, or of each of the
     `slices` equal parts in which sequences are pipelined."""
     layout, tokens = job.layout, job.model.seq_len // slices
+    without_cores = [
+        name for name in dict.fromkeys(kind.attention for kind in block_kinds(job.model)) if not ATTENTION[name].cores
+    ]
+    if layout.cp > 1 and without_cores:
+        yield (
+            "layout.cp",
+            f"attention {', '.join(without_cores)} states no cores, so its ranks need whole sequences; nearest cp: 1",
+        )
+        return
     length = (
         f"seq_len {tokens}" if slices == 1 else f"a slice of {tokens} tokens (seq_len {job.model.seq_len} / {slices})"
     )
@@ -108,6 +120,17 @@ def _exchanges(layout: Layout, model: ModelConfig) -> bool:
 def tensor_problems(job: Job) -> Iterator[Problem]:
     """Yields the problems of heads, widths and sequences against tp."""
     layout, model = job.layout, job.model
+    found = list(_heads_and_widths(layout, model))
+    yield from found or _weights(layout, model)
+    if layout.sp and model.seq_len % layout.tp:
+        yield (
+            "layout.sp",
+            f"sequence parallel: seq_len {model.seq_len} / tp {layout.tp} is not an integer; nearest tp: "
+            f"{nearest_divisors(model.seq_len, layout.tp)}, or sp=false",
+        )
+
+
+def _heads_and_widths(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     if model.n_heads % layout.tp:
         yield (
             "layout.tp",
@@ -128,17 +151,29 @@ def tensor_problems(job: Job) -> Iterator[Problem]:
             f"tp {layout.tp} neither divides the n_kv_heads {kv_heads} nor is a multiple of them; nearest tp: "
             f"{nearest_of(legal, layout.tp)}",
         )
-    if layout.sp and model.seq_len % layout.tp:
-        yield (
-            "layout.sp",
-            f"sequence parallel: seq_len {model.seq_len} / tp {layout.tp} is not an integer; nearest tp: "
-            f"{nearest_divisors(model.seq_len, layout.tp)}, or sp=false",
-        )
+
+
+def _weights(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
+    """Yields the problems of other weights that tp cuts: of kinds that packages add."""
+    for name, size in _cut_sizes(model):
+        if size % layout.tp:
+            yield (
+                "layout.tp",
+                f"{name} has {size} rows or columns, and {size} / tp {layout.tp} is not an integer; nearest tp: "
+                f"{nearest_divisors(size, layout.tp)}",
+            )
+
+
+@lru_cache(maxsize=256)
+def _cut_sizes(model: ModelConfig) -> tuple[tuple[str, int], ...]:
+    """Returns the weights of blocks that tp cuts into equal parts, each with its rows or columns."""
+    weights = (weight for kind in dict.fromkeys(block_kinds(model)) for weight in block_weights(model, kind))
+    return tuple((each.name, each.shape[each.dim]) for each in weights if each.dim is not None and each.unit == 1)
 
 
 def _widths(model: ModelConfig) -> Iterator[tuple[int, str]]:
     """Yields the hidden widths that tp cuts. The width of shared experts is a multiple of one expert's."""
-    for name in dict.fromkeys(kind.feed_forward for kind in block_kinds(model)):
+    for name in _feed_forward_kinds(model):
         kind = FEED_FORWARD[name]
         yield kind.width(model), kind.width_name
 
@@ -153,12 +188,28 @@ def _tiles(job: Job) -> Iterator[Problem]:
             f"tiles {layout.tiles} apply to dense MLPs, the model has n_experts {model.moe.n_experts}; nearest legal: "
             "tiles=1, or n_experts 0",
         )
+    elif layout.tiles > 1 and (plain := [kind for kind in _feed_forward_kinds(model) if not _is_tiled(model, kind)]):
+        yield (
+            "layout.tiles",
+            f"tiles {layout.tiles} apply to dense MLPs, not to feed_forward {', '.join(plain)}; nearest legal: tiles=1",
+        )
     elif model.ff_size % layout.tiles:
         yield (
             "layout.tiles",
             f"MLP width {model.ff_size} / tiles {layout.tiles} is not an integer; nearest tiles: "
             f"{nearest_divisors(model.ff_size, layout.tiles)}",
         )
+
+
+def _feed_forward_kinds(model: ModelConfig) -> Iterator[str]:
+    """Yields the kinds of feed-forward layers, each once."""
+    yield from dict.fromkeys(kind.feed_forward for kind in block_kinds(model))
+
+
+def _is_tiled(model: ModelConfig, feed_forward: str) -> bool:
+    """Returns whether `layout.tiles` cuts the weights of a kind of feed-forward layer."""
+    operators = FEED_FORWARD[feed_forward].operators(Place(model))
+    return any(weight.tiled for operator in operators for weight in operator.weights)
 
 
 def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:

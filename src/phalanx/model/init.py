@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from phalanx.blocks.operator import Initial
+from phalanx.blocks.parameters import weight_of
 from phalanx.config.model import ModelConfig
 from phalanx.model.seeding import derive_seed
 
@@ -21,16 +23,28 @@ def initial_value(name: str, shape: Sequence[int], model: ModelConfig, seed: int
     """Returns the initial value of the parameter `name` of the whole `shape`, in float32 on the CPU.
 
     Norms start at one and biases at zero; the rest is normal with standard deviation init_std, divided by √(2 n_layers)
-    for the matrices that write to the residual stream (Radford et al. 2019, section 2.3)."""
-    if name.endswith("norm.weight"):
+    for the matrices that write to the residual stream (Radford et al. 2019, section 2.3). A parameter whose description
+    says otherwise starts so. Raises KeyError for a name that the model does not have."""
+    kind = weight_of(model, name).initial
+    if kind == "by name":
+        kind = _by_name(name)
+    if kind == "ones":
         return torch.ones(*shape)
-    if name.endswith((".bias", ".logit_bias")):
+    if kind == "zeros":
         return torch.zeros(*shape)
     std = model.init_std
-    if name.endswith(_RESIDUAL_OUTPUTS):
+    if kind == "residual":
         std /= (2 * model.n_layers) ** 0.5
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
     return torch.empty(*shape).normal_(0.0, std, generator=generator)
+
+
+def _by_name(name: str) -> Initial:
+    if name.endswith("norm.weight"):
+        return "ones"
+    if name.endswith((".bias", ".logit_bias")):
+        return "zeros"
+    return "residual" if name.endswith(_RESIDUAL_OUTPUTS) else "normal"
 
 
 @torch.no_grad()
