@@ -111,6 +111,13 @@ def test_the_module_of_an_entry_point_may_be_missing_or_hold_no_function(package
         list(TABLE)
 
 
+def test_metadata_without_a_name_are_no_reason_to_fail(packages: Loader, tmp_path: Path):
+    packages("reg_nameless", "TABLE.add('one', Thing(2))")
+    next((tmp_path / "reg_nameless").glob("*.dist-info/METADATA")).unlink()
+    assert TABLE["one"].size == 2
+    assert TABLE.package("one") in ("?", "None None")
+
+
 def test_two_packages_that_claim_one_name_are_refused(packages: Loader):
     packages("reg_first", "TABLE.add('same', Thing(1))")
     packages("reg_second", "TABLE.add('same', Thing(2))", version="3")

@@ -245,11 +245,15 @@ def _entry_points() -> list[tuple[Package, EntryPoint]]:
         return []
     from importlib.metadata import entry_points  # takes longer than all of the search above
 
-    points = [
-        (Package(point.dist.name, point.dist.version) if point.dist else Package("?", ""), point)
-        for point in entry_points(group=GROUP)
-    ]
+    points = [(_package_of(point), point) for point in entry_points(group=GROUP)]
     return sorted(points, key=lambda each: (each[0].name, each[0].version, each[1].name, each[1].value))
+
+
+def _package_of(point: EntryPoint) -> Package:
+    try:
+        return Package(str(point.dist.name), str(point.dist.version)) if point.dist else Package("?", "")
+    except Exception:  # metadata without a name, which importlib.metadata does not expect
+        return Package("?", "")
 
 
 def _extends(folder: str) -> bool:

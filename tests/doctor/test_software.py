@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from doctor.machines import machine, only, program, statuses, with_torch
 from phalanx.doctor import software
 from phalanx.doctor.machine import CheckedMachine
+from phalanx.errors import ExtensionError
+from phalanx.registry import Package
 
 NEEDS = ["torch<2.14,>=2.11", "numpy>=1.26", "PyYAML>=6.0.1", "rich>=13.9"]
 
@@ -22,6 +24,19 @@ def test_python_and_its_encoding():
 
 def test_packages_that_are_there():
     assert "numpy" in only(software.packages(software._requirements(), importlib.metadata.version), "OK").text
+
+
+def test_packages_that_extend_phalanx(monkeypatch):
+    monkeypatch.setattr(software, "installed", dict)
+    assert only(software.extensions(), "OK").text == "no package extends Phalanx"
+    monkeypatch.setattr(software, "installed", lambda: {Package("lab", "2.0"): ["lab"]})
+    assert only(software.extensions(), "OK").text == "lab 2.0"
+
+    def fail() -> None:
+        raise ExtensionError("package lab 2.0: cluster 'lab': source must not be empty")
+
+    monkeypatch.setattr(software, "load_installed", fail)
+    assert "source must not be empty" in only(software.extensions(), "ERROR").text
 
 
 @pytest.mark.parametrize(("name", "found"), [("rich", "12.0"), ("PyYAML", None)])

@@ -10,11 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from extend.install import PACKAGES, environment, install
+from phalanx.extend import CorpusEntry, DeviceEntry, MachineEntry, ScheduleEntry, TokenizerEntry
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ("interleaved_zb", "ademamix", "lab_cluster", "sums")
@@ -200,6 +202,7 @@ def test_a_tokenizer_whose_package_is_gone_is_named(phalanx, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 4
     assert "expected a char, byte or number tokenizer of version 1, found {'version': 1, 'kind': 'sums'}" in done.stderr
+    assert "is the package that adds it installed?" in done.stderr
 
 
 def test_a_package_that_fails_stops_what_lists_the_tables_and_nothing_else(phalanx, tmp_path):
@@ -224,6 +227,12 @@ def test_a_tokenizer_that_gives_other_ids_than_it_says_is_refused(phalanx, tmp_p
     wrong = install(tmp_path / "wrong", "wrong", text=text.replace('"sums"', '"wrong"'))
     said = phalanx("data", "prepare", "data=wrong", "tokenizer=wrong", code=2, more=(wrong,), streams="err")
     assert "tokenizer 'wrong' of package phalanx-wrong 1.0: separator must be a tuple of ids below 5, is (12,)" in said
+
+
+@pytest.mark.parametrize("entry", [ScheduleEntry, DeviceEntry, MachineEntry, CorpusEntry, TokenizerEntry])
+def test_the_documentation_names_every_fact(entry: type):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    assert not [field.name for field in fields(entry) if f"`{field.name}`" not in page]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

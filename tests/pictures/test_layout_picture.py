@@ -10,6 +10,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
+from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.pictures.layout import _shards, svg
 
 
@@ -21,6 +22,7 @@ def test_is_well_formed_and_names_the_layout(layout):
     assert {"embed", "attn.wq", "mlp.down", "parameters", "optimizer"} <= set(texts)
     bars = [text for text in texts if text.startswith(("replicated", "ZeRO"))]
     assert len(bars) == (4 if layout.dp_shard > 1 else 1)
+    assert {"adamw ◂", *(name for name in OPTIMIZERS if name != "adamw")} <= set(texts)
 
 
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "deepseek-v3"])

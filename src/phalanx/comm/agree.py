@@ -17,6 +17,7 @@ from torch import Tensor
 
 from phalanx import errors
 from phalanx.comm import blocking
+from phalanx.registry import blamed
 
 T = TypeVar("T")
 
@@ -35,10 +36,10 @@ def on_rank_zero(work: Callable[[], Any]) -> Any:
         try:
             answer = {"result": work()}
         except errors.PhalanxError as error:
-            answer = {"error": type(error).__name__, "message": str(error)}
+            answer = {"error": type(error).__name__, "message": f"{blamed(error)}{error}"}
         except Exception as error:  # raised again below, once the others know
             bug = error
-            answer = {"error": "RunError", "message": f"rank 0 failed: {type(error).__name__}: {error}"}
+            answer = {"error": "RunError", "message": f"rank 0 failed: {blamed(error)}{type(error).__name__}: {error}"}
     answer = broadcast_json(answer)
     if bug is not None:
         raise bug
@@ -61,11 +62,11 @@ def on_every_rank(work: Callable[[], T]) -> T:
     try:
         result.append(work())
     except errors.PhalanxError as error:
-        failure, answer = error, {"error": type(error).__name__, "message": str(error)}
+        failure, answer = error, {"error": type(error).__name__, "message": f"{blamed(error)}{error}"}
     except Exception as error:  # raised again below, once the others know
         rank = dist.get_rank()
         failure = error
-        answer = {"error": "RunError", "message": f"rank {rank} failed: {type(error).__name__}: {error}"}
+        answer = {"error": "RunError", "message": f"rank {rank} failed: {blamed(error)}{type(error).__name__}: {error}"}
     first = torch.tensor([dist.get_world_size() if failure is None else dist.get_rank()])
     blocking.all_reduce(first, dist.ReduceOp.MIN)
     if first.item() < dist.get_world_size():

@@ -313,7 +313,8 @@ def read_definition(stored: Mapping[str, object]) -> Tokenizer:
             return _read(kind, stored)
     readable = [name for name, entry in TOKENIZERS.items() if entry.read is not None]
     found = {name: stored.get(name) for name in ("version", "kind")}
-    raise ValueError(f"expected a {', '.join(readable)} or number tokenizer of version {VERSION}, found {found}")
+    hint = "; is the package that adds it installed?" if isinstance(kind, str) and kind not in TOKENIZERS else ""
+    raise ValueError(f"expected a {', '.join(readable)} or number tokenizer of version {VERSION}, found {found}{hint}")
 
 
 def _read(kind: str, stored: Mapping[str, object]) -> Tokenizer:

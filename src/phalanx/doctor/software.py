@@ -15,6 +15,8 @@ from pathlib import Path
 import phalanx
 from phalanx.doctor.findings import CheckResult, DoctorCheck, error, ok, warn
 from phalanx.doctor.machine import CheckedMachine
+from phalanx.errors import ExtensionError
+from phalanx.registry import installed, load_installed
 from phalanx.units import counted
 
 _HANGS = "the file system of the Python installation is slow or hangs: install on a local disk, or try again"
@@ -27,6 +29,7 @@ def checks(machine: CheckedMachine) -> list[DoctorCheck]:
     return [
         DoctorCheck("software", "python", lambda: python(machine, locale.getencoding())),
         DoctorCheck("software", "packages", lambda: packages(_requirements(), importlib.metadata.version), _HANGS),
+        DoctorCheck("software", "extensions", extensions, _HANGS, 5.0),
         DoctorCheck("software", "torch", lambda: torch(machine), _HANGS, 5.0),
         DoctorCheck("software", "import path", lambda: import_path(machine, Path.cwd()), _HANGS),
     ]
@@ -112,6 +115,16 @@ def torch(machine: CheckedMachine) -> Iterator[CheckResult]:
         yield warn(f"{text}; GPUs communicate through gloo, which is slow", "install a torch that is built with NCCL")
     else:
         yield ok(text)
+
+
+def extensions() -> Iterator[CheckResult]:
+    """Yields the packages that extend Phalanx, and whether all of them can be loaded."""
+    try:
+        load_installed()
+    except ExtensionError as problem:
+        yield error("; ".join(problem.problems), "upgrade or uninstall the package")
+        return
+    yield ok(", ".join(map(str, installed())) or "no package extends Phalanx")
 
 
 def import_path(machine: CheckedMachine, here: Path) -> Iterator[CheckResult]:

@@ -30,7 +30,7 @@ from phalanx.parallel.data import GradientSum, LocalModel, Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
-from phalanx.parallel.parameter_shards import ParameterShard, Sharing
+from phalanx.parallel.parameter_shards import ParameterShard, ShardGroup
 from phalanx.parallel.tiling import Tile
 from phalanx.parallel.zero import preceding
 from phalanx.partition.matrices import row_ranges
@@ -147,7 +147,7 @@ class ShardedReplica(Replica):
             ranges = row_ranges(rows, parameter.numel(), over.size)
             start = ranges.of(over.rank)[0] + preceding(name, parameter.numel(), self.experts)
             shards.append(self.model.shard(name, start, local.requires_grad_()))
-            shards[-1].sharing = Sharing(over, ranges)
+            shards[-1].sharing = ShardGroup(over, ranges)
         return shards
 
 

@@ -25,7 +25,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ShardGroup:
     """The ranks that share a tensor slice, or the part of it that expert parallelism leaves to them."""
 
     axis: Axis
@@ -52,7 +52,7 @@ class ParameterShard:
     """True if another rank of the pipeline holds the same and counts it."""
     whole_name: str = ""
     """The parameter's name in the plain model and in checkpoints; several tiles share one. By default `name`."""
-    sharing: Sharing | None = None
+    sharing: ShardGroup | None = None
     """The ranks that hold the other elements; None if this one holds all."""
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from phalanx.optimizers.entry import Granularity
 from phalanx.parallel.bucket import Bucket, Slot, fill
 from phalanx.parallel.data import GradientSum, LocalModel, Replica, TensorSlices
 from phalanx.parallel.objective import Objective
-from phalanx.parallel.parameter_shards import ParameterShard, Sharing
+from phalanx.parallel.parameter_shards import ParameterShard, ShardGroup
 from phalanx.partition.buckets import granular_cut
 
 
@@ -154,7 +154,7 @@ class BucketReplica(Replica):
                     value = bucket.parameters[start:stop].detach().requires_grad_()
                 first = start - slot.start + preceding(slot.name, slot.parameter.numel(), self.experts)
                 shard = shards[slot.name] = self.model.shard(slot.name, first, value)
-                shard.sharing = Sharing(bucket.shard, bucket.ranges(slot))
+                shard.sharing = ShardGroup(bucket.shard, bucket.ranges(slot))
                 places[slot.name] = bucket, start, stop
         names = [name for name, _ in self._parameters()]
         self.places = [places[name] for name in names]

@@ -1,5 +1,5 @@
 """A picture of a layout: which rank holds which part of a block's matrices, and the bytes of state per rank under each
-ZeRO stage (`phalanx predict JOB --svg FILE --picture layout`).
+ZeRO stage and with each optimizer (`phalanx predict JOB --svg FILE --picture layout`).
 
 It is drawn from the arithmetic that training uses (partition/tensor_slices.py, cost/memory/state.py).
 """
@@ -17,8 +17,9 @@ from phalanx.blocks.parameters import Shapes, block_shapes, parameter_shapes, vo
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
 from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
-from phalanx.optimizers.catalogue import entry_of
+from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
 from phalanx.partition.buckets import granular_cut
 from phalanx.partition.stages import even
 from phalanx.partition.tensor_slices import TensorSlice, in_buckets, slice_of
@@ -34,10 +35,15 @@ def svg(job: Job, vocab_size: int) -> str:
     model, layout = job.model, job.layout
     vocab = vocabulary(model, vocab_size)
     drawn, bottom = _matrices(_drawn(model, vocab), job, vocab)
-    bars, height = _bars(job, vocab, bottom + 60)
+    title = f"State per rank, {job.train.precision}, by "
+    stages, bottom = _bars(f"{title}stage", list(_stages(job, vocab)), bottom + 60)
+    optimizers, bottom = _bars(f"{title}optimizer, in this layout", list(_optimizers(job, vocab)), bottom + 10)
+    legend, height = _legend(bottom)
     title = f"layout {layout.line()}: {layout.world} ranks"
     caption = (text(_MARGIN, 46 + 16 * number, line) for number, line in enumerate(_caption(job)))
-    return document(title, _WIDTH, height, [heading(_MARGIN, 26, title), *caption, *drawn, *bars])
+    return document(
+        title, _WIDTH, height, [heading(_MARGIN, 26, title), *caption, *drawn, *stages, *optimizers, *legend]
+    )
 
 
 def _drawn(model: ModelConfig, vocab: int) -> Shapes:
@@ -140,11 +146,10 @@ def _share(
             yield _box(x, y + start * height, width, (end - start) * height, colour, opacity=opacity)
 
 
-def _bars(job: Job, vocab: int, top: int) -> tuple[list[str], int]:
-    """Returns bars of the bytes of state per rank without dp_shard and with each ZeRO stage, and the lower end."""
-    rows = list(_stages(job, vocab))
+def _bars(title: str, rows: Sequence[tuple[str, StateBytes]], top: int) -> tuple[list[str], int]:
+    """Returns bars of the bytes of state per rank, by name, and their lower end."""
     widest = max(state.total for _, state in rows)
-    parts = [text(_MARGIN, top, f"State per rank, {job.train.precision}, by stage", "font-weight='600'")]
+    parts = [text(_MARGIN, top, title, "font-weight='600'")]
     for number, (name, state) in enumerate(rows):
         y = top + 16 + 30 * number
         parts.append(text(_MARGIN, y + 14, name))
@@ -153,13 +158,19 @@ def _bars(job: Job, vocab: int, top: int) -> tuple[list[str], int]:
         for colour, value, start in zip(_PARTS.values(), values, starts[:-1], strict=True):
             parts.append(_box(150 + 560 * start / widest, y, 560 * value / widest, 20, colour))
         parts.append(text(160 + 560 * state.total / widest, y + 14, gib(state.total)))
-    legend = top + 34 + 30 * len(rows)
+    return parts, top + 34 + 30 * len(rows)
+
+
+def _legend(top: int) -> tuple[list[str], int]:
+    """Returns the colours of the bars, and their lower end."""
+    parts = []
     for number, (name, colour) in enumerate(_PARTS.items()):
-        parts += [_box(150 + 130 * number, legend - 10, 12, 12, colour), text(168 + 130 * number, legend, name)]
-    return parts, legend + _MARGIN
+        parts += [_box(150 + 130 * number, top - 10, 12, 12, colour), text(168 + 130 * number, top, name)]
+    return parts, top + _MARGIN
 
 
 def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
+    """Yields the state without dp_shard, and with each ZeRO stage."""
     layout = job.layout
     ranks = layout.shard_ranks
     alone = dataclasses.replace(layout, dp_shard=1, cp=1, cp_ulysses=1, ep=1)
@@ -167,12 +178,23 @@ def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
     if ranks > 1:
         stages += [(f"ZeRO-{zero}, N={ranks}", dataclasses.replace(layout, zero=zero)) for zero in (1, 2, 3)]
     for name, stage in stages:
-        mark = " ◂" if stage == layout else ""
-        held = even(job.model.n_layers, layout.pp)[:1] if layout.pp > 1 else None
-        yield (
-            name + mark,
-            state_bytes(job.model, stage, job.train.precision, job.train.gradients, vocab, held, job.optimizer),
-        )
+        yield name + _mark(stage == layout), _state(job, vocab, stage, job.optimizer)
+
+
+def _optimizers(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
+    """Yields the state with each optimizer, in the job's layout."""
+    for name in OPTIMIZERS:
+        own = job.optimizer if name == job.optimizer.name else Optimizer(name=name)
+        yield name + _mark(own is job.optimizer), _state(job, vocab, job.layout, own)
+
+
+def _mark(chosen: bool) -> str:
+    return " ◂" if chosen else ""
+
+
+def _state(job: Job, vocab: int, layout: Layout, optimizer: Optimizer) -> StateBytes:
+    held = even(job.model.n_layers, layout.pp)[:1] if layout.pp > 1 else None
+    return state_bytes(job.model, layout, job.train.precision, job.train.gradients, vocab, held, optimizer)
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, opacity: float = 1, stroke: bool = False) -> str:

@@ -7,7 +7,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable
-from importlib.machinery import PathFinder
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,12 @@ def _places(modules: Iterable[str]) -> list[Path]:
     """Returns the folders and files of top-level modules."""
     found = list[Path]()
     for module in modules:
-        spec = PathFinder.find_spec(module)
-        if spec and spec.submodule_search_locations:
-            found += map(Path, spec.submodule_search_locations)
-        elif spec and spec.origin:
-            found.append(Path(spec.origin))
+        with suppress(ImportError, ValueError):  # loading it will say more
+            spec = find_spec(module)
+            if spec and spec.submodule_search_locations:
+                found += map(Path, spec.submodule_search_locations)
+            elif spec and spec.origin and Path(spec.origin).is_file():
+                found.append(Path(spec.origin))
     return found
 
 
