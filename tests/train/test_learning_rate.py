@@ -38,7 +38,7 @@ def test_rises_through_the_warm_up_then_never_rises(schedule, warmup, decay, flo
 
 
 def test_first_and_last_steps():
-    found = rates(Optimizer(1.0, warmup_steps=10, min_lr_ratio=0.1))
+    found = rates(Optimizer(lr=1.0, warmup_steps=10, min_lr_ratio=0.1))
     assert found[0] == pytest.approx(0.1)
     assert found[9] == found[10] == 1.0
     assert found[55] == pytest.approx(0.55)  # half way down
@@ -46,13 +46,13 @@ def test_first_and_last_steps():
 
 
 def test_wsd_holds_then_decays():
-    found = rates(Optimizer(1.0, schedule="wsd", decay_fraction=0.2, min_lr_ratio=0.0))
+    found = rates(Optimizer(lr=1.0, schedule="wsd", decay_fraction=0.2, min_lr_ratio=0.0))
     assert set(found[:81]) == {1.0}
     assert found[90] == pytest.approx(0.5)
 
 
 def test_scaling_rules():
-    assert peak(Optimizer(1.0, batch_scaling="linear", base_batch=4), 16) == 4.0
-    assert peak(Optimizer(1.0, batch_scaling="sqrt", base_batch=4), 16) == 2.0
-    assert peak(Optimizer(1.0), 16) == 1.0
-    assert math.isclose(at_step(0, Optimizer(1.0, batch_scaling="sqrt", base_batch=8), STEPS, 16), math.sqrt(2))
+    assert peak(Optimizer(lr=1.0, batch_scaling="linear", base_batch=4), 16) == 4.0
+    assert peak(Optimizer(lr=1.0, batch_scaling="sqrt", base_batch=4), 16) == 2.0
+    assert peak(Optimizer(lr=1.0), 16) == 1.0
+    assert math.isclose(at_step(0, Optimizer(lr=1.0, batch_scaling="sqrt", base_batch=8), STEPS, 16), math.sqrt(2))
