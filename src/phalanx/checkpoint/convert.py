@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,14 @@ from phalanx.checkpoint.reader import TORCH_DTYPES, Reader
 from phalanx.checkpoint.save import LATEST
 from phalanx.checkpoint.validity import directory_of
 from phalanx.config.fields import leaves
+from phalanx.config.optimizer import Optimizer
 from phalanx.data.files import write_atomic
 from phalanx.data.progress import Progress, meter, silent
 from phalanx.data.tokenizer import FILE as TOKENIZER
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, RunError
+from phalanx.optimizers.entry import Shape
+from phalanx.optimizers.facts import kinds as kinds_of_state
+from phalanx.optimizers.facts import state_tensors
 from phalanx.parallel.precision import DTYPES, needs_master_weights
 from phalanx.units import gib
 
@@ -241,7 +245,7 @@ def _prepare_run(work: _Work) -> None:
     shapes = parameter_shapes(job.model, manifest.meta.get("vocab_size"))
     work.source.require(shapes)
     kinds = {kind for name in work.tensors if (kind := kind_of(name))}
-    if lost := [f"{kind}/{name}" for kind in sorted(kinds) for name in shapes if f"{kind}/{name}" not in work.tensors]:
+    if lost := [name for name in _needed(job.optimizer, sorted(kinds), shapes) if name not in work.tensors]:
         raise CheckpointError(f"{manifest.path} lacks {len(lost)} tensors of the optimizer, such as {lost[0]}")
     if kinds or not manifest.meta.get("updates"):
         return
@@ -251,6 +255,18 @@ def _prepare_run(work: _Work) -> None:
         weights, read = dict(work.tensors), work.read
         work.tensors |= {f"master/{name}": dataclasses.replace(each, dtype="F32") for name, each in weights.items()}
         work.read = lambda name: read(name) if name in weights else read(name.removeprefix("master/")).float()
+
+
+def _needed(optimizer: Optimizer, kinds: Iterable[str], shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """Yields the tensors that a state has which has some of these kinds: the optimizer's own of the parameters for
+    which it keeps them, others of all."""
+    own = set(kinds_of_state(optimizer, shapes))
+    for name, shape in shapes.items():
+        kept = {tensor.kind for tensor in state_tensors(optimizer, name, shape)}
+        for kind in kinds:
+            plain = kind.rpartition("/")[2]  # of one replica
+            if plain in kept or plain not in own:
+                yield f"{kind}/{name}"
 
 
 def _to_run(work: _Work) -> Path:
