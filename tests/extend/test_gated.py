@@ -23,15 +23,20 @@ from parallel import test_composition as composition
 from parallel import test_predicted_traffic as traffic
 from parallel.steps import steps
 from phalanx.blocks.flops import forward_flops_per_token, train_flops_per_step
+from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind
 from phalanx.blocks.kinds import ATTENTION, block_kinds
+from phalanx.blocks.operator import Operator
 from phalanx.blocks.parameters import parameter_shapes
+from phalanx.blocks.place import Place
 from phalanx.check.job import problems_of
 from phalanx.cli.main import main
 from phalanx.config import layout_line
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
+from phalanx.config.model import MoE
 from phalanx.config.presets import PRESETS
 from phalanx.config.train import Train
+from phalanx.errors import ExtensionError
 from phalanx.verify.small import compared_job
 from train import test_predicted_memory as memory
 
@@ -190,3 +195,65 @@ def test_verify_shrinks_it_and_the_planner_plans_it(capsys):
         assert main([*plan, f"model.attention={kind}"]) == 0
         seconds.append(json.loads(capsys.readouterr().out)["candidates"][0]["prediction"]["step_time_s"])
     assert 1.02 < seconds[1] / seconds[0] < 1.2, "a gate is 7 % of a layer's weights"
+
+
+def test_a_kind_that_states_too_little_is_refused():
+    with pytest.raises(ExtensionError, match=r"missing: title, source, operators, module, connection, cores"):
+        AttentionKind()  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ExtensionError, match=r"missing: title, source, operators, module, connection, width"):
+        FeedForwardKind()  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"cores": ()}, "it states 0 cores, its operators have 1"),
+        ({"name_in_block": "mixer"}, "the name of the weight 'attn.wq.weight' must begin with 'mixer' and a dot"),
+        ({"connection": Connection(reads=("wo",), writes=("wo",))}, "wo reads the input: it must be cut by rows"),
+        ({"needs": ("mla.kv_rnk",)}, "'mla.kv_rnk' switches no part of a model on; did you mean mla.kv_rank?"),
+        ({"operators": lambda place: iter(())}, "its operators have no weights"),
+        ({"operators": lambda place: iter([1 / 0])}, "its operators failed for a small model with tp=2: ZeroDivision"),
+        ({"operators": lambda place: iter([*operators_of("gated", place)][:-2])}, "sum it 0 times over tensor ranks"),
+        ({"module": 3}, "must be a function, or its place as text"),
+    ],
+)
+def test_facts_that_its_operators_contradict_are_refused(changes, problem):
+    with pytest.raises(ExtensionError) as caught:
+        ATTENTION.add("wrong", replace(ATTENTION["gated"], **changes))
+    assert problem in str(caught.value)
+
+
+def operators_of(name: str, place: Place) -> Iterator[Operator]:
+    return ATTENTION[name].operators(place)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"operators": lambda place: operators_of("heads", place)}, "its operators lack the parameter attn.wg.weight"),
+        ({"module": lambda model, layer: torch.nn.Linear(2, 3)}, "its module lacks the weight attn.wq.weight"),
+        ({"cores": ("inner",)}, "it states the cores ['inner'], its module has ['core']"),
+    ],
+)
+def test_a_module_that_is_not_as_described_is_refused_when_it_is_made(changes, problem):
+    ATTENTION.add("wrong", replace(ATTENTION["gated"], **changes))
+    try:
+        with pytest.raises(ExtensionError) as caught:
+            build(replace(LLAMA, attention="wrong", vocab_size=13), torch.float32)
+    finally:
+        ATTENTION.remove("wrong")
+    assert problem in str(caught.value)
+
+
+def test_names_and_fields_of_kinds_are_checked():
+    def found(**fields: Any) -> list[tuple[str, str]]:
+        return problems_of(Job(model=replace(LLAMA, **fields)))
+
+    known = "heads, latent, gated"
+    assert found(attention="gatd") == [
+        ("model.attention", f"no attention 'gatd'; did you mean gated? (known: {known})")
+    ]
+    assert ("model.mla.kv_rank", "attention latent needs it above 0, is 0") in found(attention="latent")
+    with_experts = found(feed_forward="dense", moe=MoE(n_experts=4))
+    assert [path for path, _ in with_experts] == ["model.feed_forward"]
+    assert "does not use model.moe.n_experts 4; nearest legal: feed_forward=experts" in with_experts[0][1]

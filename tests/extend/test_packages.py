@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from extend.install import PACKAGES, environment, install
+from phalanx.blocks.kind import AttentionKind, FeedForwardKind
 from phalanx.extend import CorpusEntry, DeviceEntry, MachineEntry, ScheduleEntry, TokenizerEntry
 
 ROOT = Path(__file__).parents[2]
+KINDS = (AttentionKind, FeedForwardKind)
 EXAMPLES = ("interleaved_zb", "ademamix", "lab_cluster", "sums")
 SMALL = """
 model: {n_layers: 4, d_model: 16, n_heads: 2, seq_len: 16}
@@ -229,13 +231,13 @@ def test_a_tokenizer_that_gives_other_ids_than_it_says_is_refused(phalanx, tmp_p
     assert "tokenizer 'wrong' of package phalanx-wrong 1.0: separator must be a tuple of ids below 5, is (12,)" in said
 
 
-@pytest.mark.parametrize("entry", [ScheduleEntry, DeviceEntry, MachineEntry, CorpusEntry, TokenizerEntry])
+@pytest.mark.parametrize("entry", [*KINDS, ScheduleEntry, DeviceEntry, MachineEntry, CorpusEntry, TokenizerEntry])
 def test_the_documentation_names_every_fact(entry: type):
     page = (ROOT / "docs" / "extending.md").read_text()
     assert not [field.name for field in fields(entry) if f"`{field.name}`" not in page]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*EXAMPLES, "gated"])
 def test_the_documentation_shows_the_examples_as_they_are(name: str):
     page = (ROOT / "docs" / "extending.md").read_text()
     assert f"```python\n{(PACKAGES / f'{name}.py').read_text()}```" in page
