@@ -18,7 +18,7 @@ from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_posi
 from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, text
 from phalanx.units import counted
 
-_WIDTH, _MARGIN, _TOP = 1000, 24, 128
+_WIDTH, _MARGIN, _TOP = 1000, 24, 136
 _SIDE = 340  # pixels of the matrices' side, and the strip's height
 _MATRICES, _BARS = 216, 626  # left edges
 _LONGEST = 220  # pixels of the longest bar
@@ -158,8 +158,8 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
         for name, positions in kinds.items()
     }
     widest = max(count for each in counts.values() for count in each)
-    layers = ", mean of all layers" if len(_windows(model)) > 1 else ""
-    parts, y = [_title(_BARS, f"Query × key pairs per rank, over all its heads{layers}")], _TOP
+    over = "mean over layers" if len(_windows(model)) > 1 else "over all its heads"
+    parts, y = [_title(_BARS, f"Query × key pairs per rank, {over}")], _TOP
     for rank in range(layout.cp):
         parts.append(text(_BARS, y + 12, f"rank {rank}"))
         for name, each in counts.items():

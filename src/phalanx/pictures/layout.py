@@ -79,7 +79,7 @@ def _matrices(matrices: dict[str, tuple[int, ...]], job: Job, vocab: int) -> tup
     model, layout = job.model, job.layout
     shards = _shards(job, vocab)
     scale = _LARGEST / max(model.d_model, model.ff_size, model.n_heads * model.head_size)
-    parts, x, top, lowest = [], _MARGIN, max(100, 52 + 16 * len(_caption(job))), 0
+    parts, x, top, lowest = [], _MARGIN, max(100, 62 + 16 * len(_caption(job))), 0
     for name, whole in matrices.items():
         height, width = (max(6, min(side * scale, _LARGEST)) for side in whole[-2:])
         if is_expert(name):
