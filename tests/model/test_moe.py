@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 from torch.utils.checkpoint import checkpoint
 
@@ -41,7 +41,7 @@ def layer(
 ) -> under_test.MixtureOfExperts:
     """With weights large enough for a mistake to show."""
     made = under_test.MixtureOfExperts(model, 1, routing or Routing())
-    initialise(made, model, 1)
+    initialise(nn.ModuleDict({"blocks": nn.ModuleDict({"1": nn.ModuleDict({"moe": made})})}), model, 1)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in made.parameters():
