@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 JOB ?= examples/main.yaml
 COUNT ?= 20000
 ARGS ?=
-# Rooms whose tests run in one process and measure no wall-clock time: `make test` runs them beside the others.
-BESIDE := $(addprefix tests/,blocks check config cost fuzz model partition pictures plan schedule simulate validation)
+# Rooms whose tests measure no wall-clock time and send no signals: `make test` runs them beside the others.
+BESIDE := $(addprefix tests/,blocks check comm config cost examples extend families fuzz generate model optimizers \
+	oracle partition pictures plan schedule simulate train/optimizers validation verify)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train verify verify-families test faults fuzz lint format bench accuracy gpu chaos launchers bench-peers clean
