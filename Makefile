@@ -32,7 +32,7 @@ verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 
 test: setup ## run the tests: ARGS='-k checkpoint'
 ifeq ($(ARGS),)
-	@nice $(BIN)/python -m pytest -q $(BESIDE) > .beside.log 2>&1 & beside=$$!; \
+	@nice -n 19 $(BIN)/python -m pytest -q $(BESIDE) > .beside.log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); code=$$?; \
 	echo "Beside it: $(BESIDE)"; wait $$beside || code=1; cat .beside.log; exit $$code
 else
@@ -43,7 +43,7 @@ fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 	PHALANX_FUZZ=$(COUNT) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
 faults: setup ## make every fault that the watchdog finds, and try every launcher, also on two nodes (as root): minutes
-	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/doctor/test_doctor_two_nodes.py tests/launch/test_every_launcher.py $(ARGS)
+	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/doctor/test_doctor_two_nodes.py tests/launch/test_every_launcher.py tests/benchmarks/test_chaos.py $(ARGS)
 
 lint: setup ## check style, format and types
 	$(BIN)/ruff check .

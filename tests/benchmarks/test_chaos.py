@@ -36,6 +36,7 @@ def story(first: Attempt, second: Attempt | None = None, **fields: object) -> St
     return Story(first, second, **{"injected": 10.0, "difference": 0.0, **fields})  # type: ignore[arg-type]
 
 
+MORE = pytest.mark.skipif("PHALANX_FAULTS" not in os.environ, reason="a fault more; set PHALANX_FAULTS=1 to run it")
 SHORT = {"train.steps": 20}
 """The runs of the short subset; a job of its own also means that its control runs only once."""
 
@@ -166,7 +167,7 @@ def test_the_list_has_every_class(capsys):
 
 
 @pytest.mark.timeout(230)
-@pytest.mark.parametrize("key", ["1/at-step", "22/term"])
+@pytest.mark.parametrize("key", ["1/at-step", pytest.param("22/term", marks=MORE)])
 def test_the_short_subset_of_the_bench(bench, key):
     """Faults injected for real: what is lost here is lost for users."""
     (fault,) = chaos.choose(key, quick=False)
