@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,9 +86,11 @@ class _ClampedGate(torch.autograd.Function):
         sharp = gate.clamp(max=CLAMP).mul_(SHARPNESS)
         of_gate = up.clamp(-CLAMP, CLAMP).add_(1).mul_(gradient)
         torch.ops.aten.silu_backward(of_gate, sharp, grad_input=of_gate)
-        of_gate.mul_(gate <= CLAMP)
         of_up = F.silu(sharp, inplace=True).mul_(1 / SHARPNESS).mul_(gradient)
-        return of_up.mul_((up <= CLAMP).logical_and_(up >= -CLAMP)), of_gate
+        # The gradients of the clamps, which are zero from ±7 on.
+        torch.ops.aten.hardtanh_backward(of_gate, gate, -math.inf, CLAMP, grad_input=of_gate)
+        torch.ops.aten.hardtanh_backward(of_up, up, -CLAMP, CLAMP, grad_input=of_up)
+        return of_up, of_gate
 
 
 class _SoftCap(torch.autograd.Function):
