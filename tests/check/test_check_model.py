@@ -173,3 +173,15 @@ def test_parts_of_attention_that_do_not_fit(fields, path, message):
 def test_what_is_switched_off_is_no_problem():
     assert problems(replace(_ROPE, rope_scaling=RopeScaling(kind="yarn", beta_fast=1.0, beta_slow=4.0))) == []
     assert problems(ModelConfig(head_dim=7)) == []
+
+
+@pytest.mark.parametrize("place", ["after", "both"])
+def test_a_parallel_block_has_no_norms_after_its_halves(place: str):
+    assert problems(replace(_ROPE, parallel_block=True, norm_place=place)) == [
+        (
+            "model.norm_place",
+            "a parallel block adds the outputs of attention and MLP before one sum over tensor ranks, so neither can "
+            f"be normalised by itself: must be before, is {place}; nearest legal: before, or parallel_block=false",
+        )
+    ]
+    assert problems(replace(_ROPE, parallel_block=True)) == []

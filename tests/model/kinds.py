@@ -113,6 +113,24 @@ ATTENTION_KINDS: dict[str, ModelConfig] = {
 """Kinds whose attention has what model families add to it."""
 
 
+STRUCTURE_KINDS: dict[str, ModelConfig] = {
+    "norms after": replace(_LLAMA, norm_place="after"),
+    "norms before and after": replace(
+        _LLAMA, norm_place="both", activation="geglu", logit_softcap=2.0, scaled_embedding=True, tied=True
+    ),
+    "parallel block": replace(
+        _LLAMA, norm="layernorm", bias=True, n_kv_heads=0, parallel_block=True, activation="gelu"
+    ),
+    "clamped experts": replace(
+        _LLAMA,
+        bias=True,
+        activation="swiglu_clamped",
+        moe=MoE(n_experts=4, top_k=2, d_ff=16, router_bias=True),
+    ),
+}
+"""Kinds that differ in what lies around attention."""
+
+
 def build(model: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 1) -> Transformer:
     """The model with weights large enough, and biases and norms far enough from 0 and 1, for a mistake to show."""
     transformer = Transformer(model)

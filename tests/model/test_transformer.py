@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from model.kinds import KINDS, MOE_AND_MLA, build, tokens
+from model.kinds import KINDS, MOE_AND_MLA, STRUCTURE_KINDS, build, tokens
 from phalanx.blocks.parameters import count, parameter_shapes
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS
@@ -20,7 +20,7 @@ from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 
 kinds = pytest.mark.parametrize("model", KINDS.values(), ids=KINDS.keys())
-_ALL = KINDS | MOE_AND_MLA
+_ALL = KINDS | MOE_AND_MLA | STRUCTURE_KINDS
 all_kinds = pytest.mark.parametrize("model", _ALL.values(), ids=_ALL.keys())
 
 
