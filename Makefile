@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 JOB ?= examples/main.yaml
 COUNT ?= 20000
 ARGS ?=
-# Rooms whose tests measure no wall-clock time and send no signals: `make test` runs them beside the others.
+# Tests that measure no wall-clock time and send no signals: `make test` runs them beside the others.
 BESIDE := $(addprefix tests/,blocks check comm config cost examples extend families fuzz generate model optimizers \
-	oracle partition pictures plan schedule simulate train/optimizers validation verify)
+	oracle partition pictures plan schedule simulate validation verify parallel/test_predicted_traffic.py \
+	train/optimizers train/test_predicted_memory.py train/test_structure_memory.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train verify verify-families test faults fuzz lint format bench accuracy gpu chaos launchers bench-peers clean
